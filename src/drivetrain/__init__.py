@@ -1,0 +1,38 @@
+"""drivetrain: write the training code once, run it on one CPU or many GPUs, and never lose a run."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from drivetrain.cli.api import load, train
+    from drivetrain.outcomes import Outcome, Problem
+    from drivetrain.runs import Run
+    from drivetrain.settings import Duration, Range
+    from drivetrain.task import Rand, Source, Task, Tensors
+    from drivetrain.tasks import datasets
+
+__all__ = [
+    "Duration", "Outcome", "Problem", "Rand", "Range", "Run", "Source", "Task", "Tensors", "datasets", "load", "train",
+]  # fmt: skip
+
+_HOMES = {
+    "Task": "task", "Source": "task", "Tensors": "task", "Rand": "task", "Range": "settings", "Duration": "settings",
+    "Run": "runs", "Problem": "outcomes", "Outcome": "outcomes", "train": "cli.api", "load": "cli.api",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Names resolve on first use, so that importing the package (and the command line) stays fast."""
+    if name == "datasets":
+        return importlib.import_module("drivetrain.tasks.datasets")
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"drivetrain.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,68 @@
+"""The command line: verbs, thin and lazy. Nothing here or before a verb runs imports torch."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from drivetrain import __version__
+from drivetrain.outcomes import Outcome, Problem
+
+VERBS = {
+    "train": ("train", "train a task: a built-in, your file.py, or a recipe.yaml"),
+    "resume": ("train", "go on with a run that was interrupted"),
+    "eval": ("evaluate", "evaluate a run's model on its evaluation data"),
+    "status": ("inspect", "how a run is doing"),
+    "logs": ("inspect", "what a run's processes printed"),
+    "runs": ("inspect", "list runs; rm and prune make room"),
+    "verify-resume": ("verify", "prove that a task resumes to the last bit"),
+    "completion": ("completion", "print a shell's completion script"),
+}
+
+HELP = """\
+usage: drivetrain VERB ...        (drivetrain VERB --help tells more)
+
+{verbs}
+
+  drivetrain train digits                        a first run: a few seconds on any machine
+  drivetrain train my_task.py hidden=512         your own task, a setting changed
+  drivetrain train my_task.py --procs 4          four processes on this machine
+  drivetrain train my_task.py --help             the settings of that task
+  drivetrain resume digits-001                   go on where it stopped
+"""
+
+
+def main(argv: list[str] | None = None) -> None:
+    words = list(sys.argv[1:] if argv is None else argv)
+    # DeepSpeed's launcher adds --local_rank=N to every command; LOCAL_RANK says the same.
+    words = [w for w in words if not w.startswith(("--local_rank=", "--local-rank="))]
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()
+    except Problem as problem:
+        print(f"drivetrain: {problem}", file=sys.stderr)
+        code = problem.outcome.code
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:  # the reader of our output left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code)
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        verbs = "\n".join(f"  {verb:<15}{text}" for verb, (_, text) in VERBS.items())
+        print(HELP.format(verbs=verbs), end="")
+        return Outcome.OK.code if words else Outcome.USAGE.code
+    if words[0] in ("-V", "--version"):
+        print(f"drivetrain {__version__}")
+        return 0
+    verb, *rest = words
+    if verb not in VERBS:
+        from drivetrain.settings import nearest
+
+        raise Problem(f"there is no verb {verb!r}{nearest(verb, VERBS)} (drivetrain --help lists them)")
+    module = importlib.import_module(f"drivetrain.cli.{VERBS[verb][0]}")
+    return int(module.run(verb, rest))

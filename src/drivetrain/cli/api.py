@@ -1,0 +1,115 @@
+"""The Python interface: `drivetrain.train` does what the command does; `drivetrain.load` gives the model."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.cli import launch
+from drivetrain.outcomes import Outcome, Problem
+from drivetrain.recipe import Recipe, TaskRef, find_task, instantiate, make
+from drivetrain.runs import Run, find
+from drivetrain.settings import of_class
+from drivetrain.supervise import local_place
+from drivetrain.task import Task
+from drivetrain.watch.screen import Screen
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def train(
+    task: Task | str,
+    *,
+    procs: int | None = None,
+    device: str | None = None,
+    gpus: str | None = None,
+    name: str | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+    **settings: Any,
+) -> Run:
+    """Train a task (or a built-in by name) and give its Run. Raises Problem where the command would fail.
+
+    A task whose class lives in a notebook or a script is sent to the workers by value and kept in the run.
+    """
+    request = launch.Request(procs=procs, device=device, gpus=gpus, name=name, run_dir=None if run_dir is None else str(run_dir))
+    screen = Screen(quiet=quiet)
+    recipe = _recipe(task, settings)
+    if recipe.task.pickled:
+        assert isinstance(task, Task)
+        run, ended = _train_by_value(task, recipe, request, screen)
+    else:
+        run, ended = launch.train_recipe(recipe, request, screen)
+    launch.raise_failure(ended, run)
+    if ended.interrupted and ended.outcome is not Outcome.OK:
+        raise KeyboardInterrupt
+    return run
+
+
+def _recipe(task: Task | str, settings: dict[str, Any]) -> Recipe:
+    plain = {k.replace("__", ".", 1) if k.startswith("plan__") else k: v for k, v in settings.items()}
+    if isinstance(task, str):
+        return make(find_task(task), {}, plain)
+    known = of_class(type(task))
+    given = {k: v for k, v in task.settings().items() if v != known[k].default} | plain
+    module, name = type(task).__module__, type(task).__name__
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if module == "__main__" or file is None or "<locals>" in type(task).__qualname__:
+        ref = TaskRef(name.lower(), "task.pkl", name, pickled=True, code=_digest(task))
+        return make(ref, {}, given, known=known)
+    return make(TaskRef(name.lower(), str(Path(file).resolve()), name), {}, given, known=known)
+
+
+def _train_by_value(task: Task, recipe: Recipe, request: launch.Request, screen: Screen) -> tuple[Run, Any]:
+    """Keep the pickled class in the run, then train as ever."""
+    import cloudpickle
+
+    machine = launch.look_at_machine(request)
+    opened = launch.open_run(recipe, request)
+    if opened.finished:
+        return opened.run, launch._already_finished(opened, screen)
+    with launch._held(opened):
+        place = local_place(machine.procs)
+        plan = launch.make_plan(recipe, machine, place, 1, opened.before)
+        file = opened.run.path / "task" / "task.pkl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "wb") as stream:
+            cloudpickle.dump(task, stream)
+        _keep_source(task, file.with_name("task.py"))
+        return opened.run, launch._train(recipe, request, opened, machine, place, plan, screen)
+
+
+def _digest(task: Task) -> str:
+    """Tells one version of a class from the next; by its text, since pickles of equal classes may differ."""
+    try:
+        text = inspect.getsource(type(task)).encode()
+    except (OSError, TypeError):
+        import cloudpickle
+
+        text = cloudpickle.dumps(type(task))
+    return hashlib.sha256(text).hexdigest()
+
+
+def _keep_source(task: Task, file: Path) -> None:
+    """For people: the text of a class that came by value, where it can be had."""
+    try:
+        file.write_text(inspect.getsource(type(task)))
+    except (OSError, TypeError):
+        pass
+
+
+def load(run: Run | str | os.PathLike[str]) -> nn.Module:
+    """The trained model of a run: final weights, or the last good checkpoint's, in evaluation mode."""
+    from drivetrain.engine.inference import trained_model
+
+    found = run if isinstance(run, Run) else find(run)
+    told = found.read()["recipe"]
+    ref = launch.task_in_run(TaskRef(**told["task"]), found)
+    if not Path(ref.path).is_file():
+        raise Problem(f"{found.name} lacks its task's code ({ref.path})")
+    return trained_model(instantiate(ref, told["settings"]), found)

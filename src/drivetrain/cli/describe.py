@@ -1,0 +1,28 @@
+"""Tells a task's settings by importing its file: for what reading the source cannot see."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+
+from drivetrain.outcomes import Problem
+from drivetrain.recipe import TaskRef, load_class
+from drivetrain.settings import of_class, to_json
+
+
+def main() -> None:
+    path, _, name = sys.argv[1].rpartition(":")
+    try:
+        settings = of_class(load_class(TaskRef(path, path, name)))
+    except Problem as problem:
+        sys.exit(str(problem))
+    except Exception as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
+        where = f", line {frames[-1].lineno}" if frames else ""
+        sys.exit(f"{path}{where}: {type(error).__name__}: {error}")
+    print(json.dumps(to_json(settings)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""`eval`: a run's model on its evaluation data."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from drivetrain.cli.flags import Parser, add_common, add_placement
+from drivetrain.outcomes import Outcome
+
+TEXT = """\
+Evaluate a run's model on its task's evaluation data, with the code the run keeps. A finished run's final
+weights are taken, else its last good checkpoint's. Figures go to eval.json in the run, a confusion matrix
+to confusion.png."""
+
+
+def run(verb: str, words: list[str]) -> int:
+    parser = Parser("drivetrain eval", TEXT)
+    parser.add_argument("target", metavar="RUN", help="a run's name or folder")
+    add_placement(parser)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    add_common(parser)
+    args = parser.parse(words)
+
+    from drivetrain import runs
+    from drivetrain.cli import launch
+    from drivetrain.supervise import local_place, run_workers
+    from drivetrain.watch.screen import Screen, number
+
+    found = runs.find(args.target)
+    recipe = launch.recipe_of_run(found, [])
+    request = launch.Request(procs=args.procs, gpus=args.gpus, device=args.device, verbose=args.verbose)
+    machine = launch.look_at_machine(request)
+    place = local_place(machine.procs)
+    info = found.read()
+    plan = launch.make_plan(recipe, machine, place, 1, info)
+    screen = Screen(quiet=args.quiet or args.json)
+    if not recipe.task.built_in:
+        screen.notice(f"running the code kept in {launch._shown(found)}/task")
+    job = launch.make_job(recipe, found, plan, "eval", info["folder"])
+    ended = run_workers(job, plan, place, screen, machine.gpus, args.verbose)
+    launch.raise_failure(ended, found)
+    if ended.outcome is not Outcome.OK:
+        return launch.exit_code(ended)
+    result = ended.result
+    kept = {k: result[k] for k in ("metrics", "samples", "figures")}
+    runs.write_atomic(found.path / "eval.json", json.dumps({"format": runs.FORMAT} | kept, indent=1) + "\n")
+    if args.json:
+        print(json.dumps(kept))
+        return 0
+    screen.line("eval", "   ".join(number(k, v) for k, v in result["metrics"].items()) + f"   ({result['samples']:,} samples)")
+    if "confusion" in result["figures"]:
+        path = found.path / "confusion.png"
+        draw_confusion(result["figures"]["confusion"], result["classes"], str(path), found.name)
+        screen.line("", f"confusion matrix: {launch._shown(found)}/{path.name}")
+    return 0
+
+
+def draw_confusion(matrix: list[list[float]], names: list[Any], path: str, title: str) -> None:
+    """Rows are the true classes, columns the predicted ones; colour by share of the row, numbers as counts."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import numpy as np
+    from matplotlib import pyplot
+
+    counts = np.asarray(matrix, dtype=float)
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    labels = [str(n) for n in names] or [str(i) for i in range(len(counts))]
+    side = max(4.0, 0.5 * len(counts) + 1.5)
+    figure, axes = pyplot.subplots(figsize=(side, side), layout="constrained")
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    axes.set(xlabel="predicted", ylabel="true", title=title, xticks=range(len(labels)), yticks=range(len(labels)))
+    axes.set_xticklabels(labels, rotation=45 if max(map(len, labels)) > 2 else 0, ha="right" if max(map(len, labels)) > 2 else "center")
+    axes.set_yticklabels(labels)
+    if len(counts) <= 30:
+        for i, j in np.argwhere(counts > 0):
+            axes.text(j, i, f"{counts[i, j]:.0f}", ha="center", va="center", fontsize=8, color="white" if shares[i, j] > 0.5 else "black")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,148 @@
+"""Workers that another launcher started: torchrun, accelerate, deepspeed, srun, a PyTorchJob.
+
+Each process runs the whole command; they meet, rank 0 opens the run and plans, and all train.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import MutableMapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from drivetrain import hardware, runs
+from drivetrain.cli import launch
+from drivetrain.cli.launch import Machine, Opened, Request
+from drivetrain.cli.worker import StopFlag, work
+from drivetrain.outcomes import Outcome, Problem
+from drivetrain.recipe import Recipe
+from drivetrain.runs import Run
+from drivetrain.supervise import Ended, Place
+from drivetrain.watch.screen import Screen
+
+
+def launcher(environment: MutableMapping[str, str]) -> str | None:
+    """The launcher that started this process as one of its workers, if one did; completes its variables."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        environment.setdefault("LOCAL_RANK", "0")
+        environment.setdefault("MASTER_ADDR", "127.0.0.1")
+        environment.setdefault("MASTER_PORT", "29500")
+        if "TORCHELASTIC_RUN_ID" in environment:
+            return "accelerate" if "ACCELERATE_MIXED_PRECISION" in environment else "torchrun"
+        return "the environment (RANK, WORLD_SIZE)"
+    if "SLURM_STEP_ID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_PROCID" in environment:
+        _from_slurm(environment)
+        return "srun"
+    return None
+
+
+def _from_slurm(environment: MutableMapping[str, str]) -> None:
+    environment["RANK"] = environment["SLURM_PROCID"]
+    environment["WORLD_SIZE"] = environment["SLURM_STEP_NUM_TASKS"]
+    environment["LOCAL_RANK"] = environment.get("SLURM_LOCALID", "0")
+    first = first_host(environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_NODELIST", "")))
+    if environment.get("SLURM_STEP_NUM_NODES", "1") == "1":
+        first = "127.0.0.1"
+    else:
+        try:
+            socket.gethostbyname(first)
+        except OSError:  # a name only Slurm knows: the machine that runs srun is one all can reach
+            first = environment.get("SLURM_LAUNCH_NODE_IPADDR", first)
+    environment.setdefault("MASTER_ADDR", first)
+    number = int(environment.get("SLURM_JOB_ID", 0)) * 31 + int(environment["SLURM_STEP_ID"])
+    environment.setdefault("MASTER_PORT", str(20000 + number % 10000))
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a Slurm node list: n[01-03,7],m2 -> n01."""
+    match = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\])?([^,]*)", nodes)
+    return f"{match[1]}{match[2] or ''}{match[3]}" if match else nodes
+
+
+def accelerate_choices(recipe: Recipe, environment: MutableMapping[str, str], started: str | None) -> Recipe:
+    """Honour what `accelerate launch` was told, where the recipe leaves it open, and say so."""
+    notices = list(recipe.notices)
+    settings, origin, pins = dict(recipe.settings), dict(recipe.origin), dict(recipe.pins)
+    if "ACCELERATE_MIXED_PRECISION" not in environment:
+        return recipe
+    asked = environment["ACCELERATE_MIXED_PRECISION"]
+    if asked in ("fp16", "bf16") and origin["precision"] == "default":
+        settings["precision"], origin["precision"] = asked, "accelerate"
+        notices.append(f"precision={asked}, as accelerate launch was told")
+    steps = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if steps.isdigit() and int(steps) > 1 and not {"accumulation", "micro_batch"} & pins.keys():
+        pins["accumulation"] = steps
+        notices.append(f"plan.accumulation={steps}, as accelerate launch was told (the global batch stays {settings['global_batch']})")
+    if started is None:
+        notices.append("accelerate launch started one process (on a CPU it does so whatever --num_processes says): for more, use --procs N here, or torchrun")
+    return replace(recipe, settings=settings, origin=origin, pins=pins, notices=tuple(notices))
+
+
+def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tuple[Run, Ended]:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world if started == "srun" else 1))
+    if request.procs is not None and request.procs != world:
+        raise Problem(f"--procs {request.procs}: {started} started {world} processes; leave --procs out")
+    screen.quiet |= rank != 0
+    machine = _machine(request, local_world)
+    stop = StopFlag()
+    stop.install()
+
+    from drivetrain.engine.group import join
+
+    group = join(machine.device, "nccl" if machine.device == "cuda" else "gloo")
+    opened: Opened | None = None
+    told: dict[str, Any] = {}
+    if group.main:
+        try:
+            opened = _open(recipe, request)
+            if opened.finished:
+                launch._already_finished(opened, screen)
+                told = {"finished": str(opened.run.path.resolve())}
+            else:
+                place = Place(0, machine.procs, world, ("", 0))
+                plan = launch.make_plan(recipe, machine, place, max(1, world // local_world), opened.before)
+                notice = f"{world} processes, started by {started}"
+                launch.header(recipe, machine, plan, screen, "; ".join(filter(None, [opened.why, notice])))
+                launch.record(recipe, opened, plan, machine)
+                opened.run.event("started", world_size=world, launcher=started)
+                told = {"job": launch.make_job(recipe, opened.run, plan, "train")}
+        except Problem as problem:
+            told = {"problem": str(problem), "outcome": problem.outcome}
+    told = group.share(told)
+    if "problem" in told:
+        raise Problem(told["problem"] if group.main else "rank 0 said why", Outcome(told["outcome"]))
+    if "finished" in told:
+        return Run(told["finished"]), Ended(Outcome.OK)
+    job, run = told["job"], Run(told["job"]["run"])
+    result = work(job, group, screen, stop)
+    screen.close()
+    ended = Ended(Outcome(result["outcome"]), result.get("message", ""), result)
+    if opened is not None:
+        from drivetrain.plan import Plan
+
+        launch.conclude(opened.run, recipe, Plan.from_json(job["plan"]), ended)
+        launch.footer(opened.run, ended, screen)
+    return run, ended
+
+
+def _open(recipe: Recipe, request: Request) -> Opened:
+    if request.run_dir or request.name or recipe.name:
+        where = Path(request.run_dir) if request.run_dir else runs.RUNS / str(request.name or recipe.name)
+        if (where / "lock").exists():
+            launch.wait_for_lock(where, 5.0).release()
+    return launch.open_run(recipe, request)
+
+
+def _machine(request: Request, local_world: int) -> Machine:
+    """What this process may use: the launcher decided how many processes share the machine."""
+    found = hardware.detect()
+    device = request.device or ("cuda" if found.gpus else "cpu")
+    if request.device is None and os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1"):
+        device = "cpu"
+    elif device == "cuda":
+        hardware.check_torch_can_use(found, hardware.torch_build(), os.environ)
+    return Machine(found, device, [], local_world)

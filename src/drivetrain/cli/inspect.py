@@ -1,0 +1,196 @@
+"""`runs`, `status` and `logs`: what there is to know about runs without starting anything."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from drivetrain import runs
+from drivetrain.cli.flags import Parser
+from drivetrain.outcomes import Problem
+from drivetrain.runs import Run
+
+
+def run(verb: str, words: list[str]) -> int:
+    return {"runs": _runs, "status": _status, "logs": _logs}[verb](words)
+
+
+# --- runs --------------------------------------------------------------------------------------
+
+
+def _runs(words: list[str]) -> int:
+    parser = Parser("drivetrain runs", "List the runs in runs/ with their disk use. `rm` deletes runs, `prune` deletes checkpoints of finished ones.")
+    parser.add_argument("action", nargs="?", choices=["rm", "prune"], help="rm RUN ...: delete runs; prune [RUN ...]: keep only the weights of finished runs")
+    parser.add_argument("targets", nargs="*", metavar="RUN")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    parser.add_argument("--json", action="store_true", help="print the list as JSON")
+    args = parser.parse(words)
+    if args.action == "rm":
+        return _rm(args.targets, args.yes, args.dry_run)
+    if args.action == "prune":
+        return _prune(args.targets, args.dry_run)
+    rows = [_facts(r) for r in runs.all_runs()]
+    if args.json:
+        print(json.dumps(rows))
+    elif not rows:
+        print(f"no runs in {runs.RUNS.absolute()}; start one: drivetrain train digits")
+    else:
+        _table(rows)
+    return 0
+
+
+def _facts(found: Run) -> dict[str, Any]:
+    try:
+        info = found.read()
+        status = found.status
+        label = info["recipe"]["identity"]["task"]
+        created = info["created"][:16].replace("T", " ")
+    except (Problem, KeyError):
+        return {"name": found.name, "task": "?", "status": "unreadable", "step": 0, "metric": "", "bytes": found.disk_bytes(), "created": ""}
+    rows = found.rows()
+    evaluated: dict[str, Any] = next((r for r in reversed(rows) if any(k.startswith("eval/") for k in r)), {})
+    metric = next((_metric(k.removeprefix("eval/"), v) for k, v in evaluated.items() if k.startswith("eval/")), "")
+    step = rows[-1]["step"] if rows else 0
+    return {"name": found.name, "task": label, "status": status, "step": step, "metric": metric, "bytes": found.disk_bytes(), "created": created}
+
+
+def _metric(name: str, value: float) -> str:
+    return f"{name} {100 * value:.1f} %" if "accuracy" in name else f"{name} {value:.4g}"
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.1f} GB"
+
+
+def _table(rows: list[dict[str, Any]]) -> None:
+    lines = [["run", "task", "status", "step", "metric", "disk", "begun (UTC)"]]
+    lines += [[r["name"], r["task"], r["status"], f"{r['step']:,}", r["metric"], _size(r["bytes"]), r["created"]] for r in rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    right = (3, 5)
+    for line in lines:
+        print("  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))).rstrip())
+    print(f"\n{len(rows)} run{'s' if len(rows) != 1 else ''}, {_size(sum(r['bytes'] for r in rows))}")
+
+
+def _not_running(found: Run) -> None:
+    if pid := runs.holder(found.path):
+        raise Problem(f"{found.name} is being trained by process {pid}: stop it first")
+
+
+def _rm(names: list[str], yes: bool, dry: bool) -> int:
+    if not names:
+        raise Problem("name the runs to delete: drivetrain runs rm NAME ...")
+    found = [runs.find(n) for n in names]
+    for one in found:
+        _not_running(one)
+        print(f"{'would delete' if dry else 'delete'} {one.name}  {_size(one.disk_bytes())}")
+    if dry:
+        return 0
+    if not yes:
+        if not sys.stdin.isatty():
+            raise Problem("deleting needs --yes where nobody can be asked")
+        if input("delete? [y/N] ").strip().lower() not in ("y", "yes"):
+            return 1
+    for one in found:
+        shutil.rmtree(one.path)
+        if one.path.parent != runs.RUNS and not any(one.path.parent.iterdir()):
+            one.path.parent.rmdir()
+    return 0
+
+
+def _prune(names: list[str], dry: bool) -> int:
+    """Checkpoints of finished runs, whose weights are in model/ already; and what interrupted saves left."""
+    freed = 0
+    for one in [runs.find(n) for n in names] if names else runs.all_runs():
+        if runs.holder(one.path):
+            continue
+        doomed = list(one.checkpoints.glob(".*"))
+        if one.finished and one.model_path.is_file():
+            doomed += sorted(one.checkpoints.glob("step-*"))
+        count = sum(Run(p).disk_bytes() for p in doomed)
+        if doomed:
+            print(f"{'would free' if dry else 'freed'} {_size(count)}  {one.name}")
+            freed += count
+        for path in doomed:
+            if not dry:
+                shutil.rmtree(path)
+    print(f"{_size(freed)} {'could be freed' if dry else 'freed'}")
+    return 0
+
+
+# --- status ------------------------------------------------------------------------------------
+
+
+def _status(words: list[str]) -> int:
+    parser = Parser("drivetrain status", "How a run is doing: its state, progress, last figures, checkpoints and events.")
+    parser.add_argument("target", metavar="RUN")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    args = parser.parse(words)
+    found = runs.find(args.target)
+    info, rows, events = found.read(), found.rows(), found.events()
+    last = rows[-1] if rows else {}
+    evaluated: dict[str, Any] = next((r for r in reversed(rows) if any(k.startswith("eval/") for k in r)), {})
+    facts = {
+        "name": found.name, "status": found.status, "message": info["message"], "last": last, "evaluated": evaluated,
+        "checkpoints": found.steps(), "plan": info["plan"], "events": events[-5:], "bytes": found.disk_bytes(),
+    }  # fmt: skip
+    if args.json:
+        print(json.dumps(facts))
+        return 0
+    plan = info["plan"]
+    print(f"run          {found.name}   {info['recipe']['identity']['task']}   {facts['status']}")
+    if info["message"]:
+        print(f"             {info['message'].splitlines()[-1]}")
+    print(f"plan         {plan['world_size']} process(es) on {plan['device']}, {plan['precision']}, global batch {plan['global_batch']}")
+    if last:
+        speed = f", {last['samples_per_second']:,.0f} samples/s" if "samples_per_second" in last else ""
+        print(f"step         {last['step']:,}   epoch {last['epoch']}   loss {last.get('train/loss', float('nan')):.4g}{speed}")
+    if evaluated:
+        figures = "   ".join(_metric(k.removeprefix("eval/"), v) for k, v in evaluated.items() if k.startswith("eval/"))
+        print(f"eval         {figures}   (step {evaluated['step']:,})")
+    print(f"checkpoints  {', '.join(f'{s:,}' for s in facts['checkpoints']) or 'none'}   ({_size(facts['bytes'])} in all)")
+    for event in facts["events"]:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
+        detail = "  ".join(f"{k}={str(v).splitlines()[0] if str(v) else ''}" for k, v in event.items() if k not in ("time", "event", "rank"))
+        print(f"  {when}  {event['event']:<12} {detail}".rstrip())
+    if facts["status"] not in ("finished", "running"):
+        print(f"go on with   drivetrain resume {found.name}")
+    return 0
+
+
+# --- logs --------------------------------------------------------------------------------------
+
+
+def _logs(words: list[str]) -> int:
+    parser = Parser("drivetrain logs", "What a run's processes printed.")
+    parser.add_argument("target", metavar="RUN")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on printing until the run ends")
+    parser.add_argument("--rank", type=int, metavar="K", help="only this process's")
+    args = parser.parse(words)
+    found = runs.find(args.target)
+    pattern = "rank-*.log" if args.rank is None else f"rank-{args.rank}.log"
+    seen: dict[Path, int] = {}
+    _print_new(found, pattern, seen)
+    if not seen:
+        raise Problem(f"{found.name} has no logs{'' if args.rank is None else f' of rank {args.rank}'} yet")
+    while args.follow and found.status == "running":
+        time.sleep(0.3)
+        _print_new(found, pattern, seen)
+    return 0
+
+
+def _print_new(found: Run, pattern: str, seen: dict[Path, int]) -> None:
+    files = sorted((found.path / "logs").glob(pattern), key=lambda p: int(p.stem.split("-")[1]))
+    for file in files:
+        with open(file, "rb") as stream:
+            stream.seek(seen.get(file, 0))
+            data = stream.read()
+        seen[file] = seen.get(file, 0) + len(data)
+        prefix = f"[{file.stem}] " if len(files) > 1 else ""
+        for line in data.decode(errors="replace").splitlines():
+            print(f"{prefix}{line}", flush=True)

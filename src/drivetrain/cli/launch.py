@@ -1,0 +1,430 @@
+"""From a recipe to a run: where its directory is, the plan, the processes, and what is written at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from drivetrain import __version__, hardware, plan as planning, recipe as recipes, runs
+from drivetrain.hardware import Hardware
+from drivetrain.outcomes import Outcome, Problem
+from drivetrain.plan import Plan
+from drivetrain.recipe import MAY_CHANGE, Recipe, TaskRef
+from drivetrain.runs import Lock, Run
+from drivetrain.supervise import Ended, Place, local_place, run_workers
+from drivetrain.watch.screen import Screen, duration, number, size
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line (or the Python call) asks beyond the recipe."""
+
+    procs: int | None = None
+    nodes: int = 1
+    rendezvous: str | None = None
+    node_rank: int | None = None
+    gpus: str | None = None
+    device: str | None = None
+    run_dir: str | None = None
+    name: str | None = None
+    verbose: bool = False
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The part of this machine that a run uses."""
+
+    hardware: Hardware
+    device: str
+    gpus: list[str]
+    procs: int
+
+
+def look_at_machine(request: Request) -> Machine:
+    found = hardware.detect()
+    device = request.device
+    gpus: list[str] = []
+    if device in (None, "cuda"):
+        if found.gpus or device == "cuda":
+            hardware.check_torch_can_use(found, hardware.torch_build(), os.environ)
+        gpus = hardware.visible_gpus(found, os.environ, request.gpus) if found.gpus else []
+        if device == "cuda" and not gpus:
+            raise Problem(f"--device cuda: there is no GPU here ({found.gpu_note}); leave the flag out, or say --device cpu")
+        if request.gpus is not None and not gpus:
+            raise Problem(f"--gpus {request.gpus}: there is no GPU here ({found.gpu_note})")
+        device = "cuda" if gpus else "cpu"
+    elif request.gpus is not None:
+        raise Problem(f"--gpus does not go with --device {device}")
+    assert device is not None
+    procs = request.procs if request.procs is not None else max(1, len(gpus))
+    if procs < 1:
+        raise Problem(f"--procs {procs}: a run needs at least one process")
+    if device == "cuda" and procs > len(gpus):
+        raise Problem(f"--procs {procs}: there {'is' if len(gpus) == 1 else 'are'} {len(gpus)} GPU{'' if len(gpus) == 1 else 's'} to use; one process each at most (or --device cpu)")
+    if device == "mps" and procs > 1:
+        raise Problem("--device mps runs one process")
+    return Machine(found, device, gpus[:procs] if gpus else [], procs)
+
+
+# --- the run's directory -----------------------------------------------------------------------
+
+
+@dataclass
+class Opened:
+    run: Run
+    lock: Lock | None
+    before: dict[str, Any] | None
+    """run.json of the run that goes on; None for a new one."""
+    finished: bool = False
+    why: str = ""
+
+
+def open_run(recipe: Recipe, request: Request) -> Opened:
+    """Decide where the run lives: a directory that was named, an unfinished run of the same recipe, or a new one."""
+    named = request.run_dir or (str(runs.RUNS / request.name) if request.name else None)
+    named = named or (str(runs.RUNS / recipe.name) if recipe.name else None)
+    if named is None:
+        return _continue_or_new(recipe)
+    run = Run(Path(named))
+    if run.json_path.is_file():
+        before = run.read()
+        _check_same(recipe, before, run)
+        return _go_on(recipe, run, before)
+    if run.path.is_dir() and any(p.name != "lock" for p in run.path.iterdir()):
+        raise Problem(f"{run.path} is not empty and no run: choose another --run-dir or --name")
+    return Opened(run, Lock.take(run.path), None)
+
+
+def _go_on(recipe: Recipe, run: Run, before: dict[str, Any], why: str = "") -> Opened:
+    # Only a longer run goes on after its end.
+    longer = any(recipe.settings[k] != before["recipe"]["settings"].get(k) for k in ("epochs", "steps"))
+    if before["status"] == "finished" and not longer:
+        return Opened(run, None, before, finished=True)
+    return Opened(run, Lock.take(run.path), before, why=why)
+
+
+def _continue_or_new(recipe: Recipe) -> Opened:
+    """Without a name, repeating a command goes on with its unfinished run: launchers restart just so, and
+    since resume is exact the result is the one a fresh run would give."""
+    mine = recipe.identity()
+    for run in reversed(runs.all_runs()):
+        if not run.path.name.startswith(recipe.task.label):
+            continue
+        with contextlib.suppress(Problem, KeyError):
+            before = run.read()
+            resumable = before["status"] == "running" or Outcome(before["outcome"]).retryable
+            same = before["recipe"]["identity"] == json.loads(json.dumps(mine))
+            if same and resumable and before["status"] != "finished" and not runs.holder(run.path):
+                return _go_on(recipe, run, before, why=f"going on with {run.name}, unfinished and of the same recipe (a fresh one: --name NAME)")
+    run = Run(runs.new_path(recipe.task.label))
+    return Opened(run, Lock.take(run.path), None)
+
+
+def _check_same(recipe: Recipe, before: dict[str, Any], run: Run) -> None:
+    """Refuse to mix two recipes in one directory."""
+    mine, theirs = json.loads(json.dumps(recipe.identity())), before["recipe"]["identity"]
+    if mine["task"] != theirs["task"]:
+        raise Problem(f"{run.name} is a run of {theirs['task']}, not of {mine['task']}: choose another --name")
+    if mine["code"] != theirs["code"]:
+        raise Problem(
+            f"{run.name} began with another version of {recipe.task.label}: choose another --name,"
+            f" or go on with the code it began with: drivetrain resume {run.name}"
+        )
+    check_changes(mine["settings"], theirs["settings"], run)
+
+
+def check_changes(now: dict[str, Any], before: dict[str, Any], run: Run) -> None:
+    changed = [k for k in now if now[k] != before.get(k) and k not in MAY_CHANGE]
+    if changed:
+        detail = ", ".join(f"{k}={before.get(k)} (now {now[k]})" for k in changed[:3])
+        raise Problem(
+            f"{run.name} was begun with {detail}: that cannot change in a run; use another --name."
+            f"\nThese may: {', '.join(MAY_CHANGE)}, and plan.* choices"
+        )
+
+
+# --- the plan ----------------------------------------------------------------------------------
+
+
+def make_plan(recipe: Recipe, machine: Machine, place: Place, nodes: int, before: dict[str, Any] | None) -> Plan:
+    settings = dict(recipe.settings)
+    pins = dict(recipe.pins)
+    if before is not None:
+        old = Plan.from_json(before["plan"])
+        same_pins = before["recipe"]["pins"] == json.loads(json.dumps(pins))
+        if (old.world_size, old.device, old.nodes) == (place.world_size, machine.device, nodes) and same_pins:
+            return old
+        settings["precision"] = old.precision  # fixed from the start on
+    return planning.choose(
+        settings, machine.hardware, device=machine.device, world_size=place.world_size,
+        local_procs=machine.procs, nodes=nodes, pins=pins,
+    )  # fmt: skip
+
+
+# --- running -----------------------------------------------------------------------------------
+
+
+def record(recipe: Recipe, opened: Opened, plan: Plan, machine: Machine) -> None:
+    """Write run.json before anything is started, and keep the task's code with the run."""
+    run = opened.run
+    told = {
+        "task": asdict(recipe.task), "identity": recipe.identity(), "settings": recipe.settings,
+        "origin": recipe.origin, "pins": recipe.pins,
+    }  # fmt: skip
+    changing = {"plan": plan.to_json(), "hardware": machine.hardware.to_json(), "status": "running", "outcome": "", "message": ""}
+    try:
+        if opened.before is not None:
+            run.write(opened.before | {"recipe": opened.before["recipe"] | {"settings": recipe.settings, "pins": recipe.pins}} | changing)
+            return
+        if not recipe.task.built_in and not recipe.task.pickled:
+            runs.store_task(run, Path(recipe.task.path))
+        run.write({"name": run.name, "recipe": told, **runs.provenance(), **changing})
+    except OSError as error:
+        raise Problem(f"cannot write the run directory {run.path}: {error.strerror}; choose another with --run-dir") from None
+
+
+def task_in_run(task: TaskRef, run: Run) -> TaskRef:
+    """The task as the run keeps it: what resume, eval and workers import."""
+    if task.built_in:
+        return task
+    return replace(task, path=str((run.path / "task" / Path(task.path).name).resolve()))
+
+
+def make_job(recipe: Recipe, run: Run, plan: Plan, mode: str, folder: str | None = None) -> dict[str, Any]:
+    return {
+        "mode": mode,
+        "run": str(run.path.resolve()),
+        "task": asdict(task_in_run(recipe.task, run)),
+        "origin": "" if recipe.task.pickled or recipe.task.built_in else str(Path(recipe.task.path).parent),
+        "settings": recipe.settings,
+        "plan": plan.to_json(),
+        "folder": folder or os.getcwd(),
+    }
+
+
+def train_recipe(recipe: Recipe, request: Request, screen: Screen) -> tuple[Run, Ended]:
+    """Train (or go on with) one recipe on this machine, alone or with others."""
+    machine = look_at_machine(request)
+    if request.nodes > 1:
+        return _train_on_nodes(recipe, request, machine, screen)
+    opened = open_run(recipe, request)
+    if opened.finished:
+        return opened.run, _already_finished(opened, screen)
+    with _held(opened):
+        place = local_place(machine.procs)
+        plan = make_plan(recipe, machine, place, 1, opened.before)
+        return opened.run, _train(recipe, request, opened, machine, place, plan, screen)
+
+
+def resume_run(recipe: Recipe, request: Request, screen: Screen) -> tuple[Run, Ended]:
+    """Go on with the run that `request.run_dir` names, with the recipe it recorded."""
+    run = Run(str(request.run_dir))
+    opened = _go_on(recipe, run, run.read())
+    if opened.finished:
+        return run, _already_finished(opened, screen)
+    with _held(opened):
+        machine = look_at_machine(request)
+        place = local_place(machine.procs)
+        plan = make_plan(recipe, machine, place, 1, opened.before)
+        if not recipe.task.built_in:
+            screen.notice(f"running the code kept in {_shown(run)}/task")
+        if not run.steps():
+            screen.notice(f"{run.name} has no checkpoint yet: starting at step 0")
+        return run, _train(recipe, request, opened, machine, place, plan, screen)
+
+
+def _already_finished(opened: Opened, screen: Screen) -> Ended:
+    screen.line("run", f"{opened.run.name} is finished (a fresh one: --name NAME; more epochs: drivetrain resume {opened.run.name} epochs=N)")
+    return Ended(Outcome.OK)
+
+
+def _train_on_nodes(recipe: Recipe, request: Request, machine: Machine, screen: Screen) -> tuple[Run, Ended]:
+    from drivetrain import rendezvous
+
+    if request.rendezvous is None:
+        raise Problem(f"--nodes {request.nodes} needs --rendezvous HOST:PORT, the same on each machine (HOST is one of them)")
+    opened: Opened | None = None
+
+    def offer(world_size: int) -> dict[str, Any]:
+        """On the first machine: open the run and plan it, for all."""
+        nonlocal opened
+        opened = open_run(recipe, request)
+        place = Place(0, machine.procs, world_size, ("", 0))
+        planned = None if opened.finished else make_plan(recipe, machine, place, request.nodes, opened.before).to_json()
+        return {"run": opened.run.name, "path": str(opened.run.path), "plan": planned}
+
+    try:
+        place, offered = rendezvous.meet(
+            rendezvous.parse(request.rendezvous), request.nodes, machine.procs, request.node_rank,
+            lambda text: screen.line("nodes", text), offer,
+        )  # fmt: skip
+        run = Run(offered["path"])
+        if offered["plan"] is None:
+            return run, Ended(Outcome.OK, f"{offered['run']} is finished")
+        plan = Plan.from_json(offered["plan"])
+        if opened is not None:
+            return run, _train(recipe, request, opened, machine, place, plan, screen)
+        if not recipe.task.built_in and not recipe.task.pickled:
+            runs.store_task(run, Path(recipe.task.path))
+        return run, run_workers(make_job(recipe, run, plan, "train"), plan, place, screen, machine.gpus, request.verbose)
+    finally:
+        if opened is not None and opened.lock is not None:
+            opened.lock.release()
+
+
+@contextlib.contextmanager
+def _held(opened: Opened) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if opened.lock is not None:
+            opened.lock.release()
+
+
+def _train(
+    recipe: Recipe, request: Request, opened: Opened, machine: Machine, place: Place, plan: Plan, screen: Screen
+) -> Ended:
+    header(recipe, machine, plan, screen, opened.why)
+    record(recipe, opened, plan, machine)
+    opened.run.event("started", world_size=place.world_size, device=plan.device)
+    folder = opened.before["folder"] if opened.before else None
+    job = make_job(recipe, opened.run, plan, "train", folder)
+    ended = run_workers(job, plan, place, screen, machine.gpus, request.verbose)
+    conclude(opened.run, recipe, plan, ended)
+    footer(opened.run, ended, screen)
+    return ended
+
+
+def header(recipe: Recipe, machine: Machine, plan: Plan, screen: Screen, why: str = "") -> None:
+    if not screen.quiet:
+        screen._put(f"drivetrain {__version__}   {recipe.task.label}   {machine.hardware.sentence()}")
+    screen.line("plan", plan.sentence())
+    for notice in (*recipe.notices, why):
+        if notice:
+            screen.notice(notice)
+
+
+def conclude(run: Run, recipe: Recipe, plan: Plan, ended: Ended) -> None:
+    """Write how the run ended: run.json, events, and for a finished one its summary."""
+    try:
+        run.update(**runs.stop_info(ended.outcome, ended.message))
+        if ended.outcome is Outcome.OK:
+            runs.write_atomic(run.path / "model" / "task.json", json.dumps(_model_card(recipe, ended), indent=1) + "\n")
+            runs.write_atomic(run.path / "summary.txt", summary(recipe, plan, ended))
+    except OSError as error:
+        raise Problem(f"{run.name}: {error.strerror}; the run's end could not be noted (drivetrain resume {run.name})", Outcome.INFRA) from None
+    finally:
+        run.event("finished" if ended.outcome is Outcome.OK else "stopped", outcome=str(ended.outcome), message=ended.message[:500])
+
+
+def _model_card(recipe: Recipe, ended: Ended) -> dict[str, Any]:
+    return {
+        "format": runs.FORMAT, "task": recipe.task.label, "class": recipe.task.class_name,
+        "settings": recipe.settings, "step": ended.result.get("step"), "metrics": ended.result.get("metrics"),
+    }  # fmt: skip
+
+
+def summary(recipe: Recipe, plan: Plan, ended: Ended) -> str:
+    """The fields people note of a run, as plain text."""
+    facts, metrics, values = ended.result["facts"], ended.result["metrics"], recipe.settings
+    train = facts["train"]
+
+    def percent(value: float | None) -> str:
+        return "not measured" if value is None else f"{100 * value:.2f} %"
+
+    rows = {
+        "Dataset": facts["dataset"],
+        "Model": facts["model"],
+        "Classes": "-" if facts["classes"] is None else facts["classes"],
+        "Channels": "-" if facts["channels"] is None else facts["channels"],
+        "Training Accuracy": percent(train.get("accuracy")),
+        "Test Accuracy": percent(metrics.get("accuracy")),
+        "Test Loss": f"{metrics['loss']:.4f}" if "loss" in metrics else "not measured",
+        "Epochs": facts["epochs"],
+        "Batch Size": plan.global_batch,
+        "Learning Rate": values["learning_rate"],
+        "Mixed Precision": plan.precision if plan.precision in ("bf16", "fp16") else f"no ({plan.precision})",
+        "World Size": plan.world_size,
+        "Device": facts["device"],
+        "Total Parameters": f"{facts['parameters']:,}",
+        "Steps": f"{ended.result['step']:,}",
+        "Training Time": duration(facts["time"]),
+        "Peak Memory": size(facts["peak_memory_bytes"]),
+    }
+    return "".join(f"{name + ':':<20}{value}\n" for name, value in rows.items())
+
+
+def footer(run: Run, ended: Ended, screen: Screen) -> None:
+    result = ended.result
+    if ended.outcome is Outcome.OK:
+        metrics, facts = result["metrics"], result["facts"]
+        if metrics:
+            screen.line("eval", "   ".join(number(k, v) for k, v in metrics.items()) + f"   ({facts['test_samples']:,} samples)")
+        screen.line("done", f"{result['step']:,} steps in {duration(facts['time'])}, peak memory {size(facts['peak_memory_bytes'])}")
+        screen.line("run", f"{_shown(run)}   next: drivetrain eval {run.name} | drivetrain status {run.name}")
+    elif ended.outcome is Outcome.PREEMPTED:
+        screen.line("stopped", f"after step {result['step']:,}, saved; go on with: drivetrain resume {run.name}")
+    elif ended.interrupted:
+        screen.line("stopped", f"at once; go on with: drivetrain resume {run.name}")
+
+
+def _shown(run: Run) -> str:
+    return os.path.relpath(run.path)
+
+
+def exit_code(ended: Ended) -> int:
+    """130 for Ctrl-C, as shells expect; else the outcome's."""
+    return 130 if ended.interrupted and ended.outcome is not Outcome.OK else ended.outcome.code
+
+
+def raise_failure(ended: Ended, run: Run) -> None:
+    """Turn a failed end into the one message that the user sees."""
+    if ended.outcome in (Outcome.OK, Outcome.PREEMPTED) or ended.interrupted:
+        return
+    hint = f"\nGo on with: drivetrain resume {run.name}" if ended.outcome.retryable and "resume" not in ended.message else ""
+    raise Problem(ended.message + hint, ended.outcome)
+
+
+def wait_for_lock(path: Path, seconds: float) -> Lock:
+    """Take a lock that a dying predecessor may still hold for a moment."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return Lock.take(path)
+        except Problem:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+def recipe_of_run(run: Run, words: list[str]) -> Recipe:
+    """The recipe a run was begun with, some settings changed."""
+    info = run.read()
+    told = info["recipe"]
+    ref = TaskRef(**told["task"])
+    kept = task_in_run(ref, run)
+    if not Path(kept.path).is_file():
+        raise Problem(f"{run.name} lacks its task's code ({kept.path})")
+    given = recipes.split_words(words)
+    pins = dict(told["pins"]) | {k.removeprefix("plan."): v for k, v in given.items() if k.startswith("plan.")}
+    changes = {k: v for k, v in given.items() if not k.startswith("plan.")}
+    values, origin = dict(told["settings"]), dict(told["origin"])
+    if changes:
+        known = kept.settings() if not kept.pickled else {}
+        for key, value in changes.items():
+            if key not in values:
+                raise Problem(f"{told['identity']['task']} has no setting {key!r}{recipes.nearest(key, values)}")
+            values[key] = known[key].coerce(value) if key in known else _like(values[key], value)
+            origin[key] = "command line"
+        check_changes(values, told["settings"], run)
+    return Recipe(ref, values, origin, pins, None)
+
+
+def _like(old: Any, text: str) -> Any:
+    return type(old)(text) if isinstance(old, (int, float, str)) and not isinstance(old, bool) else text

@@ -1,0 +1,194 @@
+"""`train` and `resume`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+from drivetrain.cli.flags import Parser, add_common, add_placement
+from drivetrain.outcomes import Outcome, Problem
+from drivetrain.recipe import BUILT_IN, Recipe, find_task, is_recipe_file, load, read_file
+from drivetrain.settings import Setting
+
+TRAIN = f"""\
+Train a task. TASK is a built-in ({", ".join(BUILT_IN)}), your own file.py (file.py:Class where it
+has several), or a recipe.yaml. Settings follow as key=value; plan.KEY=VALUE pins a choice of the plan.
+Repeating the command on an unfinished run goes on with it; Ctrl-C leaves a run that can go on."""
+
+RESUME = """\
+Go on with a run where its last good checkpoint is: with the code and settings it began with, on as
+many processes as you ask for now. epochs, steps, log_every, eval_every, save_every, keep, best and
+plan.* may change."""
+
+
+def _parser(verb: str) -> Parser:
+    text = TRAIN if verb == "train" else RESUME
+    parser = Parser(f"drivetrain {verb}", text)
+    target = "TASK" if verb == "train" else "RUN"
+    parser.add_argument("target", metavar=target, help="what to train" if verb == "train" else "a run's name or folder")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, such as epochs=5")
+    add_placement(parser)
+    if verb == "train":
+        parser.add_argument("--run-dir", metavar="DIR", help="the run's own folder")
+        parser.add_argument("--name", metavar="N", help="the run's name: its folder is runs/N")
+        parser.add_argument("--dry-run", action="store_true", help="show every setting with its origin and the plan, and stop")
+        parser.add_argument("--smoke", action="store_true", help="a few steps on a few samples through train, save, resume and eval; nothing is kept")
+    add_common(parser)
+    return parser
+
+
+def run(verb: str, words: list[str]) -> int:
+    parser = _parser(verb)
+    if verb == "train" and {"-h", "--help"} & set(words):
+        task = next((w for w in words if not w.startswith("-") and "=" not in w), None)
+        parser.print_help()
+        if task is not None:
+            print_settings(task)
+        return 0
+    args = parser.parse(words)
+
+    from drivetrain.cli import foreign, launch
+    from drivetrain.watch.screen import Screen
+
+    request = launch.Request(
+        args.procs, args.nodes, args.rendezvous, args.node_rank, args.gpus, args.device,
+        getattr(args, "run_dir", None), getattr(args, "name", None), args.verbose,
+    )  # fmt: skip
+    if request.run_dir and request.name:
+        raise Problem("--run-dir and --name both say where the run goes: give one")
+    screen = Screen(quiet=args.quiet)
+    started = foreign.launcher(os.environ)
+    if verb == "resume":
+        from drivetrain import runs
+
+        found = runs.find(args.target)
+        recipe = launch.recipe_of_run(found, args.settings)
+        request = replace(request, run_dir=str(found.path))
+        return _resume(recipe, request, screen, started)
+    recipes = load(args.target, args.settings)
+    recipes = [foreign.accelerate_choices(r, os.environ, started) for r in recipes]
+    if args.dry_run:
+        for recipe in recipes:
+            dry_run(recipe, request)
+        return 0
+    if args.smoke:
+        return smoke(recipes[0], request, screen)
+    return train_stages(recipes, request, screen, started)
+
+
+def train_stages(recipes: list[Recipe], request: object, screen: object, started: str | None) -> int:
+    """One run after another, each from the weights of the one before; finished ones are not run again."""
+    from drivetrain import runs
+    from drivetrain.cli import foreign, launch
+
+    assert isinstance(request, launch.Request) and isinstance(screen, launch.Screen)
+    before: runs.Run | None = None
+    for recipe in recipes:
+        if before is not None and recipe.settings["start"] is None:
+            recipe = replace(
+                recipe, settings=recipe.settings | {"start": str(before.path.resolve())},
+                origin=recipe.origin | {"start": "the stage before"},
+            )  # fmt: skip
+        where = request
+        if len(recipes) > 1 and recipe.name and (request.name or request.run_dir):
+            base = Path(request.run_dir) if request.run_dir else runs.RUNS / str(request.name)
+            where = replace(request, name=None, run_dir=str(base / recipe.name.rpartition("/")[2]))
+        train = launch.train_recipe if started is None else lambda r, q, s: foreign.train(r, q, s, str(started))
+        before, ended = train(recipe, where, screen)
+        launch.raise_failure(ended, before)
+        if ended.outcome is not Outcome.OK:
+            return launch.exit_code(ended)
+    return 0
+
+
+def _resume(recipe: Recipe, request: object, screen: object, started: str | None) -> int:
+    from drivetrain.cli import foreign, launch
+
+    assert isinstance(request, launch.Request) and isinstance(screen, launch.Screen)
+    if started is not None:
+        found, ended = foreign.train(recipe, request, screen, started)
+    else:
+        found, ended = launch.resume_run(recipe, request, screen)
+    launch.raise_failure(ended, found)
+    return launch.exit_code(ended)
+
+
+def dry_run(recipe: Recipe, request: object) -> None:
+    from drivetrain.cli import launch
+    from drivetrain.supervise import Place
+
+    assert isinstance(request, launch.Request)
+    machine = launch.look_at_machine(request)
+    plan = launch.make_plan(recipe, machine, Place(0, machine.procs, machine.procs * request.nodes, ("", 0)), request.nodes, None)
+    width = max(map(len, recipe.settings))
+    print(f"task      {recipe.task.label} ({recipe.task.class_name})")
+    print(f"hardware  {machine.hardware.sentence()}")
+    print(f"plan      {plan.sentence()}\n\nsettings")
+    for name, value in recipe.settings.items():
+        print(f"  {name:<{width}}  {value!s:<14}  {recipe.origin[name]}")
+    print("\nplan")
+    for name, value in plan.to_json().items():
+        if name not in ("reasons", "env"):
+            print(f"  {name:<{width}}  {value!s:<14}  {plan.reasons.get(name, '')}".rstrip())
+    for notice in recipe.notices:
+        print(f"\nnote: {notice}")
+
+
+def smoke(recipe: Recipe, request: object, screen: object) -> int:
+    """Everything a run does, in seconds, in a folder that is thrown away."""
+    from drivetrain.cli import launch
+    from drivetrain.cli.worker import SMOKE_BATCH, SMOKE_STEPS
+    from drivetrain.supervise import local_place, run_workers
+
+    assert isinstance(request, launch.Request) and isinstance(screen, launch.Screen)
+    machine = launch.look_at_machine(request)
+    batch = min(SMOKE_BATCH, recipe.settings["global_batch"])
+    few = {"global_batch": batch, "steps": SMOKE_STEPS, "log_every": 1, "eval_every": SMOKE_STEPS, "save_every": SMOKE_STEPS // 2}
+    recipe = replace(recipe, settings=recipe.settings | few)
+    folder = tempfile.mkdtemp(prefix="drivetrain-smoke-")
+    try:
+        opened = launch.open_run(recipe, replace(request, name=None, run_dir=str(Path(folder) / "smoke")))
+        place = local_place(machine.procs)
+        plan = launch.make_plan(recipe, machine, place, 1, None)
+        launch.header(recipe, machine, plan, screen)
+        launch.record(recipe, opened, plan, machine)
+        job = launch.make_job(recipe, opened.run, plan, "smoke") | {"limit": SMOKE_STEPS * batch}
+        ended = run_workers(job, plan, place, screen, machine.gpus, request.verbose)
+        launch.raise_failure(ended, opened.run)
+        if ended.outcome is Outcome.OK:
+            screen.line("smoke", "train, save, resume and eval work; nothing was kept")
+        return launch.exit_code(ended)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- help --------------------------------------------------------------------------------------
+
+
+def print_settings(text: str) -> None:
+    """The settings of a task, its own before those all tasks have."""
+    task = find_task(str(read_file(Path(text))["task"]), Path(text).parent) if is_recipe_file(text) else find_task(text)
+    source = task.source()
+    settings = source.settings if source.complete else task.settings()
+    print(f"\n{task.class_name}: {source.doc.splitlines()[0] if source.doc else ''}".rstrip())
+    own = [s for s in settings.values() if s.owner != "Task"]
+    shared = [s for s in settings.values() if s.owner == "Task"]
+    for title, rows in ((f"settings of {task.class_name}", own), ("settings of every task", shared)):
+        if rows:
+            print(f"\n{title}")
+            for setting in rows:
+                print(_setting_line(setting))
+
+
+def _setting_line(setting: Setting) -> str:
+    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+    value = "(required)" if setting.required else f"={setting.default}"
+    head = f"  {setting.name}{value}"
+    kind = setting.type_text.replace("Annotated[", "").replace("]", "").replace("Literal[", "")
+    text = f"{setting.doc.replace(chr(10), ' ')} [{kind}]".strip()
+    return head.ljust(32) + textwrap.fill(text, max(40, width), initial_indent=" " * 32, subsequent_indent=" " * 32).strip()
+

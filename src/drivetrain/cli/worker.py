@@ -1,0 +1,179 @@
+"""One worker process: joins the others, runs the engine, and says in one word how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.outcomes import Outcome, Problem
+from drivetrain.runs import Run, die_with_parent
+from drivetrain.settings import PACKAGE
+
+if TYPE_CHECKING:
+    from drivetrain.engine.group import Group
+    from drivetrain.engine.observe import Observer
+
+SMOKE_STEPS, SMOKE_BATCH = 4, 16
+
+
+class StopFlag:
+    """Set by a signal, read at step boundaries. The handler does nothing else."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.signal == signal.SIGINT:
+            os._exit(130)  # asked twice: now
+        self.signal = number
+
+    def install(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._handle)
+
+
+def work(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag) -> dict[str, Any]:
+    """Run a job on this rank; gives its result, or how and why it failed."""
+    try:
+        return _run(job, group, screen, stop)
+    except BaseException as error:
+        outcome, message = explain(error, job)
+        return {"outcome": outcome, "message": message}
+
+
+def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag) -> dict[str, Any]:
+    from drivetrain.chaos import injectors
+    from drivetrain.engine.observe import Observers
+    from drivetrain.plan import Plan
+    from drivetrain.recipe import TaskRef, instantiate
+    from drivetrain.watch.files import MetricsFile, TensorBoard
+
+    run, plan = Run(job["run"]), Plan.from_json(job["plan"])
+    task = instantiate(TaskRef(**job["task"]), job["settings"])
+    if job["mode"] == "eval":
+        from drivetrain.engine.inference import evaluate_run
+
+        return {"outcome": Outcome.OK} | evaluate_run(task, plan, run, group)
+    if "limit" in job:
+        _limit_data(task, job["limit"])
+    files: list[Observer] = [MetricsFile(run), TensorBoard(run.path / "tensorboard"), screen] if group.main else []
+    observer = Observers([*files, *injectors()])
+
+    from drivetrain.engine.fingerprint import Fingerprint
+    from drivetrain.engine.loop import Training
+
+    if job["mode"] == "smoke":
+        Training(task, plan, run, group, observer, stop).run_to_end(stop_after=SMOKE_STEPS // 2)
+    training = Training(task, plan, run, group, observer, stop)
+    if "fingerprint" in job and group.main:
+        Fingerprint(training, Path(job["fingerprint"]))
+    result = training.run_to_end()
+    observer.close()
+    classes = getattr(task, "classes", None)
+    facts = result.facts | {
+        "model": getattr(task, "net", type(training.model).__name__),
+        "classes": len(classes) if isinstance(classes, (list, tuple)) else None,
+        "channels": getattr(task, "channels", None),
+        "dataset": getattr(task, "dataset", job["task"]["label"]),
+    }
+    return {"outcome": result.outcome, "step": result.step, "metrics": result.metrics, "facts": facts}
+
+
+def _limit_data(task: Any, samples: int) -> None:
+    """Let the task's data sets end after a few samples."""
+    from torch.utils.data import Subset
+
+    from drivetrain.task import Source, Tensors
+
+    def limited(give: Any) -> Any:
+        def few() -> Any:
+            data = give()
+            if data is None or isinstance(data, Source) or not hasattr(data, "__len__"):
+                return data
+            if isinstance(data, Tensors):
+                parts = [column[:samples] for column in data.columns]
+                return Tensors(*parts) if data.names is None else Tensors(**dict(zip(data.names, parts, strict=True)))
+            return Subset(data, range(min(samples, len(data))))
+
+        return few
+
+    task.train_data, task.eval_data = limited(task.train_data), limited(task.eval_data)
+
+
+# --- failures ----------------------------------------------------------------------------------
+
+
+def explain(error: BaseException, job: dict[str, Any]) -> tuple[Outcome, str]:
+    """The outcome's word and the text for the user: theirs trimmed to their frames, ours whole."""
+    import torch
+    from torch import distributed as dist
+
+    from drivetrain.engine.data import SampleError
+
+    if isinstance(error, Problem):
+        return error.outcome, str(error)
+    if isinstance(error, SampleError):
+        text = str(error)
+        start = text.rfind("sample ", 0, text.find(" of the data set failed") + 1)
+        return Outcome.USER_ERROR, _as_users_see(text[max(0, start) :], job)
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return Outcome.OOM, f"out of memory: {str(error).splitlines()[0]}\nLower plan.micro_batch (now {job['plan']['micro_batch']})"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+    lost = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "Connection refused")
+    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and not frames and any(w in str(error) for w in lost)):
+        return Outcome.INFRA, f"another process of this run was lost: {str(error).splitlines()[0]}"
+    if isinstance(error, OSError) and not frames:
+        return Outcome.INFRA, f"{error.strerror or error} ({error.filename or 'no file'})"
+    kind = "".join(traceback.format_exception_only(error)).rstrip()
+    if frames:
+        return Outcome.USER_ERROR, _as_users_see("".join(traceback.format_list(frames)) + kind, job)
+    whole = "".join(traceback.format_exception(error))
+    return Outcome.USER_ERROR, f"{whole}This looks like a fault of drivetrain itself: please report it with the lines above."
+
+
+def _is_users(filename: str) -> bool:
+    library = [PACKAGE, sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), sysconfig.get_path("platlib")]
+    return not filename.startswith(("<frozen", "<string")) and not any(Path(filename).is_relative_to(p) for p in library)
+
+
+def _as_users_see(text: str, job: dict[str, Any]) -> str:
+    """The user's own path instead of the run's copy."""
+    return text.replace(str(Path(job["run"]) / "task") + os.sep, job.get("origin", "") + os.sep) if job.get("origin") else text
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    stop = StopFlag()
+    stop.install()
+    die_with_parent()
+    os.chdir(job["folder"]) if os.path.isdir(job["folder"]) else None
+
+    from drivetrain.engine.group import join
+    from drivetrain.supervise import WIRE
+    from drivetrain.watch.screen import Wire
+
+    wire = Wire(int(os.environ.pop(WIRE)))
+    try:
+        group = join(job["plan"]["device"], job["plan"]["backend"])
+    except Problem as problem:
+        result: dict[str, Any] = {"outcome": problem.outcome, "message": str(problem)}
+    else:
+        result = work(job, group, wire, stop)
+    wire.send("result", result)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(Outcome(result["outcome"]).code)  # interpreters with a broken process group can hang on the way out
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The worker-side code that executes a plan."""

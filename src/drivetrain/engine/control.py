@@ -1,0 +1,63 @@
+"""When things are due, and what any rank asks of all: stop, save, evaluate."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.engine.group import Group
+from drivetrain.engine.step import EVALUATE, STOP
+from drivetrain.settings import Length
+
+LAG = 8  # steps after which a GPU's answer is read, so that the host never waits for it
+
+
+class Every:
+    """A period in steps (decided by the step number alone) or in seconds (rank 0's clock)."""
+
+    def __init__(self, setting: object, steps_per_epoch: int) -> None:
+        length = Length.parse(setting)
+        self.steps = length.in_steps(steps_per_epoch)
+        self._seconds = length.value
+        self._last = time.monotonic()
+
+    def due(self, done: int) -> bool:
+        return self.steps is not None and self.steps > 0 and done % self.steps == 0
+
+    def overdue(self) -> bool:
+        """Asks by the clock; true once a period."""
+        if self.steps is not None or time.monotonic() - self._last < self._seconds:
+            return False
+        self._last = time.monotonic()
+        return True
+
+
+class Agreement:
+    """What any rank asked for, known to every rank at the same step: it travels with the gradients."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._answers: list[tuple[Tensor, Any]] = []
+        self._quiet = [0, 0, 0]
+
+    def read(self, step: int, tail: Tensor, asked: list[bool]) -> list[bool]:
+        if self.group.size == 1:
+            return list(asked)
+        flags = tail[STOP : EVALUATE + 1]
+        if self.group.device.type != "cuda":
+            return [value > 0 for value in flags.tolist()]
+        answer = flags.to("cpu", non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._answers.append((answer, event))
+        if len(self._answers) <= LAG:
+            return [False, False, False]
+        answer, event = self._answers.pop(0)
+        event.synchronize()
+        heard = [value > 0 and step >= quiet for value, quiet in zip(answer.tolist(), self._quiet, strict=True)]
+        # Answers under way still carry a request that was just heard.
+        self._quiet = [step + LAG + 1 if h else q for h, q in zip(heard, self._quiet, strict=True)]
+        return heard

@@ -1,0 +1,88 @@
+"""The process group: join it, and the few collective operations the engine needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drivetrain.outcomes import Outcome, Problem
+
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Group:
+    """This process's place among all: with one process every operation is free."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        if self.size > 1:
+            dist.all_reduce(tensor)
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        if self.size > 1:
+            for tensor in tensors:
+                if tensor.is_contiguous():
+                    dist.broadcast(tensor, source)
+                else:
+                    whole = tensor.contiguous()
+                    dist.broadcast(whole, source)
+                    tensor.copy_(whole)
+
+    def share(self, value: Any, source: int = 0) -> Any:
+        """The source rank's value, on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, source, device=self.device)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def leave(self) -> None:
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join(device: str, backend: str) -> Group:
+    """Join the group that RANK, WORLD_SIZE and MASTER_ADDR describe; alone where they do not."""
+    rank, size, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    if device == "cuda":
+        if local >= torch.cuda.device_count():
+            raise Problem(f"process {local} of this machine has no GPU of its own ({torch.cuda.device_count()} visible): lower --procs")
+        torch.cuda.set_device(local)
+        place = torch.device("cuda", local)
+    else:
+        place = torch.device(device)
+    if size > 1 and not dist.is_initialized():
+        try:
+            dist.init_process_group(
+                backend, rank=rank, world_size=size, timeout=TIMEOUT, device_id=place if device == "cuda" else None
+            )
+        except (RuntimeError, ValueError, dist.DistError) as error:
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            text = str(error).splitlines()[0]
+            if "EADDRINUSE" in str(error) or "in use" in str(error):
+                raise Problem(f"port {os.environ.get('MASTER_PORT')} is in use: choose another in --rendezvous or MASTER_PORT") from None
+            raise Problem(f"the {size} processes could not meet at {where}: {text}", Outcome.INFRA) from None
+    return Group(rank, size, place)

@@ -1,0 +1,39 @@
+"""A trained run's model: loaded, and evaluated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain.engine import state
+from drivetrain.engine.data import eval_feed
+from drivetrain.engine.evaluate import evaluate
+from drivetrain.engine.group import Group
+from drivetrain.engine.precision import Precision
+from drivetrain.engine.setup import prepare, run_weights
+from drivetrain.outcomes import Problem
+from drivetrain.plan import Plan
+from drivetrain.runs import Run
+from drivetrain.task import Task
+
+
+def trained_model(task: Task, run: Run, device: torch.device | None = None) -> nn.Module:
+    """The model with the run's final weights, or its last good checkpoint's, ready to use."""
+    model = task.model()
+    tensors, aliases = run_weights(run)
+    state.load_model(model, tensors, aliases, run.name)
+    return model.to(device or torch.device("cpu")).eval()
+
+
+def evaluate_run(task: Task, plan: Plan, run: Run, group: Group) -> dict[str, Any]:
+    prepare(plan, group)
+    data = task.eval_data()
+    if data is None:
+        raise Problem(f"{type(task).__name__} has no eval_data(): there is nothing to evaluate on")
+    model = trained_model(task, run, group.device)
+    result = evaluate(task, model, eval_feed(task, data, plan, group), Precision(plan.precision, group.device), group)
+    figures = {name: figure.tolist() for name, figure in result.figures.items()}
+    names = list(getattr(task, "classes", None) or [])
+    return {"metrics": result.metrics, "samples": result.samples, "figures": figures, "classes": names}

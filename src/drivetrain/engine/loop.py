@@ -1,0 +1,354 @@
+"""The training loop: build, restore, step, log, evaluate, save; readable in one sitting.
+
+At a step's end: log, evaluate, then save. Rows up to step N are on disk before checkpoint N is published,
+and which steps are logged, evaluated and saved follows from the step's number alone, so a resumed run
+writes what an uninterrupted one would have.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.engine import state
+from drivetrain.engine.checkpoint import Checkpoint, Writer, newest_good
+from drivetrain.engine.control import Agreement, Every
+from drivetrain.engine.data import Feed, OrderedFeed, SourceFeed, eval_feed, train_feed
+from drivetrain.engine.evaluate import Evaluation, evaluate
+from drivetrain.engine.group import Group
+from drivetrain.engine.ledger import Ledger
+from drivetrain.engine.memory import peak_memory
+from drivetrain.engine.observe import Observer
+from drivetrain.engine.optim import Rates, factors, make_optimizer
+from drivetrain.engine.precision import LEAST_SCALE, Precision
+from drivetrain.engine.setup import build_model, prepare
+from drivetrain.engine.step import FIGURES, NORM, SCALE, SKIPPED, TAIL, Step
+from drivetrain.engine.strategies.replicate import Replicated
+from drivetrain.outcomes import Outcome, Problem
+from drivetrain.plan import Plan
+from drivetrain.runs import Run
+from drivetrain.task import Source, Task
+
+TICK_SECONDS = 0.5
+
+
+class SupportsBool(Protocol):
+    """True once the process was asked to stop (a signal's flag)."""
+
+    def __bool__(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Result:
+    outcome: Outcome
+    step: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Training:
+    """One training in this process: everything a step needs, and the state that is saved."""
+
+    def __init__(self, task: Task, plan: Plan, run: Run, group: Group, observer: Observer, stop: SupportsBool) -> None:
+        self.task, self.plan, self.run, self.group, self.observer, self.stop = task, plan, run, group, observer, stop
+        prepare(plan, group)
+        self.precision = Precision(plan.precision, group.device)
+        self.model: nn.Module = build_model(task, plan, run, group, observer)
+        data, test = task.train_data(), task.eval_data()
+        self.feed: Feed = train_feed(task, data, plan, group)
+        self.test: OrderedFeed | None = None if test is None else eval_feed(task, test, plan, group)
+        self.source: Source | None = data if isinstance(data, Source) else None
+        self.strategy = Replicated(self.model, group, TAIL)
+        self.optimizer = make_optimizer(task, self.model)
+        per_epoch = self.feed.steps_per_epoch
+        self.total = int(task.steps or task.epochs * per_epoch)
+        self.rates = Rates(self.optimizer, factors(task, self.total, per_epoch), group.device)
+        self.step = Step(task, self.model, self.feed, self.strategy, self.optimizer, self.rates, self.precision, group)
+        self.ledger = Ledger(TAIL, group.device)
+        self.writer = Writer(run, task.keep, observer.moment, observer.notice) if group.main else None
+        self.log, self.evaluate_every, self.save_every = (
+            Every(s, per_epoch) for s in (task.log_every, task.eval_every, task.save_every)
+        )
+        self.done = 0
+        self.best = Best(task.best)
+        self.metrics: dict[str, float] = {}
+        self.epoch_sums: dict[str, list[float]] = {}
+        self._rows: dict[int, dict[str, Any]] = {}
+        self._begun, self._before = time.monotonic(), 0.0
+        self._marked, self._marked_step = time.monotonic(), 0
+
+    # --- the loop ---
+
+    def run_to_end(self, stop_after: int | None = None) -> Result:
+        self._restore()
+        self.observer.started(self._facts())
+        self.observer.moment("start")
+        agreement = Agreement(self.group)
+        per_epoch = self.feed.steps_per_epoch
+        stopping = save_late = False
+        self.feed.open(self.done)
+        self.model.train()
+        while self.done < self.total:
+            if self.done % per_epoch == 0:
+                self.feed.begin_epoch(self.done // per_epoch, self.model)
+            self._ask(stop_after)
+            figures = self.step(self.done)
+            self.ledger.push(self.done, figures)
+            self.done += 1
+            asked_stop, asked_save, asked_evaluation = agreement.read(self.done, figures, self.step.requests)
+            last = self.done == self.total
+            evaluating = self.test is not None and (last or self.evaluate_every.due(self.done) or asked_evaluation)
+            saving = last or self.save_every.due(self.done) or asked_save or save_late
+            logging = last or evaluating or self.log.due(self.done)
+            stopping |= asked_stop
+            if logging or saving or stopping or self.ledger.full or self._tick_due():
+                self.ledger.fetch()
+                self._take_in(logging, wait=evaluating or saving or stopping)
+            if evaluating:
+                saving |= self._evaluate()
+            self._emit()
+            resumable = self.source is None or self.done % per_epoch == 0
+            save_late = saving and not resumable
+            if (saving or stopping) and resumable:
+                self._save(wait=last)
+            if stopping and resumable and not last:
+                return self._stopped()
+            self.observer.moment("step")
+        return self._finish()
+
+    def _ask(self, stop_after: int | None) -> None:
+        """Note this rank's wishes; they reach every rank with the gradients of the coming step."""
+        asked = self.step.requests
+        asked[0] = bool(self.stop) or (stop_after is not None and self.done + 1 >= stop_after)
+        asked[1] = self.group.main and self.save_every.overdue()
+        asked[2] = self.group.main and self.evaluate_every.overdue()
+
+    def _stopped(self) -> Result:
+        if self.writer is not None:
+            self.writer.wait()
+            if self.writer.failure:
+                raise Problem(f"stopped, but step {self.done:,} could not be saved: {self.writer.failure}", Outcome.INFRA)
+        self.feed.close()
+        return Result(Outcome.PREEMPTED, self.done, self.metrics)
+
+    # --- figures ---
+
+    def _tick_due(self) -> bool:
+        return self.group.main and time.monotonic() - self._marked > TICK_SECONDS and self.group.device.type == "cpu"
+
+    def _take_in(self, logging: bool, wait: bool) -> None:
+        """Read the figures that arrived: guard against NaN, make rows of the steps that are logged."""
+        figures = self.step.figures
+        assert figures is not None
+        per_epoch = self.feed.steps_per_epoch
+        if logging:
+            self._rows[self.done] = {}  # filled once its figures arrive
+        for step, row in self.ledger.arrived(wait):
+            self._guard(step, row[: figures.used])
+            epoch, index = divmod(step, per_epoch)
+            size = self.feed.size(index)
+            values = figures.read(row, size)
+            if index == 0:
+                self.epoch_sums = {}
+            for name, value in values.items():
+                entry = self.epoch_sums.setdefault(name, [0.0, 0])
+                entry[0] += value * size
+                entry[1] += size
+            facts = {"step": step + 1, "epoch": epoch + 1, "time": self._elapsed()}
+            facts |= {f"train/{name}": value for name, value in values.items()}
+            facts |= {"grad_norm": row[NORM], "learning_rate": self.rates.at(step), "memory_bytes": peak_memory(self.group.device)}
+            if self.step.loss_scale is not None:
+                facts |= {"loss_scale": row[SCALE], "skipped_steps": int(row[SKIPPED])}
+            if step + 1 in self._rows:
+                self._rows[step + 1] = facts | {"samples_per_second": self._speed(step + 1)}
+            elif step + 1 == self.done:
+                self.observer.tick(facts | {"samples_per_second": self._speed(step + 1)})
+
+    def _speed(self, step: int) -> float:
+        now = time.monotonic()
+        speed = (step - self._marked_step) * self.plan.global_batch / max(1e-9, now - self._marked)
+        self._marked, self._marked_step = now, step
+        return speed
+
+    def _guard(self, step: int, row: list[float]) -> None:
+        bad = not all(map(math.isfinite, (row[NORM], *row[FIGURES:])))
+        if self.step.loss_scale is not None:
+            bad = row[SCALE] < LEAST_SCALE  # overflow is fp16's daily bread; a scale that only falls is not
+        if bad:
+            self._emit(before=step + 1)
+            good = self.run.steps()
+            where = f"the last good checkpoint is step {good[-1]:,}" if good else "no checkpoint was written before"
+            raise Problem(
+                f"the loss or its gradient is not a number at step {step + 1:,} (epoch {step // self.feed.steps_per_epoch + 1});"
+                f" {where}.\nTry a lower learning_rate, clip=1, a warmup, or precision=fp32",
+                Outcome.NAN,
+            )
+
+    def _emit(self, before: int | None = None) -> None:
+        """Hand finished rows to the observers, in order."""
+        for step in sorted(self._rows):
+            row = self._rows[step]
+            if not row or (before is not None and step >= before):
+                break
+            self.observer.row(self._rows.pop(step))
+
+    def _evaluate(self) -> bool:
+        """Evaluate, add the metrics to this step's row; whether it is the best so far."""
+        self.observer.moment("evaluate")
+        result = self.evaluation()
+        self.metrics = result.metrics
+        self._rows[self.done] |= {f"eval/{name}": value for name, value in result.metrics.items()}
+        self._marked, self._marked_step = time.monotonic(), self.done
+        return self.best.update(result.metrics, self.done)
+
+    def evaluation(self) -> Evaluation:
+        assert self.test is not None
+        self.strategy.share_buffers()
+        return evaluate(self.task, self.model, self.test, self.precision, self.group)
+
+    def _elapsed(self) -> float:
+        return round(self._before + time.monotonic() - self._begun, 3)
+
+    # --- state ---
+
+    def _tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """All that a resume needs; a collective call, for rank 0's buffers and everybody's groups."""
+        self.strategy.share_buffers()
+        model, aliases = state.model_tensors(self.model)
+        optimizer, plain = state.optimizer_tensors(self.model, self.optimizer)
+        parts = {"model": model, "optimizer": optimizer}
+        if self.step.loss_scale is not None:
+            parts["scale"] = self.step.loss_scale.tensors()
+        if self.source is not None:
+            everyone = self.group.gather({k: v.cpu() for k, v in self.source.state().items()})
+            parts["source"] = {k: torch.cat([one[k] for one in everyone]) for k in everyone[0]}
+        extra = {
+            "aliases": aliases, "optimizer": plain, "time": self._elapsed(), "metrics": self.metrics,
+            "best": self.best.to_json(), "epoch_sums": self.epoch_sums, "world_size": self.group.size,
+        }  # fmt: skip
+        return state.pack(parts), extra
+
+    def _save(self, wait: bool) -> None:
+        self.observer.flush()
+        tensors, extra = self._tensors()
+        if self.writer is not None:
+            self.writer.save(self.done, tensors, extra, self.best.step)
+            if wait:
+                self.writer.wait()
+                if self.writer.failure:
+                    raise Problem(
+                        f"training is done, but its last checkpoint could not be saved: {self.writer.failure}."
+                        f"\nMake room, then: drivetrain resume {self.run.name}",
+                        Outcome.INFRA,
+                    )
+        self._marked, self._marked_step = time.monotonic(), self.done
+
+    def _restore(self) -> None:
+        """Go on from the newest checkpoint that proves whole, if there is one."""
+        self.observer.moment("restore")
+        found: Checkpoint | None = None
+        if self.group.main:
+            found = newest_good(self.run, self._damage)
+        facts = self.group.share(None if found is None else (found.step, found.extra))
+        self.observer.resumed(0 if facts is None else facts[0])
+        if facts is None:
+            self.group.broadcast([*self.model.parameters(), *self.model.buffers()])
+            return
+        step, extra = facts
+        if step > self.total:
+            raise Problem(f"the run is at step {step:,} already; {self.total:,} steps were asked for (epochs or steps)")
+        tensors = state.share(found.tensors() if found else None, self.group)
+        state.load_model(self.model, state.unpack(tensors, "model"), extra["aliases"], f"checkpoint {step}")
+        state.load_optimizer(self.model, self.optimizer, state.unpack(tensors, "optimizer"), extra["optimizer"])
+        if self.step.loss_scale is not None:
+            for name, value in state.unpack(tensors, "scale").items():
+                self.step.loss_scale.tensors()[name].copy_(value)
+        if self.source is not None:
+            assert isinstance(self.feed, SourceFeed)
+            rows = slice(self.feed.low, self.feed.high)
+            self.source.load({k: v[rows].to(self.group.device) for k, v in state.unpack(tensors, "source").items()})
+        self.done, self._before, self.metrics = step, extra["time"], extra["metrics"]
+        self.best.load(extra["best"])
+        self.epoch_sums = extra["epoch_sums"]
+        self._marked_step = step
+        self.run.event("resumed", step=step, world_size=self.group.size, was=extra["world_size"]) if self.group.main else None
+
+    def _damage(self, text: str) -> None:
+        self.run.event("damaged-checkpoint", detail=text)
+        self.observer.notice(text)
+
+    # --- the ends ---
+
+    def _facts(self) -> dict[str, Any]:
+        parameters = list(self.model.parameters())
+        return {
+            "parameters": state.count_parameters(parameters),
+            "trainable": state.count_parameters(parameters, lambda p: p.requires_grad),
+            "processes": self.group.size,
+            "backend": self.plan.backend,
+            "precision": self.plan.precision,
+            "accumulation": self.plan.accumulation,
+            "device": str(self.group.device),
+            "step": self.done,
+            "steps": self.total,
+            "steps_per_epoch": self.feed.steps_per_epoch,
+            "epochs": -(-self.total // self.feed.steps_per_epoch),
+            "test_samples": self.test.length if self.test else 0,
+        }
+
+    def _finish(self) -> Result:
+        """Final weights (the best ones, where `best` was asked for); repeatable, should it be interrupted."""
+        self.feed.close()
+        self.strategy.share_buffers()
+        self.observer.flush()
+        means = {name: total / count for name, (total, count) in self.epoch_sums.items() if count}
+        facts = self._facts() | {"time": self._elapsed(), "peak_memory_bytes": peak_memory(self.group.device), "train": means}
+        if self.group.main:
+            tensors, aliases = state.model_tensors(self.model)
+            if self.best.step is not None and self.best.step != self.done and self.best.step in self.run.steps():
+                from drivetrain.engine.checkpoint import folder, verify
+
+                tensors = state.unpack(verify(self.run.checkpoints / folder(self.best.step)).tensors(), "model")
+            try:
+                state.write_weights(self.run.model_path, tensors, aliases)
+            except Exception as error:  # safetensors has its own error for a full disk
+                raise Problem(
+                    f"training is done, but the weights could not be written: {error}.\nThen: drivetrain resume {self.run.name}",
+                    Outcome.INFRA,
+                ) from None
+        return Result(Outcome.OK, self.done, self.metrics, facts)
+
+
+class Best:
+    """The best evaluation so far, by the metric that `best` names."""
+
+    def __init__(self, setting: str | None) -> None:
+        direction, _, name = (setting or "").rpartition(":")
+        self.name = name
+        falling = ("loss", "perplexity", "error")
+        self.sign = {"max": 1, "min": -1}.get(direction) or (-1 if any(w in name for w in falling) else 1)
+        self.value: float | None = None
+        self.step: int | None = None
+
+    def update(self, metrics: dict[str, float], step: int) -> bool:
+        if not self.name:
+            return False
+        if self.name not in metrics:
+            raise Problem(f"best={self.name}: the evaluation gives {', '.join(metrics)}")
+        value = metrics[self.name]
+        if math.isnan(value) or (self.value is not None and self.sign * value <= self.sign * self.value):
+            return False
+        self.value, self.step = value, step
+        return True
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "value": self.value, "step": self.step}
+
+    def load(self, values: dict[str, Any]) -> None:
+        if values["name"] == self.name:
+            self.value, self.step = values["value"], values["step"]

@@ -1,0 +1,79 @@
+"""Optimizers and learning-rate schedules, as settings name them or as the task makes them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from drivetrain.outcomes import Problem
+from drivetrain.settings import Length
+from drivetrain.task import Task, overrides
+
+
+def make_optimizer(task: Task, model: torch.nn.Module) -> torch.optim.Optimizer:
+    if overrides(task, "optimizer"):
+        own = task.optimizer(model)
+        if own is not None:
+            if not isinstance(own, torch.optim.Optimizer):
+                raise Problem(f"optimizer() gave a {type(own).__name__}: return a torch.optim.Optimizer, or None for {task.optim}")
+            return own
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    options: dict[str, Any] = {"lr": task.learning_rate, "weight_decay": task.weight_decay}
+    options["fused"] = all(p.is_floating_point() and p.device.type in ("cpu", "cuda", "mps") for p in parameters)
+    if task.optim == "sgd":
+        return torch.optim.SGD(parameters, momentum=0.9, **options)
+    kind = torch.optim.AdamW if task.optim == "adamw" else torch.optim.Adam
+    return kind(parameters, **options)
+
+
+def takes_factor(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's own kernel divides gradients and skips overflowed steps."""
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
+def factors(task: Task, steps: int, steps_per_epoch: int) -> list[float]:
+    """The factor of the peak learning rate for every step of the run."""
+    if overrides(task, "schedule"):
+        own = [task.schedule(step, steps) for step in range(steps)]
+        if own and own[0] is not None:
+            return [float(f) if f is not None else 1.0 for f in own]
+    warmup = Length.parse(task.warmup).in_steps(steps_per_epoch)
+    if warmup is None:
+        raise Problem(f"warmup={task.warmup}: give steps or epochs (1ep), not a time")
+    return [_factor(task.decay, step, steps, warmup) for step in range(steps)]
+
+
+def _factor(decay: str, step: int, steps: int, warmup: int) -> float:
+    if step < warmup:
+        return (step + 1) / warmup
+    if decay == "constant":
+        return 1.0
+    done = (step - warmup) / max(1, steps - warmup)
+    return 1.0 - done if decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+class Rates:
+    """Sets each parameter group's learning rate: its own peak times the schedule's factor."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, table: list[float], device: torch.device) -> None:
+        self.groups = optimizer.param_groups
+        self.peaks = [float(group["lr"]) for group in self.groups]
+        self.table = table
+        self.on_device = device.type == "cuda" and takes_factor(optimizer)
+        if self.on_device:  # a tensor the kernel reads: changing it needs no host sync and survives capture
+            self.tensors = torch.tensor(table, device=device)
+            for group, peak in zip(self.groups, self.peaks, strict=True):
+                group["lr"] = torch.tensor(peak, device=device)
+
+    def set(self, step: int) -> None:
+        factor = self.table[step]
+        for group, peak in zip(self.groups, self.peaks, strict=True):
+            if self.on_device:
+                torch.mul(self.tensors[step], peak, out=group["lr"])
+            else:
+                group["lr"] = peak * factor
+
+    def at(self, step: int) -> float:
+        return self.peaks[0] * self.table[step]

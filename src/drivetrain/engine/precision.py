@@ -1,0 +1,49 @@
+"""Number formats: autocast, and fp16's loss scaling kept on the device."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
+FIRST_SCALE, LEAST_SCALE = 2.0**16, 2.0**-14
+
+
+class Precision:
+    """The arithmetic of forward passes. Weights, gradients and optimizer state keep the model's own format."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name, self.device = name, device
+        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+        if device.type == "cuda":
+            torch.backends.cudnn.allow_tf32 = name == "tf32"
+        self._plain: AbstractContextManager[None] = nullcontext()
+
+    def forward(self) -> AbstractContextManager[object]:
+        if self.dtype is None:
+            return self._plain
+        # The cast cache would keep half-precision weights alive over micro-batches; a step has few casts twice.
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+
+class LossScale:
+    """fp16 gradients need a factor before backward. It halves on overflow, doubles after 2,000 good steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.scale = torch.tensor(FIRST_SCALE, device=device)
+        self.good_steps = torch.tensor(0.0, device=device)
+        self.skipped = torch.tensor(0.0, device=device)
+
+    def update(self, overflow: Tensor) -> None:
+        """Take in whether this step overflowed (0 or 1), without a host sync."""
+        self.skipped += overflow
+        self.good_steps.add_(1.0).mul_(1.0 - overflow)
+        grow = (self.good_steps >= GROWTH_INTERVAL).float()
+        self.good_steps.mul_(1.0 - grow)
+        self.scale.mul_(1.0 + overflow * (BACKOFF - 1.0)).mul_(1.0 + grow * (GROWTH - 1.0))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"scale": self.scale, "good_steps": self.good_steps, "skipped": self.skipped}

@@ -1,0 +1,93 @@
+"""Keyed randomness: numbers that are a pure function of (seed, epoch, sample), never of rank or worker."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def key(*parts: int) -> int:
+    """Mix whole numbers into one 64-bit key (splitmix64 over the parts)."""
+    state = 0
+    for part in parts:
+        state = (state ^ (part & _MASK)) + _GOLDEN & _MASK
+        state = (state ^ (state >> 30)) * _MIX1 & _MASK
+        state = (state ^ (state >> 27)) * _MIX2 & _MASK
+        state ^= state >> 31
+    return state
+
+
+def seed_model(device: torch.device, value: int) -> None:
+    """Seed the generator that dropout draws from (far cheaper than torch.manual_seed)."""
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(value)
+    else:
+        torch.default_generator.manual_seed(value)
+
+
+def seed_everything(value: int) -> None:
+    """Seed Python's, numpy's and torch's generators, as user code in a data set uses them."""
+    random.seed(value)
+    np.random.seed(value & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(value)
+
+
+def permutation(length: int, *parts: int) -> Tensor:
+    generator = torch.Generator()
+    generator.manual_seed(key(*parts))
+    return torch.randperm(length, generator=generator)
+
+
+class KeyedRand:
+    """`uniform` and `normal` numbers for a set of sample ids; each call is a stream of its own."""
+
+    def __init__(self, ids: Tensor, *parts: int) -> None:
+        self.ids = ids
+        self._parts = parts
+        self._calls = 0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def uniform(self, k: int = 1) -> Tensor:
+        self._calls += 1
+        return _uniform(self.ids, k, key(*self._parts, self._calls))
+
+    def normal(self, k: int = 1) -> Tensor:
+        u = self.uniform(2 * k)
+        radius = torch.sqrt(-2.0 * torch.log1p(-u[:, :k]))
+        return radius * torch.cos(2.0 * math.pi * u[:, k:])
+
+
+def _uniform(ids: Tensor, k: int, stream: int) -> Tensor:
+    """The same splitmix64 on both paths, so that a CPU and a GPU draw equal numbers."""
+    if ids.device.type == "cpu":
+        with np.errstate(over="ignore"):
+            x = ids.numpy().astype(np.uint64)[:, None] * np.uint64(_MIX2) + np.arange(k, dtype=np.uint64) * np.uint64(_GOLDEN)
+            x += np.uint64(stream)
+            for shift, factor in ((30, _MIX1), (27, _MIX2)):
+                x ^= x >> np.uint64(shift)
+                x *= np.uint64(factor)
+            x ^= x >> np.uint64(31)
+        return torch.from_numpy((x >> np.uint64(40)).astype(np.float32) * np.float32(2**-24))
+    x = ids[:, None] * _signed(_MIX2) + torch.arange(k, device=ids.device) * _signed(_GOLDEN) + _signed(stream)
+    for shift, factor in ((30, _MIX1), (27, _MIX2)):
+        x = (x ^ _shift(x, shift)) * _signed(factor)
+    x = x ^ _shift(x, 31)
+    return _shift(x, 40).float() * 2**-24
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift (int64 shifts arithmetically)."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,76 @@
+"""Before the first step: seeds, threads, determinism, and the model with its first weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from drivetrain.engine import state
+from drivetrain.engine.checkpoint import must_exist, newest_good
+from drivetrain.engine.group import Group
+from drivetrain.engine.observe import Observer
+from drivetrain.engine.rand import seed_everything
+from drivetrain.outcomes import Problem
+from drivetrain.plan import Plan
+from drivetrain.runs import Run, find
+from drivetrain.task import Task
+
+
+def prepare(plan: Plan, group: Group) -> None:
+    """Everything process-wide that the results depend on."""
+    torch.set_num_threads(plan.threads)
+    if plan.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=False)
+        torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def build_model(task: Task, plan: Plan, run: Run, group: Group, observer: Observer) -> nn.Module:
+    seed_everything(int(task.seed))
+    if group.device.type == "cuda":
+        torch.cuda.manual_seed(int(task.seed))
+    model = task.model()
+    if not isinstance(model, nn.Module):
+        raise Problem(f"model() gave a {type(model).__name__}: return an nn.Module")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise Problem("model() has no parameter that requires a gradient: there is nothing to train")
+    if task.start:
+        tensors, aliases = weights_of(task.start)
+        state.load_model(model, tensors, aliases, task.start)
+    model = model.to(group.device)
+    return _batchnorm(model, task, plan, group, observer)
+
+
+def weights_of(start: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The weights of a run (final, else its last good checkpoint's) or of a .safetensors file."""
+    if start.endswith(".safetensors"):
+        if not Path(start).is_file():
+            raise Problem(f"start={start}: there is no such file")
+        return state.read_weights(Path(start))
+    return run_weights(find(start))
+
+
+def run_weights(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    if run.model_path.is_file():
+        return state.read_weights(run.model_path)
+    checkpoint = must_exist(newest_good(run, lambda text: None), run)
+    return state.unpack(checkpoint.tensors(), "model"), checkpoint.extra["aliases"]
+
+
+def _batchnorm(model: nn.Module, task: Task, plan: Plan, group: Group, observer: Observer) -> nn.Module:
+    has = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    if not has or plan.micro_batch >= plan.global_batch:
+        return model
+    if task.sync_batchnorm and group.device.type == "cuda" and group.size > 1:
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return]
+    if group.main:
+        why = "sync_batchnorm=true shares them between GPUs" if not task.sync_batchnorm else "SyncBatchNorm needs several GPUs"
+        observer.notice(
+            f"this model has BatchNorm: its statistics come from {plan.micro_batch} samples at a time, not from the global"
+            f" batch of {plan.global_batch}, so the result depends on the plan ({why})"
+        )
+    return model

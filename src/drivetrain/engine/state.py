@@ -1,0 +1,134 @@
+"""The state of a training as named tensors and JSON, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from drivetrain.engine.group import Group
+from drivetrain.outcomes import Problem
+
+
+def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The model's tensors by name, each stored once, and which other names share them (tied weights)."""
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise Problem(f"the model's state {name!r} is a {type(value).__name__}: drivetrain saves tensors; keep it as a buffer")
+        identity = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if value.numel() and identity in seen:
+            aliases[name] = seen[identity]
+        else:
+            seen[identity], tensors[name] = name, value
+    return tensors, aliases
+
+
+def load_model(model: nn.Module, tensors: dict[str, Tensor], aliases: dict[str, str], where: str) -> None:
+    state = tensors | {name: tensors[kept] for name, kept in aliases.items() if kept in tensors}
+    own = model.state_dict()
+    missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    shapes = [n for n in own.keys() & state.keys() if own[n].shape != state[n].shape]
+    if missing or extra or shapes:
+        detail = "; ".join(
+            f"{what} {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+            for what, names in (("it lacks", missing), ("it also has", extra), ("other shapes:", sorted(shapes)))
+            if names
+        )
+        raise Problem(f"{where} does not fit this model: {detail}")
+    model.load_state_dict(state)
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The optimizer's state by parameter name; what is no tensor goes to JSON."""
+    names = {p: n for n, p in model.named_parameters()}
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {}
+    for parameter, state in optimizer.state.items():
+        for entry, value in state.items():
+            name = f"{names.get(parameter, '?')}/{entry}"
+            if isinstance(value, Tensor):
+                tensors[name] = value
+                if value.device != parameter.device:
+                    plain.setdefault("on_cpu", []).append(name)
+            else:
+                plain.setdefault("values", {})[name] = _plain(name, value)
+    return tensors, plain
+
+
+def _plain(name: str, value: Any) -> Any:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        raise Problem(f"the optimizer's state {name!r} is a {type(value).__name__}: only tensors and plain values can be saved") from None
+    return value
+
+
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
+    parameters = dict(model.named_parameters())
+    on_cpu = set(plain.get("on_cpu", ()))
+    optimizer.state.clear()
+    for name, value in (*tensors.items(), *plain.get("values", {}).items()):
+        owner, _, entry = name.rpartition("/")
+        if owner not in parameters:
+            raise Problem(f"the checkpoint's optimizer knows a parameter {owner!r} that this model does not have")
+        parameter = parameters[owner]
+        if isinstance(value, Tensor):
+            value = value.to("cpu" if name in on_cpu else parameter.device)
+        optimizer.state[parameter][entry] = value
+
+
+def pack(parts: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+
+
+def unpack(tensors: dict[str, Tensor], part: str) -> dict[str, Tensor]:
+    return {name[len(part) + 1 :]: tensor for name, tensor in tensors.items() if name.startswith(f"{part}/")}
+
+
+def share(tensors: dict[str, Tensor] | None, group: Group) -> dict[str, Tensor]:
+    """Rank 0's tensors on every rank."""
+    if group.size == 1:
+        return tensors or {}
+    layout = group.share({n: (t.shape, t.dtype) for n, t in tensors.items()} if tensors is not None else None)
+    shared = {}
+    for name, (shape, dtype) in layout.items():
+        place = torch.empty(shape, dtype=dtype, device=group.device)
+        if tensors is not None:
+            place.copy_(tensors[name])
+        group.broadcast([place])
+        shared[name] = place
+    return shared
+
+
+# --- weights as a file -------------------------------------------------------------------------
+
+
+def write_weights(path: Path, tensors: dict[str, Tensor], aliases: dict[str, str]) -> None:
+    """Final weights as safetensors; tied names are kept as metadata, as safetensors' own loader has them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    hidden = path.with_name(f".{path.name}")
+    save_file({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, hidden, {"format": "pt"} | aliases)
+    hidden.replace(path)
+
+
+def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    try:
+        with safe_open(path, "pt") as file:
+            names = list(file.keys())
+            aliases = {k: v for k, v in (file.metadata() or {}).items() if v in names}
+            return {name: file.get_tensor(name) for name in names}, aliases
+    except Exception as error:  # safetensors raises its own class for a file that is none
+        raise Problem(f"{path} is no safetensors file: {error}") from None
+
+
+def count_parameters(parameters: Iterable[nn.Parameter], which: Callable[[nn.Parameter], bool] = lambda p: True) -> int:
+    return sum(p.numel() for p in parameters if which(p))

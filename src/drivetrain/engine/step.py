@@ -1,0 +1,199 @@
+"""One optimizer step over a global batch: exact whatever the plan, and without a host sync.
+
+Every term of the loss is divided by its count over the *global* batch, so micro-batches, ranks and the
+last partial batch all give the gradient of the same mean.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.engine.data import Feed, Micro, augmenter
+from drivetrain.engine.group import Group
+from drivetrain.engine.losses import Part, read_loss
+from drivetrain.engine.optim import Rates, takes_factor
+from drivetrain.engine.precision import LossScale, Precision
+from drivetrain.engine.rand import key, seed_model
+from drivetrain.engine.strategies.replicate import Replicated
+from drivetrain.outcomes import Problem
+from drivetrain.task import Task, overrides
+
+# The tail of the gradient buffer: the norm, three requests any rank may make, fp16's scale and skipped
+# steps, then the figures.
+TAIL = 64
+NORM, STOP, SAVE, EVALUATE, SCALE, SKIPPED, FIGURES = range(7)
+
+
+class Figures:
+    """The named figures of a step and their slots in the tail, fixed by the first loss."""
+
+    def __init__(self, parts: list[Part], logged: list[Part]) -> None:
+        self.parts = [p.name for p in parts]
+        self.names = [p.name for p in (*parts, *logged)]
+        if len(set(self.names)) != len(self.names):
+            raise Problem(f"loss() uses a name twice: {self.names}")
+        own = [p.count is not None for p in (*parts, *logged)]
+        self.total = {name: FIGURES + i for i, name in enumerate(self.names)}
+        first = FIGURES + len(self.names)
+        self.count = {name: first + i for i, name in enumerate(n for n, o in zip(self.names, own, strict=True) if o)}
+        self.used = first + len(self.count)
+        if self.used > TAIL:
+            raise Problem(f"loss() logs {len(self.names)} figures; at most {(TAIL - FIGURES) // 2} fit")
+
+    def read(self, row: list[float], size: int) -> dict[str, float]:
+        """The global means, from a row of the ledger."""
+        values = {}
+        for name in self.names:
+            count = row[self.count[name]] if name in self.count else size
+            values[name] = row[self.total[name]] / count if count else 0.0
+        if len(self.parts) > 1 or self.parts[0] != "loss":
+            values["loss"] = sum(values[name] for name in self.parts)
+        return values
+
+
+class Step:
+    def __init__(
+        self, task: Task, model: nn.Module, feed: Feed, strategy: Replicated, optimizer: torch.optim.Optimizer,
+        rates: Rates, precision: Precision, group: Group,
+    ) -> None:  # fmt: skip
+        self.task, self.model, self.feed, self.strategy = task, model, feed, strategy
+        self.optimizer, self.rates, self.precision, self.group = optimizer, rates, precision, group
+        self.loss_scale = LossScale(group.device) if precision.name == "fp16" else None
+        self.figures: Figures | None = None
+        self.requests = [False, False, False]
+        self._seed, self._clip = int(task.seed), float(task.clip)
+        self._fused = takes_factor(optimizer)
+        self._augment = augmenter(task)
+        self._has_counts = overrides(task, "counts")
+        self._slots = strategy.tail.unbind(0)
+
+    def __call__(self, step: int) -> Tensor:
+        """Take step number `step` (from 0); gives the tail with the step's figures."""
+        epoch, index = divmod(step, self.feed.steps_per_epoch)
+        self.rates.set(step)
+        self.strategy.zero()
+        size = self.feed.size(index)
+        last = self.feed.micro_steps(index) - 1
+        micros: Any = self.feed.micro_batches(epoch, index)
+        counts: dict[str, Tensor] = {}
+        if self._has_counts:
+            micros = list(micros)
+            counts = self._global_counts([(self._batch(m, epoch), m.weight) for m in micros])
+        for number, micro in enumerate(micros):
+            seed_model(self.group.device, key(self._seed, step, micro.position))
+            objective = self._forward(self._batch(micro, epoch), micro.weight, size, counts)
+            if number == last:
+                self.strategy.before_last_backward()
+            objective.backward()  # type: ignore[no-untyped-call]
+        for slot, asked in enumerate(self.requests, STOP):
+            if asked:
+                self._slots[slot].fill_(1.0)
+        self.strategy.reduce()
+        self._update(size, bool(counts))
+        return self.strategy.tail
+
+    def _batch(self, micro: Micro, epoch: int) -> Any:
+        return micro.batch if self._augment is None else self._augment(micro, epoch)
+
+    def _forward(self, batch: Any, weight: int, size: int, counts: dict[str, Tensor]) -> Tensor:
+        """This micro-batch's share of the objective; its figures go to the tail."""
+        with self.precision.forward():
+            parts, logged = read_loss(self.task.loss(self.model, batch))
+        figures = self.figures or self._agree_on_figures(parts, logged, counts)
+        objective: Tensor | None = None
+        names = figures.names
+        for place, part in enumerate((*parts, *logged)):
+            if place >= len(names) or part.name != names[place] or (part.count is None) == (part.name in figures.count):
+                raise Problem(f"loss() gave {[p.name for p in (*parts, *logged)]}, but {names} in the first batch: names must stay the same")
+            value = part.value.detach()
+            if part.count is None:
+                self._slots[figures.total[part.name]].add_(value, alpha=weight)
+                share = weight / size
+            else:
+                counted = 1 if weight else 0
+                self._slots[figures.total[part.name]].add_(value, alpha=counted)
+                self._slots[figures.count[part.name]].add_(part.count, alpha=counted)
+                share = counted / size
+            if place < len(parts):
+                if part.name in counts:
+                    term = part.value / counts[part.name] if weight else part.value * 0.0
+                else:
+                    term = part.value if share == 1.0 else part.value * share
+                objective = term if objective is None else objective + term
+        assert objective is not None
+        if not objective.requires_grad:
+            raise Problem(
+                "loss() gave a value without a gradient: it must depend on parameters that require one"
+                " (no .item(), .detach() or torch.no_grad() on the way)"
+            )
+        return objective if self.loss_scale is None else objective * self.loss_scale.scale
+
+    def _agree_on_figures(self, parts: list[Part], logged: list[Part], counts: dict[str, Tensor]) -> Figures:
+        figures = Figures(parts, logged)
+        own = [p.name for p in parts if p.count is not None]
+        if own and len(parts) > 1 and not self._has_counts:
+            raise Problem(
+                f"the loss has {len(parts)} parts and {', '.join(own)} has a count of its own: define counts(batch) ->"
+                f" {{{', '.join(f'{n!r}: ...' for n in own)}}}, so that each is divided by its global count"
+            )
+        missing = [name for name in own if self._has_counts and name not in counts]
+        unknown = [name for name in counts if name not in own]
+        if missing or unknown:
+            raise Problem(f"counts() gave {list(counts)}, but the parts of the loss with a count of their own are {own}")
+        everyone = self.group.gather((figures.names, sorted(figures.count)))
+        if any(other != everyone[0] for other in everyone):
+            raise Problem(f"loss() gave other names on other processes: {everyone}; they must be the same in every batch")
+        self.figures = figures
+        return figures
+
+    def _global_counts(self, batches: list[tuple[Any, int]]) -> dict[str, Tensor]:
+        totals: dict[str, Tensor] = {}
+        for batch, weight in batches:
+            for name, count in (self.task.counts(batch) or {}).items():
+                value = torch.as_tensor(count, dtype=torch.float32, device=self.group.device) * (1.0 if weight else 0.0)
+                totals[name] = totals[name] + value if name in totals else value
+        if totals and self.group.size > 1:
+            packed = torch.stack(list(totals.values()))
+            self.group.all_reduce(packed)
+            totals = dict(zip(totals, packed.unbind(0), strict=True))
+        return {name: torch.where(total == 0, 1.0, total) for name, total in totals.items()}
+
+    def _update(self, size: int, counted: bool) -> None:
+        """Norm, clip, unscale and the optimizer's step."""
+        assert self.figures is not None
+        norm = self.strategy.norm()
+        factor: Tensor | None = None
+        if self.figures.count and not counted and self.figures.parts[0] in self.figures.count:
+            count = self._slots[self.figures.count[self.figures.parts[0]]]
+            factor = torch.where(count == 0, 0.0, size / count)
+        if self.loss_scale is not None:
+            factor = 1.0 / self.loss_scale.scale if factor is None else factor / self.loss_scale.scale
+        if factor is not None:
+            norm = norm * factor
+        self._slots[NORM].copy_(norm)
+        if self._clip:
+            clip = (self._clip / (norm + 1e-6)).clamp_(max=1.0)
+            factor = clip if factor is None else factor * clip
+        overflow = None if self.loss_scale is None else (~torch.isfinite(norm)).float()
+        self._apply(factor, overflow)
+        if self.loss_scale is not None and overflow is not None:
+            self.loss_scale.update(overflow)
+            self._slots[SCALE].copy_(self.loss_scale.scale)
+            self._slots[SKIPPED].copy_(self.loss_scale.skipped)
+
+    def _apply(self, factor: Tensor | None, overflow: Tensor | None) -> None:
+        optimizer: Any = self.optimizer
+        if self._fused:
+            if factor is not None:
+                optimizer.grad_scale = 1.0 / factor
+            if overflow is not None:
+                optimizer.found_inf = overflow
+        else:
+            if overflow is not None and overflow.item():
+                return  # an optimizer of the user's own cannot skip by itself: this costs a host sync
+            if factor is not None:
+                self.strategy.scale(factor)
+        optimizer.step()

@@ -1,0 +1,1 @@
+"""How a model is spread over processes."""

@@ -1,0 +1,213 @@
+"""What this machine has: cores, memory and GPUs, found without importing torch."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import platform
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from drivetrain.outcomes import Problem
+
+NVML_TIMEOUT = 5.0  # a wedged driver never answers; a healthy one does in milliseconds
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    index: int
+    name: str
+    memory_bytes: int
+    compute_capability: tuple[int, int]
+    uuid: str = ""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    cpu_cores: int
+    memory_bytes: int
+    gpus: tuple[Gpu, ...] = ()
+    gpu_note: str = ""
+    """Why there is no GPU, or what is odd about those there are."""
+    driver: str = ""
+    driver_cuda: tuple[int, int] = (0, 0)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def sentence(self) -> str:
+        cores = f"{self.cpu_cores} CPU core{'s' if self.cpu_cores != 1 else ''}, {gib(self.memory_bytes)} RAM"
+        if not self.gpus:
+            return f"{cores}, no GPU ({self.gpu_note})"
+        first = self.gpus[0]
+        return f"{len(self.gpus)} x {first.name} {gib(first.memory_bytes)}, {cores}"
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.0f} GiB" if size >= 10 * 2**30 else f"{size / 2**30:.1f} GiB"
+
+
+def detect() -> Hardware:
+    gpus, note, driver, driver_cuda = _gpus()
+    return Hardware(cpu_cores(), memory_bytes(), gpus, note, driver, driver_cuda)
+
+
+def cpu_cores() -> int:
+    """Cores this process may use: affinity and the container's quota, not the host's count."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _read("/sys/fs/cgroup/cpu.max").split()
+    if len(quota) == 2 and quota[0] != "max":
+        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
+    else:
+        used, period = _read("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), _read("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
+        if used and int(used) > 0 and period:
+            cores = min(cores, max(1, int(used) // int(period)))
+    return cores
+
+
+def memory_bytes() -> int:
+    import psutil
+
+    total = int(psutil.virtual_memory().total)
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        limit = _read(file)
+        if limit.isdigit():
+            total = min(total, int(limit))
+    return total
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def with_timeout(call: Callable[[], T], seconds: float) -> T:
+    """Run a call that may never return; TimeoutError then (its thread is left behind)."""
+    box: list[Any] = []
+
+    def run() -> None:
+        try:
+            box.append((True, call()))
+        except BaseException as error:
+            box.append((False, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not box:
+        raise TimeoutError
+    ok, value = box[0]
+    if not ok:
+        raise value
+    return value  # type: ignore[no-any-return]
+
+
+def _gpus() -> tuple[tuple[Gpu, ...], str, str, tuple[int, int]]:
+    if platform.system() == "Linux" and not Path("/dev/nvidiactl").exists() and shutil.which("nvidia-smi") is None:
+        return (), "no driver", "", (0, 0)
+    try:
+        return with_timeout(_ask_nvml, NVML_TIMEOUT)
+    except TimeoutError:
+        return (), f"the NVIDIA driver did not answer within {NVML_TIMEOUT:.0f} s", "", (0, 0)
+    except Exception as error:  # NVML's errors are of a class that exists only where the library loads
+        return (), f"no driver: {error}", "", (0, 0)
+
+
+def _ask_nvml() -> tuple[tuple[Gpu, ...], str, str, tuple[int, int]]:
+    import pynvml
+
+    pynvml.nvmlInit()
+    cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+    gpus = []
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        gpus.append(
+            Gpu(
+                index,
+                _text(pynvml.nvmlDeviceGetName(handle)),
+                int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+                tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
+                _text(pynvml.nvmlDeviceGetUUID(handle)),
+            )
+        )
+    note = "" if gpus else "the driver lists none"
+    return tuple(gpus), note, _text(pynvml.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10)
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """What the installed torch was built for, read from its files."""
+
+    version: str
+    cuda: str | None
+    hip: str | None
+
+
+def torch_build() -> TorchBuild:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise Problem("torch is not installed in this environment: pip install torch")
+    values: dict[str, Any] = {}
+    for node in ast.parse((Path(spec.origin).parent / "version.py").read_text()).body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Constant):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if isinstance(target, ast.Name):
+                values[target.id] = node.value.value
+    return TorchBuild(values.get("__version__", "?"), values.get("cuda"), values.get("hip"))
+
+
+def visible_gpus(hardware: Hardware, environment: Mapping[str, str], wanted: str | None = None) -> list[str]:
+    """The GPUs a run may use, as CUDA_VISIBLE_DEVICES would name them; `wanted` is --gpus, an index into these."""
+    listed = environment.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        names = [str(g.index) for g in hardware.gpus]
+    else:
+        names = []
+        for name in (n.strip() for n in listed.split(",")):
+            if not name or name == "-1":
+                break  # CUDA ignores all that follows an invalid entry
+            names.append(name)
+    if wanted is None:
+        return names
+    chosen = []
+    for text in wanted.split(","):
+        if not text.strip().isdigit() or int(text) >= len(names):
+            have = f"0 to {len(names) - 1}" if names else "none"
+            raise Problem(f"--gpus {wanted}: there is no GPU {text!r} here ({have}; see `nvidia-smi`)")
+        chosen.append(names[int(text)])
+    return chosen
+
+
+def check_torch_can_use(hardware: Hardware, build: TorchBuild, environment: Mapping[str, str]) -> None:
+    """Stop where a GPU is there but training would silently leave it idle; the text names cause and fix."""
+    if not hardware.gpus or build.hip:
+        return
+    found = f"this machine has {len(hardware.gpus)} x {hardware.gpus[0].name}, but "
+    otherwise = "; or say --device cpu"
+    if build.cuda is None:
+        raise Problem(
+            f"{found}torch {build.version} is a CPU build: pip install --force-reinstall torch"
+            f" (a build for CUDA {hardware.driver_cuda[0]}.{hardware.driver_cuda[1]} or earlier){otherwise}"
+        )
+    if not visible_gpus(hardware, environment):
+        value = environment.get("CUDA_VISIBLE_DEVICES", "")
+        raise Problem(f"{found}CUDA_VISIBLE_DEVICES={value!r} hides them: unset it{otherwise}")
+    needed = int(build.cuda.split(".")[0])
+    if hardware.driver_cuda[0] and hardware.driver_cuda[0] < needed:
+        raise Problem(
+            f"{found}driver {hardware.driver} reaches CUDA {hardware.driver_cuda[0]}.{hardware.driver_cuda[1]} and"
+            f" torch {build.version} needs {build.cuda}: update the driver, or install a torch built for"
+            f" CUDA {hardware.driver_cuda[0]}{otherwise}"
+        )

@@ -1,0 +1,230 @@
+"""A recipe: a task and its settings from a file, the environment and the command line, validated."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drivetrain import settings as _settings
+from drivetrain.outcomes import Problem
+from drivetrain.settings import PACKAGE, Setting, TaskSource, nearest
+from drivetrain.task import Task
+
+BUILT_IN = {
+    "digits": "vision/digits.py:Digits",
+    "mnist": "vision/mnist.py:Mnist",
+    "fashion-mnist": "vision/mnist.py:FashionMnist",
+}
+RESERVED = ("task", "name", "plan", "stages")
+VARIABLES = ("OFFLINE", "FAULTS")  # DRIVETRAIN_<these> are not settings
+
+# What a later resume may change: nothing here alters a step already taken.
+MAY_CHANGE = ("epochs", "steps", "log_every", "eval_every", "save_every", "keep", "best")
+
+
+@dataclass(frozen=True)
+class TaskRef:
+    """A task by where its class is: a built-in's name, or a file and a class; `pickled` ones came by value."""
+
+    label: str
+    path: str
+    class_name: str
+    pickled: bool = False
+    code: str = ""
+    """Of a pickled one: the digest of its source."""
+
+    @property
+    def built_in(self) -> bool:
+        return not self.pickled and Path(self.path).is_relative_to(PACKAGE)
+
+    def source(self) -> TaskSource:
+        return _settings.read_source(Path(self.path), self.class_name)
+
+    def settings(self) -> dict[str, Setting]:
+        """Its settings, from the text where that tells all, else from a child process that imports the file."""
+        source = self.source()
+        return source.settings if source.complete else describe(self)
+
+    def digest(self) -> str:
+        if self.pickled:
+            return self.code
+        return hashlib.sha256(Path(self.path).read_bytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    task: TaskRef
+    settings: dict[str, Any]
+    origin: dict[str, str]
+    """setting -> default, recipe, environment or command line"""
+    pins: dict[str, Any] = field(default_factory=dict)
+    name: str | None = None
+    notices: tuple[str, ...] = ()
+
+    def identity(self) -> dict[str, Any]:
+        """What makes two recipes the same training."""
+        task = self.task.label if self.task.built_in else self.task.class_name
+        code = "" if self.task.built_in else self.task.digest()
+        return {"task": task, "code": code, "settings": self.settings}
+
+
+def find_task(text: str, base: Path | None = None) -> TaskRef:
+    """The task that a word names: a built-in, `file.py` or `file.py:Class`."""
+    if text in BUILT_IN:
+        file, class_name = BUILT_IN[text].split(":")
+        return TaskRef(text, str(PACKAGE / "tasks" / file), class_name)
+    match = re.fullmatch(r"(.+\.py)(?::(\w+))?", text)
+    if match is None:
+        raise Problem(
+            f"there is no task {text!r}{nearest(text, BUILT_IN)} (built in: {', '.join(BUILT_IN)};"
+            f" your own: file.py or file.py:Class; a recipe: file.yaml)"
+        )
+    path = (base or Path.cwd()) / Path(match[1]).expanduser()
+    if not path.is_file():
+        raise Problem(f"there is no file {match[1]} (looked in {path.parent})")
+    source = _settings.read_source(path, match[2])
+    return TaskRef(path.stem, str(path.resolve()), source.name)
+
+
+def is_recipe_file(text: str) -> bool:
+    return text.endswith((".yaml", ".yml"))
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """A recipe file's mapping, its keys checked for form (settings are checked against the task later)."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Problem(f"cannot read the recipe {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise Problem(f"{path}{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    if not isinstance(values, dict) or not isinstance(values.get("task"), str):
+        raise Problem(f"{path} is no recipe: it needs a line such as `task: digits`, then `setting: value` lines")
+    if not isinstance(values.get("plan", {}), dict):
+        raise Problem(f"{path}: plan is a mapping, such as `plan: {{micro_batch: 8}}`")
+    stages = values.get("stages", [{}])
+    if not isinstance(stages, list) or not stages or not all(isinstance(s, dict) for s in stages):
+        raise Problem(f"{path}: stages is a list of mappings, each with a `name` and settings")
+    return values
+
+
+def split_words(words: list[str]) -> dict[str, str]:
+    """`key=value` words of a command line."""
+    given: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise Problem(f"{word!r} is no setting: settings are written key=value, such as epochs=5")
+        given[key.replace("-", "_")] = value
+    return given
+
+
+def load(text: str, words: list[str], environment: Mapping[str, str] = os.environ) -> list[Recipe]:
+    """The recipes that `train TEXT key=value ...` means: one, or one a stage."""
+    given = split_words(words)
+    if not is_recipe_file(text):
+        return [make(find_task(text), {}, given, environment)]
+    path = Path(text).expanduser()
+    if not path.is_file():
+        raise Problem(f"there is no file {text} (looked in {path.absolute().parent})")
+    top = read_file(path)
+    name = top.get("name")
+    common = {k: v for k, v in top.items() if k not in RESERVED}
+    stages = top.get("stages")
+    recipes = []
+    for number, stage in enumerate(stages or [{}], 1):
+        ref = find_task(str(stage.get("task", top["task"])), path.parent)
+        values = common | {k: v for k, v in stage.items() if k not in RESERVED}
+        values |= {f"plan.{k}": v for k, v in {**top.get("plan", {}), **stage.get("plan", {})}.items()}
+        stage_name = f"{number}-{stage.get('name', 'stage')}" if stages else None
+        if stages and name is None:
+            name = path.stem
+        recipes.append(make(ref, values, given, environment, "/".join(filter(None, [name, stage_name])) or None))
+    return recipes
+
+
+def make(
+    task: TaskRef,
+    recipe: Mapping[str, object],
+    given: Mapping[str, object],
+    environment: Mapping[str, str] = os.environ,
+    name: str | None = None,
+    known: dict[str, Setting] | None = None,
+) -> Recipe:
+    """One recipe: command line over environment over file over default."""
+    known = known if known is not None else task.settings()
+    values: dict[str, object] = {}
+    origin = dict.fromkeys(known, "default")
+    pins: dict[str, Any] = {}
+    notices = []
+    from_environment = {}
+    for variable, value in environment.items():
+        key = variable.removeprefix("DRIVETRAIN_")
+        if key != variable and key not in VARIABLES:
+            if key.lower() in known:
+                from_environment[key.lower()] = value
+            else:
+                notices.append(f"{variable} is set, but {task.label} has no setting {key.lower()}{nearest(key.lower(), known)}")
+    for source, layer in (("recipe", recipe), ("environment", from_environment), ("command line", given)):
+        for key, entry in layer.items():
+            if key.startswith("plan."):
+                pins[key.removeprefix("plan.")] = entry
+            else:
+                values[key], origin[key] = entry, source
+    return Recipe(task, _settings.resolve(known, values, task.label), origin, pins, name, tuple(notices))
+
+
+def describe(task: TaskRef) -> dict[str, Setting]:
+    """Ask a child process that imports the file; slower, but it sees everything."""
+    child = subprocess.run(
+        [sys.executable, "-m", "drivetrain.cli.describe", f"{task.path}:{task.class_name}"],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    if child.returncode != 0:
+        raise Problem(child.stderr.strip() or f"{task.path} could not be imported")
+    return _settings.from_json(json.loads(child.stdout.splitlines()[-1]))
+
+
+def load_class(task: TaskRef) -> type:
+    """The task's class: imported from its file, or unpickled where it came by value."""
+    if task.pickled:
+        import cloudpickle
+
+        with open(task.path, "rb") as file:
+            return type(cloudpickle.load(file))
+    path = Path(task.path)
+    if task.built_in:
+        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        return getattr(importlib.import_module(name), task.class_name)  # type: ignore[no-any-return]
+    sys.path.insert(0, str(path.parent))
+    name = path.stem if path.stem not in sys.modules and path.stem not in sys.stdlib_module_names else f"task_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise Problem(f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    found = getattr(module, task.class_name, None)
+    if not isinstance(found, type) or not issubclass(found, Task):
+        raise Problem(f"{task.class_name} in {path} is no task: derive it from drivetrain.Task")
+    return found
+
+
+def instantiate(task: TaskRef, settings: Mapping[str, Any]) -> Task:
+    return load_class(task)(**settings)  # type: ignore[no-any-return]

@@ -1,0 +1,142 @@
+"""Data sets: digits (embedded) and IDX files such as MNIST's, found, fetched and checked."""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import hashlib
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+from importlib import resources
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from drivetrain.outcomes import Outcome, Problem
+from drivetrain.task import Tensors
+
+Split = Literal["train", "test"]
+DIGITS_TRAIN = 1347
+
+# data set -> (address, {file: MD5 of the gzipped file as published})
+IDX_SOURCES: dict[str, tuple[str, dict[str, str]]] = {
+    "mnist": (
+        "https://ossci-datasets.s3.amazonaws.com/mnist",
+        {
+            "train-images-idx3-ubyte": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+            "train-labels-idx1-ubyte": "d53e105ee54ea40749a09fcbcd1e9432",
+            "t10k-images-idx3-ubyte": "9fb629c4189551a2d022fa330f9573f3",
+            "t10k-labels-idx1-ubyte": "ec29112dd5afa0611ce80d1b7f02629c",
+        },
+    ),
+    "fashion-mnist": (
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+        {
+            "train-images-idx3-ubyte": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+            "train-labels-idx1-ubyte": "25c81989df183df01b3e8a0aad5dffbe",
+            "t10k-images-idx3-ubyte": "bef4ecab320f06d8554ea6380940ec79",
+            "t10k-labels-idx1-ubyte": "bb300cfdad3c16e7a12a480ee83cd310",
+        },
+    ),
+}
+
+
+def digits(split: Split) -> Tensors:
+    """1,797 handwritten digits, 8x8 in [0, 1]: 1,347 to train, 450 to test. Licence: digits.md beside the file."""
+    with resources.files("drivetrain.tasks.vision").joinpath("digits.npz").open("rb") as file:
+        arrays = np.load(file)
+        images, labels = arrays["images"], arrays["labels"]
+    part = slice(None, DIGITS_TRAIN) if split == "train" else slice(DIGITS_TRAIN, None)
+    x = torch.from_numpy(images[part]).float() / 16.0
+    return Tensors(x, torch.from_numpy(labels[part]).long())
+
+
+def idx(name: str, split: Split, data_dir: str) -> Tensors:
+    """Images [n, 1, height, width] as uint8 and labels of MNIST or Fashion-MNIST."""
+    prefix = "train" if split == "train" else "t10k"
+    images = read_idx(_locate(name, f"{prefix}-images-idx3-ubyte", Path(data_dir)), dimensions=3)
+    labels = read_idx(_locate(name, f"{prefix}-labels-idx1-ubyte", Path(data_dir)), dimensions=1)
+    if len(images) != len(labels):
+        raise Problem(f"{name} in {data_dir}: {len(images)} {split} images but {len(labels)} labels", Outcome.DATA)
+    return Tensors(torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels).long())
+
+
+def read_idx(path: Path, dimensions: int) -> np.ndarray:
+    """An IDX file of unsigned bytes, gzipped or not; refused where its content is not what its name says."""
+
+    def wrong(why: str) -> Problem:
+        return Problem(f"{path} is no IDX file of {dimensions}-dimensional bytes ({why}): put the original there, or delete it to fetch it again", Outcome.DATA)
+
+    data = path.read_bytes()
+    if data[:2] == b"\x1f\x8b":
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, ValueError) as error:
+            raise wrong(str(error)) from None
+    if data[:4] != bytes([0, 0, 8, dimensions]):
+        raise wrong(f"it begins with {data[:4].hex(' ')}")
+    header = 4 + 4 * dimensions
+    shape = tuple(int.from_bytes(data[i : i + 4], "big") for i in range(4, header, 4))
+    expected = int(np.prod(shape, dtype=np.int64))
+    if len(data) - header != expected:
+        raise wrong(f"{len(data) - header:,} bytes of data where its header says {expected:,}")
+    return np.frombuffer(data, dtype=np.uint8, offset=header).reshape(shape).copy()
+
+
+def _locate(name: str, file: str, folder: Path) -> Path:
+    """The file under any of its usual names, else downloaded."""
+    dotted = file.replace("-idx", ".idx")
+    for place in (folder, folder / name, folder / name / "raw"):
+        for spelling in (file, dotted):
+            for path in (place / spelling, place / f"{spelling}.gz"):
+                if path.is_file():
+                    return path
+    address, checksums = IDX_SOURCES[name]
+    target = folder / name / f"{file}.gz"
+    wanted = ", ".join(f"{f}[.gz]" for f in checksums)
+    advice = f"put {wanted} into {(folder / name).absolute()}, or say data_dir=FOLDER"
+    fetch(f"{address}/{file}.gz", target, checksums[file], advice)
+    return target
+
+
+def fetch(address: str, target: Path, md5: str, advice: str) -> None:
+    """Download once, whoever asks: locked between processes, resumed where it broke off, checked by its MD5."""
+    if os.environ.get("DRIVETRAIN_OFFLINE", "0") not in ("", "0"):
+        raise Problem(f"{target.name} is missing and DRIVETRAIN_OFFLINE=1 forbids to fetch it: {advice}", Outcome.DATA)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(target.with_name(f".{target.name}.lock"), "w") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                _download(address, target, md5)
+    except urllib.error.URLError as error:
+        raise Problem(f"{target.name} could not be fetched from {address} ({error.reason}): {advice}", Outcome.DATA) from None
+    except OSError as error:
+        raise Problem(f"{target.name} could not be fetched from {address} ({error.strerror or error}): {advice}", Outcome.DATA) from None
+
+
+def _download(address: str, target: Path, md5: str) -> None:
+    part = target.with_name(f".{target.name}.part")
+    have = part.stat().st_size if part.exists() else 0
+    request = urllib.request.Request(address, headers={"Range": f"bytes={have}-"} if have else {})
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        resumed = reply.status == 206
+        total = int(reply.headers.get("Content-Length") or 0) + (have if resumed else 0)
+        with open(part, "ab" if resumed else "wb") as file:
+            shown = time.monotonic()
+            while block := reply.read(1 << 18):
+                file.write(block)
+                if time.monotonic() - shown > 1:
+                    shown = time.monotonic()
+                    share = f" of {total / 1e6:.1f}" if total else ""
+                    print(f"fetching {target.name}: {file.tell() / 1e6:.1f}{share} MB", file=sys.stderr, flush=True)
+    found = hashlib.md5(part.read_bytes(), usedforsecurity=False).hexdigest()
+    if found != md5:
+        part.unlink()
+        raise Problem(f"{address} gave another file than the known one (MD5 {found}, expected {md5}); nothing was kept", Outcome.DATA)
+    part.replace(target)

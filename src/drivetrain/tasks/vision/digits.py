@@ -1,0 +1,37 @@
+"""Handwritten digits, 8x8, embedded in the package: a first run on any machine in seconds."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from torch import nn
+
+from drivetrain.settings import Range
+from drivetrain.task import Tensors
+from drivetrain.tasks import datasets
+from drivetrain.tasks.vision.classify import Classifier
+from drivetrain.tasks.vision.nets import mlp
+
+
+class Digits(Classifier):
+    """Handwritten digits (8x8, embedded) with a two-layer net."""
+
+    epochs: Annotated[int, Range(1)] = 30
+    """Passes over the training data."""
+    global_batch: Annotated[int, Range(1)] = 64
+    """Samples in one optimizer step, over all processes."""
+    learning_rate: Annotated[float, Range(0)] = 5e-3
+    """The optimizer's peak learning rate."""
+    hidden: Annotated[int, Range(1, 65536)] = 256
+    """Width of the hidden layer."""
+
+    channels = 1
+
+    def model(self) -> nn.Module:
+        return mlp(64, self.hidden, 10)
+
+    def train_data(self) -> Tensors:
+        return datasets.digits("train")
+
+    def eval_data(self) -> Tensors:
+        return datasets.digits("test")

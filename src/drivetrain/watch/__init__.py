@@ -1,0 +1,1 @@
+"""Observers and readers of runs."""
