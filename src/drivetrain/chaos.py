@@ -1,6 +1,6 @@
 """Faults on demand: end the processes at a named moment of the code.
 
-    DRIVETRAIN_FAULTS=kill@rename:2 drivetrain train digits    # kill -9 of everything inside the second rename
+DRIVETRAIN_FAULTS=kill@rename:2 drivetrain train digits    # kill -9 of everything inside the second rename
 """
 
 from __future__ import annotations

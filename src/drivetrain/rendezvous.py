@@ -96,9 +96,7 @@ def _host(
     return Place(0, procs, world, address), offered
 
 
-def _join(
-    address: tuple[str, int], procs: int, node_rank: int | None, notice: Callable[[str], None]
-) -> tuple[Place, dict[str, Any]]:
+def _join(address: tuple[str, int], procs: int, node_rank: int | None, notice: Callable[[str], None]) -> tuple[Place, dict[str, Any]]:
     where = f"{address[0]}:{address[1]}"
     notice(f"joining the machines that meet at {where}")
     deadline = time.monotonic() + WAIT
@@ -110,7 +108,9 @@ def _join(
                 try:
                     answer = _receive(host)
                 except (ValueError, OSError):
-                    raise Problem(f"port {address[1]} on {address[0]} is in use by another program: choose another --rendezvous port") from None
+                    raise Problem(
+                        f"port {address[1]} on {address[0]} is in use by another program: choose another --rendezvous port"
+                    ) from None
             break
         except socket.gaierror:
             raise Problem(f"--rendezvous {where}: the name {address[0]} is not known here") from None

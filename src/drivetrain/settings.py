@@ -23,7 +23,21 @@ from drivetrain.outcomes import Problem
 
 PACKAGE = Path(__file__).parent
 HOOKS = frozenset(
-    "model train_data eval_data loss metrics counts summary augment collate optimizer schedule predict export_inputs".split()
+    [
+        "model",
+        "train_data",
+        "eval_data",
+        "loss",
+        "metrics",
+        "counts",
+        "summary",
+        "augment",
+        "collate",
+        "optimizer",
+        "schedule",
+        "predict",
+        "export_inputs",
+    ]
 )
 
 
@@ -75,8 +89,14 @@ Duration = Annotated[int | str, _IsDuration()]
 _MISSING = inspect.Parameter.empty
 _NAMES: dict[str, Any] = {
     **{t.__name__: t for t in (int, float, str, bool, list, Range)},
-    **{"Literal": Literal, "Annotated": Annotated, "Duration": Duration, "Optional": typing.Optional},
-    **{"Union": Union, "List": list, "ClassVar": ClassVar, "inf": float("inf")},
+    "Literal": Literal,
+    "Annotated": Annotated,
+    "Duration": Duration,
+    "Optional": typing.Optional,
+    "Union": Union,
+    "List": list,
+    "ClassVar": ClassVar,
+    "inf": float("inf"),
 }
 
 
@@ -318,7 +338,7 @@ def _module(path: Path) -> _Module:
     return _Module(path, classes, imports)
 
 
-def _base(module: _Module, node: ast.expr) -> tuple[_Module, str] | None | Literal["Task"]:
+def _base(module: _Module, node: ast.expr) -> tuple[_Module, str] | Literal["Task"] | None:
     """Where a base class is defined: "Task" itself, a class here or in this package, else None."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         target = (module.imports.get(node.value.id, ("", ""))[0], node.attr)
@@ -422,15 +442,19 @@ def _field_type(owner: str, field: str, annotation: str) -> Any | None:
 # --- live classes ------------------------------------------------------------------------------
 
 
+_OF_CLASS: dict[type, dict[str, Setting]] = {}
+
+
 def _task_class() -> type:
     from drivetrain.task import Task
 
     return Task
 
 
-@cache
 def of_class(cls: type) -> dict[str, Setting]:
     """The settings of a live class: its own and its bases', docstrings from the source where there is one."""
+    if cls in _OF_CLASS:
+        return _OF_CLASS[cls]
     settings: dict[str, Setting] = {}
     for owner in reversed(cls.__mro__):
         annotations = owner.__dict__.get("__annotations__", {})
@@ -446,6 +470,7 @@ def of_class(cls: type) -> dict[str, Setting]:
             if field in owner.__dict__ and field not in annotations:
                 old = settings[field]
                 settings[field] = Setting(field, old.type, owner.__dict__[field], old.doc, owner.__name__)
+    _OF_CLASS[cls] = settings
     return settings
 
 
@@ -463,14 +488,12 @@ def _docs(owner: type) -> dict[str, str]:
 
 def to_json(settings: Mapping[str, Setting]) -> list[dict[str, Any]]:
     return [
-        {"name": s.name, "type": s.type_text, "doc": s.doc, "owner": s.owner}
-        | ({} if s.required else {"default": s.default})
+        {"name": s.name, "type": s.type_text, "doc": s.doc, "owner": s.owner} | ({} if s.required else {"default": s.default})
         for s in settings.values()
     ]
 
 
 def from_json(rows: list[dict[str, Any]]) -> dict[str, Setting]:
     return {
-        row["name"]: Setting(row["name"], read_type(row["type"]), row.get("default", _MISSING), row["doc"], row["owner"])
-        for row in rows
+        row["name"]: Setting(row["name"], read_type(row["type"]), row.get("default", _MISSING), row["doc"], row["owner"]) for row in rows
     }

@@ -65,9 +65,7 @@ def local_place(procs: int) -> Place:
     return Place(0, procs, procs, ("127.0.0.1", free_port()))
 
 
-def run_workers(
-    job: dict[str, Any], plan: Plan, place: Place, screen: Screen, gpus: list[str], verbose: bool = False
-) -> Ended:
+def run_workers(job: dict[str, Any], plan: Plan, place: Place, screen: Screen, gpus: list[str], verbose: bool = False) -> Ended:
     """Run a job on this machine's processes until all have ended."""
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
         file = Path(folder) / "job.json"
@@ -76,9 +74,7 @@ def run_workers(
 
 
 class _Supervisor:
-    def __init__(
-        self, file: Path, job: dict[str, Any], plan: Plan, place: Place, screen: Screen, gpus: list[str], verbose: bool
-    ) -> None:
+    def __init__(self, file: Path, job: dict[str, Any], plan: Plan, place: Place, screen: Screen, gpus: list[str], verbose: bool) -> None:
         self.file, self.plan, self.place, self.screen, self.gpus, self.verbose = file, plan, place, screen, gpus, verbose
         self.run_dir = Run(job["run"])
         self.workers: list[_Worker] = []
@@ -180,7 +176,7 @@ class _Supervisor:
         return bool(ready)
 
     def _drop(self, handle: int) -> None:
-        worker, kind = self.selector.unregister(handle).data
+        _, kind = self.selector.unregister(handle).data
         if kind == "wire":
             os.close(handle)
 

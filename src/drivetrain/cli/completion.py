@@ -36,7 +36,9 @@ complete -c drivetrain -n "__fish_seen_subcommand_from completion" -a "bash zsh 
 
 
 def run(verb: str, words: list[str]) -> int:
-    parser = Parser("drivetrain completion", 'Print a completion script: for bash, put `source <(drivetrain completion bash)` into ~/.bashrc.')
+    parser = Parser(
+        "drivetrain completion", "Print a completion script: for bash, put `source <(drivetrain completion bash)` into ~/.bashrc."
+    )
     parser.add_argument("shell", choices=["bash", "zsh", "fish"])
     args = parser.parse(words)
     script = {"bash": BASH, "zsh": ZSH, "fish": FISH}[args.shell]

@@ -13,9 +13,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors name the fix, and whose flags may stand anywhere."""
 
     def __init__(self, program: str, description: str) -> None:
-        super().__init__(
-            prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-        )
+        super().__init__(prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
 
     def parse(self, words: list[str]) -> argparse.Namespace:
         args, unknown = self.parse_known_intermixed_args(words)

@@ -77,7 +77,9 @@ def accelerate_choices(recipe: Recipe, environment: MutableMapping[str, str], st
         pins["accumulation"] = steps
         notices.append(f"plan.accumulation={steps}, as accelerate launch was told (the global batch stays {settings['global_batch']})")
     if started is None:
-        notices.append("accelerate launch started one process (on a CPU it does so whatever --num_processes says): for more, use --procs N here, or torchrun")
+        notices.append(
+            "accelerate launch started one process (on a CPU it does so whatever --num_processes says): for more, use --procs N here, or torchrun"
+        )
     return replace(recipe, settings=settings, origin=origin, pins=pins, notices=tuple(notices))
 
 

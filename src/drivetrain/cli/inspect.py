@@ -23,8 +23,15 @@ def run(verb: str, words: list[str]) -> int:
 
 
 def _runs(words: list[str]) -> int:
-    parser = Parser("drivetrain runs", "List the runs in runs/ with their disk use. `rm` deletes runs, `prune` deletes checkpoints of finished ones.")
-    parser.add_argument("action", nargs="?", choices=["rm", "prune"], help="rm RUN ...: delete runs; prune [RUN ...]: keep only the weights of finished runs")
+    parser = Parser(
+        "drivetrain runs", "List the runs in runs/ with their disk use. `rm` deletes runs, `prune` deletes checkpoints of finished ones."
+    )
+    parser.add_argument(
+        "action",
+        nargs="?",
+        choices=["rm", "prune"],
+        help="rm RUN ...: delete runs; prune [RUN ...]: keep only the weights of finished runs",
+    )
     parser.add_argument("targets", nargs="*", metavar="RUN")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
@@ -51,12 +58,28 @@ def _facts(found: Run) -> dict[str, Any]:
         label = info["recipe"]["identity"]["task"]
         created = info["created"][:16].replace("T", " ")
     except (Problem, KeyError):
-        return {"name": found.name, "task": "?", "status": "unreadable", "step": 0, "metric": "", "bytes": found.disk_bytes(), "created": ""}
+        return {
+            "name": found.name,
+            "task": "?",
+            "status": "unreadable",
+            "step": 0,
+            "metric": "",
+            "bytes": found.disk_bytes(),
+            "created": "",
+        }
     rows = found.rows()
     evaluated: dict[str, Any] = next((r for r in reversed(rows) if any(k.startswith("eval/") for k in r)), {})
     metric = next((_metric(k.removeprefix("eval/"), v) for k, v in evaluated.items() if k.startswith("eval/")), "")
     step = rows[-1]["step"] if rows else 0
-    return {"name": found.name, "task": label, "status": status, "step": step, "metric": metric, "bytes": found.disk_bytes(), "created": created}
+    return {
+        "name": found.name,
+        "task": label,
+        "status": status,
+        "step": step,
+        "metric": metric,
+        "bytes": found.disk_bytes(),
+        "created": created,
+    }
 
 
 def _metric(name: str, value: float) -> str:
@@ -156,7 +179,9 @@ def _status(words: list[str]) -> int:
     print(f"checkpoints  {', '.join(f'{s:,}' for s in facts['checkpoints']) or 'none'}   ({_size(facts['bytes'])} in all)")
     for event in facts["events"]:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
-        detail = "  ".join(f"{k}={str(v).splitlines()[0] if str(v) else ''}" for k, v in event.items() if k not in ("time", "event", "rank"))
+        detail = "  ".join(
+            f"{k}={str(v).splitlines()[0] if str(v) else ''}" for k, v in event.items() if k not in ("time", "event", "rank")
+        )
         print(f"  {when}  {event['event']:<12} {detail}".rstrip())
     if facts["status"] not in ("finished", "running"):
         print(f"go on with   drivetrain resume {found.name}")

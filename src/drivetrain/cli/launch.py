@@ -11,12 +11,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from drivetrain import __version__, hardware, plan as planning, recipe as recipes, runs
+from drivetrain import __version__, hardware, runs
+from drivetrain import plan as planning
+from drivetrain import recipe as recipes
 from drivetrain.hardware import Hardware
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.recipe import MAY_CHANGE, Recipe, TaskRef
 from drivetrain.runs import Lock, Run
+from drivetrain.settings import nearest
 from drivetrain.supervise import Ended, Place, local_place, run_workers
 from drivetrain.watch.screen import Screen, duration, number, size
 
@@ -66,7 +69,9 @@ def look_at_machine(request: Request) -> Machine:
     if procs < 1:
         raise Problem(f"--procs {procs}: a run needs at least one process")
     if device == "cuda" and procs > len(gpus):
-        raise Problem(f"--procs {procs}: there {'is' if len(gpus) == 1 else 'are'} {len(gpus)} GPU{'' if len(gpus) == 1 else 's'} to use; one process each at most (or --device cpu)")
+        raise Problem(
+            f"--procs {procs}: there {'is' if len(gpus) == 1 else 'are'} {len(gpus)} GPU{'' if len(gpus) == 1 else 's'} to use; one process each at most (or --device cpu)"
+        )
     if device == "mps" and procs > 1:
         raise Problem("--device mps runs one process")
     return Machine(found, device, gpus[:procs] if gpus else [], procs)
@@ -121,7 +126,9 @@ def _continue_or_new(recipe: Recipe) -> Opened:
             resumable = before["status"] == "running" or Outcome(before["outcome"]).retryable
             same = before["recipe"]["identity"] == json.loads(json.dumps(mine))
             if same and resumable and before["status"] != "finished" and not runs.holder(run.path):
-                return _go_on(recipe, run, before, why=f"going on with {run.name}, unfinished and of the same recipe (a fresh one: --name NAME)")
+                return _go_on(
+                    recipe, run, before, why=f"going on with {run.name}, unfinished and of the same recipe (a fresh one: --name NAME)"
+                )
     run = Run(runs.new_path(recipe.task.label))
     return Opened(run, Lock.take(run.path), None)
 
@@ -240,7 +247,9 @@ def resume_run(recipe: Recipe, request: Request, screen: Screen) -> tuple[Run, E
 
 
 def _already_finished(opened: Opened, screen: Screen) -> Ended:
-    screen.line("run", f"{opened.run.name} is finished (a fresh one: --name NAME; more epochs: drivetrain resume {opened.run.name} epochs=N)")
+    screen.line(
+        "run", f"{opened.run.name} is finished (a fresh one: --name NAME; more epochs: drivetrain resume {opened.run.name} epochs=N)"
+    )
     return Ended(Outcome.OK)
 
 
@@ -287,9 +296,7 @@ def _held(opened: Opened) -> Iterator[None]:
             opened.lock.release()
 
 
-def _train(
-    recipe: Recipe, request: Request, opened: Opened, machine: Machine, place: Place, plan: Plan, screen: Screen
-) -> Ended:
+def _train(recipe: Recipe, request: Request, opened: Opened, machine: Machine, place: Place, plan: Plan, screen: Screen) -> Ended:
     header(recipe, machine, plan, screen, opened.why)
     record(recipe, opened, plan, machine)
     opened.run.event("started", world_size=place.world_size, device=plan.device)
@@ -318,7 +325,9 @@ def conclude(run: Run, recipe: Recipe, plan: Plan, ended: Ended) -> None:
             runs.write_atomic(run.path / "model" / "task.json", json.dumps(_model_card(recipe, ended), indent=1) + "\n")
             runs.write_atomic(run.path / "summary.txt", summary(recipe, plan, ended))
     except OSError as error:
-        raise Problem(f"{run.name}: {error.strerror}; the run's end could not be noted (drivetrain resume {run.name})", Outcome.INFRA) from None
+        raise Problem(
+            f"{run.name}: {error.strerror}; the run's end could not be noted (drivetrain resume {run.name})", Outcome.INFRA
+        ) from None
     finally:
         run.event("finished" if ended.outcome is Outcome.OK else "stopped", outcome=str(ended.outcome), message=ended.message[:500])
 
@@ -419,7 +428,7 @@ def recipe_of_run(run: Run, words: list[str]) -> Recipe:
         known = kept.settings() if not kept.pickled else {}
         for key, value in changes.items():
             if key not in values:
-                raise Problem(f"{told['identity']['task']} has no setting {key!r}{recipes.nearest(key, values)}")
+                raise Problem(f"{told['identity']['task']} has no setting {key!r}{nearest(key, values)}")
             values[key] = known[key].coerce(value) if key in known else _like(values[key], value)
             origin[key] = "command line"
         check_changes(values, told["settings"], run)

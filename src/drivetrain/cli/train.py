@@ -8,11 +8,16 @@ import tempfile
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from drivetrain.cli.flags import Parser, add_common, add_placement
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.recipe import BUILT_IN, Recipe, find_task, is_recipe_file, load, read_file
 from drivetrain.settings import Setting
+
+if TYPE_CHECKING:
+    from drivetrain.cli.launch import Request
+    from drivetrain.watch.screen import Screen
 
 TRAIN = f"""\
 Train a task. TASK is a built-in ({", ".join(BUILT_IN)}), your own file.py (file.py:Class where it
@@ -36,7 +41,9 @@ def _parser(verb: str) -> Parser:
         parser.add_argument("--run-dir", metavar="DIR", help="the run's own folder")
         parser.add_argument("--name", metavar="N", help="the run's name: its folder is runs/N")
         parser.add_argument("--dry-run", action="store_true", help="show every setting with its origin and the plan, and stop")
-        parser.add_argument("--smoke", action="store_true", help="a few steps on a few samples through train, save, resume and eval; nothing is kept")
+        parser.add_argument(
+            "--smoke", action="store_true", help="a few steps on a few samples through train, save, resume and eval; nothing is kept"
+        )
     add_common(parser)
     return parser
 
@@ -80,12 +87,11 @@ def run(verb: str, words: list[str]) -> int:
     return train_stages(recipes, request, screen, started)
 
 
-def train_stages(recipes: list[Recipe], request: object, screen: object, started: str | None) -> int:
+def train_stages(recipes: list[Recipe], request: Request, screen: Screen, started: str | None) -> int:
     """One run after another, each from the weights of the one before; finished ones are not run again."""
     from drivetrain import runs
     from drivetrain.cli import foreign, launch
 
-    assert isinstance(request, launch.Request) and isinstance(screen, launch.Screen)
     before: runs.Run | None = None
     for recipe in recipes:
         if before is not None and recipe.settings["start"] is None:
@@ -105,10 +111,9 @@ def train_stages(recipes: list[Recipe], request: object, screen: object, started
     return 0
 
 
-def _resume(recipe: Recipe, request: object, screen: object, started: str | None) -> int:
+def _resume(recipe: Recipe, request: Request, screen: Screen, started: str | None) -> int:
     from drivetrain.cli import foreign, launch
 
-    assert isinstance(request, launch.Request) and isinstance(screen, launch.Screen)
     if started is not None:
         found, ended = foreign.train(recipe, request, screen, started)
     else:
@@ -117,11 +122,10 @@ def _resume(recipe: Recipe, request: object, screen: object, started: str | None
     return launch.exit_code(ended)
 
 
-def dry_run(recipe: Recipe, request: object) -> None:
+def dry_run(recipe: Recipe, request: Request) -> None:
     from drivetrain.cli import launch
     from drivetrain.supervise import Place
 
-    assert isinstance(request, launch.Request)
     machine = launch.look_at_machine(request)
     plan = launch.make_plan(recipe, machine, Place(0, machine.procs, machine.procs * request.nodes, ("", 0)), request.nodes, None)
     width = max(map(len, recipe.settings))
@@ -138,13 +142,12 @@ def dry_run(recipe: Recipe, request: object) -> None:
         print(f"\nnote: {notice}")
 
 
-def smoke(recipe: Recipe, request: object, screen: object) -> int:
+def smoke(recipe: Recipe, request: Request, screen: Screen) -> int:
     """Everything a run does, in seconds, in a folder that is thrown away."""
     from drivetrain.cli import launch
     from drivetrain.cli.worker import SMOKE_BATCH, SMOKE_STEPS
     from drivetrain.supervise import local_place, run_workers
 
-    assert isinstance(request, launch.Request) and isinstance(screen, launch.Screen)
     machine = launch.look_at_machine(request)
     batch = min(SMOKE_BATCH, recipe.settings["global_batch"])
     few = {"global_batch": batch, "steps": SMOKE_STEPS, "log_every": 1, "eval_every": SMOKE_STEPS, "save_every": SMOKE_STEPS // 2}
@@ -191,4 +194,3 @@ def _setting_line(setting: Setting) -> str:
     kind = setting.type_text.replace("Annotated[", "").replace("]", "").replace("Literal[", "")
     text = f"{setting.doc.replace(chr(10), ' ')} [{kind}]".strip()
     return head.ljust(32) + textwrap.fill(text, max(40, width), initial_indent=" " * 32, subsequent_indent=" " * 32).strip()
-

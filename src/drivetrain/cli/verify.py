@@ -43,7 +43,14 @@ def run(verb: str, words: list[str]) -> int:
     try:
         runs = {}
         for name, kill in (("first", None), ("second", None), ("broken", half)):
-            screen.line("verify", {"first": f"training {args.steps} steps", "second": "the same again", "broken": f"again, killed at step {half} and resumed"}[name])
+            screen.line(
+                "verify",
+                {
+                    "first": f"training {args.steps} steps",
+                    "second": "the same again",
+                    "broken": f"again, killed at step {half} and resumed",
+                }[name],
+            )
             runs[name] = _train(recipe, args, folder / name, kill)
         return _compare(runs, half, screen)
     finally:
@@ -74,7 +81,9 @@ def _train(recipe: Any, args: Any, folder: Path, kill: int | None) -> Path:
             "job, plan, procs, gpus = json.load(open(sys.argv[1]))\n"
             "run_workers(job, Plan.from_json(plan), local_place(procs), Screen(quiet=True), gpus)\n"
         )
-        done = subprocess.run([sys.executable, "-c", program, str(file)], env=os.environ | {VARIABLE: f"kill@step:{kill}"}, capture_output=True)
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(file)], env=os.environ | {VARIABLE: f"kill@step:{kill}"}, capture_output=True
+        )
         assert done.returncode < 0, "the kill did not come"
         (folder / "fingerprint.jsonl").rename(folder / "before.jsonl")
         place = local_place(machine.procs)
@@ -87,12 +96,17 @@ def _compare(folders: dict[str, Path], half: int, screen: Any) -> int:
     again = _first_difference(folders["first"], folders["second"])
     if again:
         screen.line("no", f"training itself does not repeat: {again}")
-        screen.line("", "two unbroken runs differ already; deterministic=true removes this on a GPU, keyed randomness (rand, torch's generators) elsewhere")
+        screen.line(
+            "",
+            "two unbroken runs differ already; deterministic=true removes this on a GPU, keyed randomness (rand, torch's generators) elsewhere",
+        )
         return Outcome.USER_ERROR.code
     resumed = _first_difference(folders["first"], folders["broken"])
     if resumed:
         screen.line("no", f"resume is not exact: {resumed}")
-        screen.line("", "state outside of the model, the optimizer and the data set is not saved: keep it in buffers, or derive it from the step")
+        screen.line(
+            "", "state outside of the model, the optimizer and the data set is not saved: keep it in buffers, or derive it from the step"
+        )
         return Outcome.USER_ERROR.code
     screen.line("yes", f"killed at step {half} and resumed: every loss, gradient and weight is bit-equal to the unbroken run")
     return 0
@@ -111,7 +125,10 @@ def _first_difference(one: Path, two: Path) -> str:
         for name in a["gradients"]:
             if a["gradients"][name] != b["gradients"].get(name):
                 return f"at step {step} the gradient of {name} differs, though batch and outputs are equal"
-    rows = [[{k: r[k] for k in r if k.startswith(("train/", "eval/", "grad_norm"))} for r in _rows(f / "run" / "metrics.jsonl")] for f in (one, two)]
+    rows = [
+        [{k: r[k] for k in r if k.startswith(("train/", "eval/", "grad_norm"))} for r in _rows(f / "run" / "metrics.jsonl")]
+        for f in (one, two)
+    ]
     for number, (a, b) in enumerate(zip(*rows, strict=False), 1):
         for name in a:
             if a[name] != b.get(name):

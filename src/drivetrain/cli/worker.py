@@ -142,7 +142,7 @@ def explain(error: BaseException, job: dict[str, Any]) -> tuple[Outcome, str]:
 
 
 def _is_users(filename: str) -> bool:
-    library = [PACKAGE, sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), sysconfig.get_path("platlib")]
+    library: list[str | Path] = [PACKAGE, sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), sysconfig.get_path("platlib")]
     return not filename.startswith(("<frozen", "<string")) and not any(Path(filename).is_relative_to(p) for p in library)
 
 

@@ -45,7 +45,7 @@ class Agreement:
 
     def read(self, step: int, tail: Tensor, asked: list[bool]) -> list[bool]:
         if self.group.size == 1:
-            return list(asked)
+            return asked
         flags = tail[STOP : EVALUATE + 1]
         if self.group.device.type != "cuda":
             return [value > 0 for value in flags.tolist()]

@@ -49,7 +49,8 @@ def shares(length: int, world: int, rank: int, micro: int) -> tuple[tuple[int, i
     gets the same number of spans, some possibly empty.
     """
     low, high = length * rank // world, length * (rank + 1) // world
-    count = -(-(-(-length // world)) // micro)
+    largest = -(-length // world)
+    count = -(-largest // micro)
     return tuple((low + (high - low) * i // count, low + (high - low) * (i + 1) // count) for i in range(count))
 
 
@@ -265,24 +266,24 @@ class SourceFeed(Feed):
             self._orders = {turn: rows + first}
         return self._orders[turn]
 
-    def _columns(self, index: int) -> slice:
+    def _columns(self, index: int) -> range:
         place = index % self.steps_per_pass
-        return slice(place * self.take, min(self.per_group, (place + 1) * self.take))
+        return range(place * self.take, min(self.per_group, (place + 1) * self.take))
 
     def size(self, index: int) -> int:
         part = self._columns(index)
-        return self.source.groups * (part.stop - part.start)
+        return self.source.groups * len(part)
 
     def micro_steps(self, index: int) -> int:
         part = self._columns(index)
-        largest = -(-self.source.groups // self.group.size) * (part.stop - part.start)
+        largest = -(-self.source.groups // self.group.size) * len(part)
         return -(-largest // self.plan.micro_batch)
 
     def micro_batches(self, epoch: int, index: int) -> Iterator[Micro]:
         assert self._data is not None and epoch == self._epoch
         part = self._columns(index)
-        rows = self._order(index // self.steps_per_pass)[:, part].reshape(-1)
-        width, turn, count = part.stop - part.start, index // self.steps_per_pass, self.micro_steps(index)
+        rows = self._order(index // self.steps_per_pass)[:, part.start : part.stop].reshape(-1)
+        width, turn, count = len(part), index // self.steps_per_pass, self.micro_steps(index)
         base = turn * len(self.source) + part.start * self.source.groups + self.low * width
         for i in range(count):
             low, high = len(rows) * i // count, len(rows) * (i + 1) // count

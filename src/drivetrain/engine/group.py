@@ -35,7 +35,7 @@ class Group:
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         if self.size > 1:
-            for tensor in tensors:
+            for tensor in (t.detach() for t in tensors):
                 if tensor.is_contiguous():
                     dist.broadcast(tensor, source)
                 else:
@@ -76,9 +76,7 @@ def join(device: str, backend: str) -> Group:
         place = torch.device(device)
     if size > 1 and not dist.is_initialized():
         try:
-            dist.init_process_group(
-                backend, rank=rank, world_size=size, timeout=TIMEOUT, device_id=place if device == "cuda" else None
-            )
+            dist.init_process_group(backend, rank=rank, world_size=size, timeout=TIMEOUT, device_id=place if device == "cuda" else None)
         except (RuntimeError, ValueError, dist.DistError) as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             text = str(error).splitlines()[0]

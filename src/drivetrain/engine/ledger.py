@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,12 +12,16 @@ from torch import Tensor
 LENGTH = 256
 
 
-@dataclass
-class _Fetch:
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The figures of consecutive steps, a row each."""
+
     first: int
-    count: int
-    rows: Tensor
-    done: torch.cuda.Event | None
+    rows: list[list[float]]
+
+    @property
+    def last(self) -> int:
+        return self.first + len(self.rows) - 1
 
 
 class Ledger:
@@ -24,27 +29,26 @@ class Ledger:
         self._ring = torch.zeros(LENGTH, width, device=device)
         self._rows = self._ring.unbind(0)
         self._cuda = device.type == "cuda"
-        self._first: int | None = None
-        self._next = 0
-        self._fetches: deque[_Fetch] = deque()
+        self._first = self._next = -1
+        self._fetches: deque[tuple[int, Tensor, Any]] = deque()
 
     def push(self, step: int, figures: Tensor) -> None:
         """Note a step's figures; one small copy on the device."""
-        if self._first is None:
+        if self._first < 0:
             self._first = step
         self._rows[step % LENGTH].copy_(figures)
         self._next = step + 1
 
     @property
     def full(self) -> bool:
-        return self._first is not None and self._next - self._first >= LENGTH - 1
+        return self._first >= 0 and self._next - self._first >= LENGTH - 1
 
     def fetch(self) -> None:
         """Begin to copy what was noted to the host."""
-        if self._first is None:
+        if self._first < 0:
             return
-        picked = [s % LENGTH for s in range(self._first, self._next)]
-        rows = self._ring[picked[0] : picked[-1] + 1] if picked[-1] >= picked[0] else self._ring[picked]
+        first, last = self._first % LENGTH, (self._next - 1) % LENGTH
+        rows = self._ring[first : last + 1] if first <= last else torch.cat([self._ring[first:], self._ring[: last + 1]])
         event = None
         if self._cuda:
             host = torch.empty(rows.shape, pin_memory=True)
@@ -52,18 +56,18 @@ class Ledger:
             event = torch.cuda.Event()
             event.record()
             rows = host
-        self._fetches.append(_Fetch(self._first, len(picked), rows if event else rows.clone(), event))
-        self._first = None
+        self._fetches.append((self._first, rows, event))
+        self._first = -1
 
-    def arrived(self, wait: bool) -> list[tuple[int, list[float]]]:
-        """(step, figures) of the fetches that are done, or of all."""
-        rows: list[tuple[int, list[float]]] = []
+    def arrived(self, wait: bool) -> list[Block]:
+        """The blocks that are on the host by now, or all. (A CPU's must be read before the next step.)"""
+        blocks = []
         while self._fetches:
-            fetch = self._fetches[0]
-            if fetch.done is not None and not fetch.done.query():
+            first, rows, event = self._fetches[0]
+            if event is not None and not event.query():
                 if not wait:
                     break
-                fetch.done.synchronize()
+                event.synchronize()
             self._fetches.popleft()
-            rows += zip(range(fetch.first, fetch.first + fetch.count), fetch.rows.tolist(), strict=True)
-        return rows
+            blocks.append(Block(first, rows.tolist()))
+        return blocks

@@ -21,14 +21,14 @@ from drivetrain.engine.control import Agreement, Every
 from drivetrain.engine.data import Feed, OrderedFeed, SourceFeed, eval_feed, train_feed
 from drivetrain.engine.evaluate import Evaluation, evaluate
 from drivetrain.engine.group import Group
-from drivetrain.engine.ledger import Ledger
+from drivetrain.engine.ledger import Block, Ledger
 from drivetrain.engine.memory import peak_memory
 from drivetrain.engine.observe import Observer
 from drivetrain.engine.optim import Rates, factors, make_optimizer
 from drivetrain.engine.precision import LEAST_SCALE, Precision
 from drivetrain.engine.setup import build_model, prepare
-from drivetrain.engine.step import FIGURES, NORM, SCALE, SKIPPED, TAIL, Step
-from drivetrain.engine.strategies.replicate import Replicated
+from drivetrain.engine.step import NORM, SCALE, SKIPPED, TAIL, Step
+from drivetrain.engine.strategies import spread
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.runs import Run
@@ -63,22 +63,22 @@ class Training:
         self.feed: Feed = train_feed(task, data, plan, group)
         self.test: OrderedFeed | None = None if test is None else eval_feed(task, test, plan, group)
         self.source: Source | None = data if isinstance(data, Source) else None
-        self.strategy = Replicated(self.model, group, TAIL)
+        self.strategy = spread(self.model, group, TAIL)
         self.optimizer = make_optimizer(task, self.model)
         per_epoch = self.feed.steps_per_epoch
         self.total = int(task.steps or task.epochs * per_epoch)
         self.rates = Rates(self.optimizer, factors(task, self.total, per_epoch), group.device)
         self.step = Step(task, self.model, self.feed, self.strategy, self.optimizer, self.rates, self.precision, group)
-        self.ledger = Ledger(TAIL, group.device)
+        self.ledger: Ledger
         self.writer = Writer(run, task.keep, observer.moment, observer.notice) if group.main else None
-        self.log, self.evaluate_every, self.save_every = (
-            Every(s, per_epoch) for s in (task.log_every, task.eval_every, task.save_every)
-        )
+        self.log, self.evaluate_every, self.save_every = (Every(s, per_epoch) for s in (task.log_every, task.eval_every, task.save_every))
         self.done = 0
         self.best = Best(task.best)
         self.metrics: dict[str, float] = {}
-        self.epoch_sums: dict[str, list[float]] = {}
+        self.epoch_sums: dict[str, Any] = {}
+        self._loaded_means: dict[str, float] = {}
         self._rows: dict[int, dict[str, Any]] = {}
+        self._blocks: list[Block] = []
         self._begun, self._before = time.monotonic(), 0.0
         self._marked, self._marked_step = time.monotonic(), 0
 
@@ -90,25 +90,35 @@ class Training:
         self.observer.moment("start")
         agreement = Agreement(self.group)
         per_epoch = self.feed.steps_per_epoch
-        stopping = save_late = False
+        stopping, save_late, fresh = False, False, True
+        ticking = self.group.main and self.group.device.type == "cpu"
+        clocked = self.save_every.steps is None or self.evaluate_every.steps is None
         self.feed.open(self.done)
         self.model.train()
         while self.done < self.total:
+            self.observer.moment("step")
             if self.done % per_epoch == 0:
                 self.feed.begin_epoch(self.done // per_epoch, self.model)
-            self._ask(stop_after)
-            figures = self.step(self.done)
+            if self.stop or clocked or stop_after is not None:
+                self._ask(stop_after)
+            coming = self.done + 1
+            last = coming == self.total
+            evaluating = self.test is not None and (last or self.evaluate_every.due(coming))
+            logging = last or evaluating or self.log.due(coming)
+            figures = self.step(self.done, with_norm=logging)
+            if fresh:
+                self.ledger, fresh = Ledger(len(figures), self.group.device), False
             self.ledger.push(self.done, figures)
-            self.done += 1
+            self.done = coming
             asked_stop, asked_save, asked_evaluation = agreement.read(self.done, figures, self.step.requests)
-            last = self.done == self.total
-            evaluating = self.test is not None and (last or self.evaluate_every.due(self.done) or asked_evaluation)
+            evaluating |= asked_evaluation and self.test is not None
             saving = last or self.save_every.due(self.done) or asked_save or save_late
-            logging = last or evaluating or self.log.due(self.done)
+            logging |= evaluating
             stopping |= asked_stop
-            if logging or saving or stopping or self.ledger.full or self._tick_due():
-                self.ledger.fetch()
-                self._take_in(logging, wait=evaluating or saving or stopping)
+            if not (logging or saving or stopping or self.ledger.full or (ticking and self._tick_due())):
+                continue
+            self.ledger.fetch()
+            self._take_in(logging, wait=evaluating or saving or stopping)
             if evaluating:
                 saving |= self._evaluate()
             self._emit()
@@ -118,7 +128,6 @@ class Training:
                 self._save(wait=last)
             if stopping and resumable and not last:
                 return self._stopped()
-            self.observer.moment("step")
         return self._finish()
 
     def _ask(self, stop_after: int | None) -> None:
@@ -139,35 +148,52 @@ class Training:
     # --- figures ---
 
     def _tick_due(self) -> bool:
-        return self.group.main and time.monotonic() - self._marked > TICK_SECONDS and self.group.device.type == "cpu"
+        return time.monotonic() - self._marked > TICK_SECONDS
 
     def _take_in(self, logging: bool, wait: bool) -> None:
         """Read the figures that arrived: guard against NaN, make rows of the steps that are logged."""
-        figures = self.step.figures
-        assert figures is not None
-        per_epoch = self.feed.steps_per_epoch
         if logging:
             self._rows[self.done] = {}  # filled once its figures arrive
-        for step, row in self.ledger.arrived(wait):
-            self._guard(step, row[: figures.used])
-            epoch, index = divmod(step, per_epoch)
-            size = self.feed.size(index)
-            values = figures.read(row, size)
-            if index == 0:
-                self.epoch_sums = {}
-            for name, value in values.items():
-                entry = self.epoch_sums.setdefault(name, [0.0, 0])
-                entry[0] += value * size
-                entry[1] += size
-            facts = {"step": step + 1, "epoch": epoch + 1, "time": self._elapsed()}
-            facts |= {f"train/{name}": value for name, value in values.items()}
-            facts |= {"grad_norm": row[NORM], "learning_rate": self.rates.at(step), "memory_bytes": peak_memory(self.group.device)}
-            if self.step.loss_scale is not None:
-                facts |= {"loss_scale": row[SCALE], "skipped_steps": int(row[SKIPPED])}
-            if step + 1 in self._rows:
-                self._rows[step + 1] = facts | {"samples_per_second": self._speed(step + 1)}
-            elif step + 1 == self.done:
-                self.observer.tick(facts | {"samples_per_second": self._speed(step + 1)})
+        for block in self.ledger.arrived(wait):
+            self._guard(block)
+            self._blocks.append(block)
+            for done in [d for d, row in self._rows.items() if not row and d - 1 <= block.last]:
+                self._rows[done] = self._row(done - 1, block.rows[done - 1 - block.first])
+            if block.last + 1 == self.done and not logging:
+                self.observer.tick(self._row(block.last, block.rows[-1]))
+
+    def _sum_epoch(self) -> None:
+        """Add up the figures of the current epoch, for the end's summary."""
+        per_epoch = self.feed.steps_per_epoch
+        for block in self._blocks:
+            begin = block.last // per_epoch * per_epoch  # of the epoch the block ends in
+            rows = block.rows[max(0, begin - block.first) :]
+            if block.first <= begin or not self.epoch_sums:
+                self.epoch_sums = {"figures": [0.0] * len(rows[0]), "samples": 0}
+            self.epoch_sums["figures"] = [a + sum(b) for a, b in zip(self.epoch_sums["figures"], zip(*rows, strict=True), strict=True)]
+            last = block.last % per_epoch
+            self.epoch_sums["samples"] += sum(self.feed.size(i) for i in range(last - len(rows) + 1, last + 1))
+        self._blocks.clear()
+
+    def _means(self) -> dict[str, float]:
+        """The epoch's means so far; those of the checkpoint where no step was taken since."""
+        if self.step.figures is None or not self.epoch_sums:
+            return self._loaded_means
+        return self.step.figures.read(self.epoch_sums["figures"], self.epoch_sums["samples"])
+
+    def _row(self, step: int, row: list[float]) -> dict[str, Any]:
+        assert self.step.figures is not None
+        epoch, index = divmod(step, self.feed.steps_per_epoch)
+        facts: dict[str, Any] = {"step": step + 1, "epoch": epoch + 1, "time": self._elapsed()}
+        for name, value in self.step.figures.read(row, self.feed.size(index)).items():
+            facts[f"train/{name}"] = value
+        facts["grad_norm"] = row[NORM]
+        facts["learning_rate"] = self.rates.at(step)
+        if self.step.loss_scale is not None:
+            facts["loss_scale"], facts["skipped_steps"] = row[SCALE], int(row[SKIPPED])
+        facts["samples_per_second"] = self._speed(step + 1)
+        facts["memory_bytes"] = peak_memory(self.group.device)
+        return facts
 
     def _speed(self, step: int) -> float:
         now = time.monotonic()
@@ -175,19 +201,27 @@ class Training:
         self._marked, self._marked_step = now, step
         return speed
 
-    def _guard(self, step: int, row: list[float]) -> None:
-        bad = not all(map(math.isfinite, (row[NORM], *row[FIGURES:])))
-        if self.step.loss_scale is not None:
-            bad = row[SCALE] < LEAST_SCALE  # overflow is fp16's daily bread; a scale that only falls is not
-        if bad:
-            self._emit(before=step + 1)
-            good = self.run.steps()
-            where = f"the last good checkpoint is step {good[-1]:,}" if good else "no checkpoint was written before"
-            raise Problem(
-                f"the loss or its gradient is not a number at step {step + 1:,} (epoch {step // self.feed.steps_per_epoch + 1});"
-                f" {where}.\nTry a lower learning_rate, clip=1, a warmup, or precision=fp32",
-                Outcome.NAN,
-            )
+    def _guard(self, block: Block) -> None:
+        """Stop at the first step that is not a number."""
+        for step, row in enumerate(block.rows, block.first):
+            if self.step.loss_scale is not None:
+                good = row[SCALE] >= LEAST_SCALE  # overflow is fp16's daily bread; a scale that only falls is not
+            else:
+                good = math.isfinite(sum(row))
+            if not good:
+                self._emit(before=step + 1)
+                raise self._not_a_number(step)
+
+    def _not_a_number(self, step: int) -> Problem:
+        if self.writer is not None:
+            self.writer.wait()
+        good = self.run.steps()
+        where = f"the last good checkpoint is step {good[-1]:,}" if good else "no checkpoint was written before"
+        return Problem(
+            f"the loss or its gradient is not a number at step {step + 1:,} (epoch {step // self.feed.steps_per_epoch + 1});"
+            f" {where}.\nTry a lower learning_rate, clip=1, a warmup, or precision=fp32",
+            Outcome.NAN,
+        )
 
     def _emit(self, before: int | None = None) -> None:
         """Hand finished rows to the observers, in order."""
@@ -229,12 +263,15 @@ class Training:
             parts["source"] = {k: torch.cat([one[k] for one in everyone]) for k in everyone[0]}
         extra = {
             "aliases": aliases, "optimizer": plain, "time": self._elapsed(), "metrics": self.metrics,
-            "best": self.best.to_json(), "epoch_sums": self.epoch_sums, "world_size": self.group.size,
+            "best": self.best.to_json(), "epoch_sums": self.epoch_sums, "train": self._means(), "world_size": self.group.size,
         }  # fmt: skip
         return state.pack(parts), extra
 
     def _save(self, wait: bool) -> None:
         self.observer.flush()
+        if self.step.loss_scale is None and not math.isfinite(float(self.strategy.norm())):
+            raise self._not_a_number(self.done - 1)  # the loss was finite, but the update was not
+        self._sum_epoch()
         tensors, extra = self._tensors()
         if self.writer is not None:
             self.writer.save(self.done, tensors, extra, self.best.step)
@@ -274,7 +311,7 @@ class Training:
             self.source.load({k: v[rows].to(self.group.device) for k, v in state.unpack(tensors, "source").items()})
         self.done, self._before, self.metrics = step, extra["time"], extra["metrics"]
         self.best.load(extra["best"])
-        self.epoch_sums = extra["epoch_sums"]
+        self.epoch_sums, self._loaded_means = extra["epoch_sums"], extra["train"]
         self._marked_step = step
         self.run.event("resumed", step=step, world_size=self.group.size, was=extra["world_size"]) if self.group.main else None
 
@@ -306,8 +343,8 @@ class Training:
         self.feed.close()
         self.strategy.share_buffers()
         self.observer.flush()
-        means = {name: total / count for name, (total, count) in self.epoch_sums.items() if count}
-        facts = self._facts() | {"time": self._elapsed(), "peak_memory_bytes": peak_memory(self.group.device), "train": means}
+        self._sum_epoch()
+        facts = self._facts() | {"time": self._elapsed(), "peak_memory_bytes": peak_memory(self.group.device), "train": self._means()}
         if self.group.main:
             tensors, aliases = state.model_tensors(self.model)
             if self.best.step is not None and self.best.step != self.done and self.best.step in self.run.steps():

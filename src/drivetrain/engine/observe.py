@@ -38,6 +38,7 @@ class Observers(Observer):
 
     def __init__(self, members: list[Observer]) -> None:
         self.members = members
+        self._watching = [m for m in members if type(m).moment is not Observer.moment]  # reached every step
 
     def resumed(self, step: int) -> None:
         for member in self.members:
@@ -64,7 +65,7 @@ class Observers(Observer):
             member.flush()
 
     def moment(self, name: str) -> None:
-        for member in self.members:
+        for member in self._watching:
             member.moment(name)
 
     def close(self) -> None:

@@ -70,18 +70,17 @@ def _uniform(ids: Tensor, k: int, stream: int) -> Tensor:
     """The same splitmix64 on both paths, so that a CPU and a GPU draw equal numbers."""
     if ids.device.type == "cpu":
         with np.errstate(over="ignore"):
-            x = ids.numpy().astype(np.uint64)[:, None] * np.uint64(_MIX2) + np.arange(k, dtype=np.uint64) * np.uint64(_GOLDEN)
-            x += np.uint64(stream)
+            h = ids.numpy().astype(np.uint64)[:, None] * np.uint64(_MIX2) + np.arange(k, dtype=np.uint64) * np.uint64(_GOLDEN)
+            h += np.uint64(stream)
             for shift, factor in ((30, _MIX1), (27, _MIX2)):
-                x ^= x >> np.uint64(shift)
-                x *= np.uint64(factor)
-            x ^= x >> np.uint64(31)
-        return torch.from_numpy((x >> np.uint64(40)).astype(np.float32) * np.float32(2**-24))
+                h ^= h >> np.uint64(shift)
+                h *= np.uint64(factor)
+            h ^= h >> np.uint64(31)
+        return torch.from_numpy((h >> np.uint64(40)).astype(np.float32) * np.float32(2**-24))
     x = ids[:, None] * _signed(_MIX2) + torch.arange(k, device=ids.device) * _signed(_GOLDEN) + _signed(stream)
     for shift, factor in ((30, _MIX1), (27, _MIX2)):
         x = (x ^ _shift(x, shift)) * _signed(factor)
-    x = x ^ _shift(x, 31)
-    return _shift(x, 40).float() * 2**-24
+    return _shift(x ^ _shift(x, 31), 40).float() * 2**-24
 
 
 def _signed(value: int) -> int:

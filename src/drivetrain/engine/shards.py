@@ -13,14 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 INDEX = ".metadata"
 _ALLOWED = {
     ("torch.distributed.checkpoint.metadata", name)
-    for name in "Metadata TensorProperties TensorStorageMetadata ChunkStorageMetadata MetadataIndex StorageMeta _MEM_FORMAT_ENCODING".split()
+    for name in [
+        "Metadata",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "ChunkStorageMetadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    ]
 } | {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
@@ -59,7 +69,7 @@ def read_index(path: Path) -> Metadata:
     return metadata
 
 
-class _Reader(dcp.FileSystemReader):
+class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return read_index(Path(self.path))
 
@@ -72,11 +82,11 @@ def read(path: Path) -> dict[str, Tensor]:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it wonders aloud whether one process was meant: it was
-        dcp.load(state, storage_reader=_Reader(path), no_dist=True)
+        load(state, storage_reader=_Reader(path), no_dist=True)
     return state
 
 
 def write(path: Path, tensors: dict[str, Tensor]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(path, sync_files=True), no_dist=True)
+        save(dict(tensors), storage_writer=FileSystemWriter(path, sync_files=True), no_dist=True)

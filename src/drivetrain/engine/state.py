@@ -49,7 +49,7 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor], aliases: dict[str, 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The optimizer's state by parameter name; what is no tensor goes to JSON."""
-    names = {p: n for n, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: n for n, p in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
     for parameter, state in optimizer.state.items():

@@ -17,7 +17,7 @@ from drivetrain.engine.losses import Part, read_loss
 from drivetrain.engine.optim import Rates, takes_factor
 from drivetrain.engine.precision import LossScale, Precision
 from drivetrain.engine.rand import key, seed_model
-from drivetrain.engine.strategies.replicate import Replicated
+from drivetrain.engine.strategies import Strategy
 from drivetrain.outcomes import Problem
 from drivetrain.task import Task, overrides
 
@@ -56,7 +56,7 @@ class Figures:
 
 class Step:
     def __init__(
-        self, task: Task, model: nn.Module, feed: Feed, strategy: Replicated, optimizer: torch.optim.Optimizer,
+        self, task: Task, model: nn.Module, feed: Feed, strategy: Strategy, optimizer: torch.optim.Optimizer,
         rates: Rates, precision: Precision, group: Group,
     ) -> None:  # fmt: skip
         self.task, self.model, self.feed, self.strategy = task, model, feed, strategy
@@ -69,9 +69,10 @@ class Step:
         self._augment = augmenter(task)
         self._has_counts = overrides(task, "counts")
         self._slots = strategy.tail.unbind(0)
+        self._used = strategy.tail
 
-    def __call__(self, step: int) -> Tensor:
-        """Take step number `step` (from 0); gives the tail with the step's figures."""
+    def __call__(self, step: int, with_norm: bool = True) -> Tensor:
+        """Take step number `step` (from 0); gives its figures, on the device."""
         epoch, index = divmod(step, self.feed.steps_per_epoch)
         self.rates.set(step)
         self.strategy.zero()
@@ -87,13 +88,13 @@ class Step:
             objective = self._forward(self._batch(micro, epoch), micro.weight, size, counts)
             if number == last:
                 self.strategy.before_last_backward()
-            objective.backward()  # type: ignore[no-untyped-call]
+            objective.backward()
         for slot, asked in enumerate(self.requests, STOP):
             if asked:
                 self._slots[slot].fill_(1.0)
         self.strategy.reduce()
-        self._update(size, bool(counts))
-        return self.strategy.tail
+        self._update(size, bool(counts), with_norm)
+        return self._used
 
     def _batch(self, micro: Micro, epoch: int) -> Any:
         return micro.batch if self._augment is None else self._augment(micro, epoch)
@@ -107,7 +108,9 @@ class Step:
         names = figures.names
         for place, part in enumerate((*parts, *logged)):
             if place >= len(names) or part.name != names[place] or (part.count is None) == (part.name in figures.count):
-                raise Problem(f"loss() gave {[p.name for p in (*parts, *logged)]}, but {names} in the first batch: names must stay the same")
+                raise Problem(
+                    f"loss() gave {[p.name for p in (*parts, *logged)]}, but {names} in the first batch: names must stay the same"
+                )
             value = part.value.detach()
             if part.count is None:
                 self._slots[figures.total[part.name]].add_(value, alpha=weight)
@@ -146,7 +149,7 @@ class Step:
         everyone = self.group.gather((figures.names, sorted(figures.count)))
         if any(other != everyone[0] for other in everyone):
             raise Problem(f"loss() gave other names on other processes: {everyone}; they must be the same in every batch")
-        self.figures = figures
+        self.figures, self._used = figures, self.strategy.tail[: figures.used]
         return figures
 
     def _global_counts(self, batches: list[tuple[Any, int]]) -> dict[str, Tensor]:
@@ -161,23 +164,24 @@ class Step:
             totals = dict(zip(totals, packed.unbind(0), strict=True))
         return {name: torch.where(total == 0, 1.0, total) for name, total in totals.items()}
 
-    def _update(self, size: int, counted: bool) -> None:
+    def _update(self, size: int, counted: bool, with_norm: bool) -> None:
         """Norm, clip, unscale and the optimizer's step."""
         assert self.figures is not None
-        norm = self.strategy.norm()
         factor: Tensor | None = None
+        overflow: Tensor | None = None
         if self.figures.count and not counted and self.figures.parts[0] in self.figures.count:
             count = self._slots[self.figures.count[self.figures.parts[0]]]
             factor = torch.where(count == 0, 0.0, size / count)
         if self.loss_scale is not None:
             factor = 1.0 / self.loss_scale.scale if factor is None else factor / self.loss_scale.scale
-        if factor is not None:
-            norm = norm * factor
-        self._slots[NORM].copy_(norm)
-        if self._clip:
-            clip = (self._clip / (norm + 1e-6)).clamp_(max=1.0)
-            factor = clip if factor is None else factor * clip
-        overflow = None if self.loss_scale is None else (~torch.isfinite(norm)).float()
+        if with_norm or self._clip or self.loss_scale is not None:
+            norm = self.strategy.norm() if factor is None else self.strategy.norm() * factor
+            self._slots[NORM].copy_(norm)
+            if self._clip:
+                clip = (self._clip / (norm + 1e-6)).clamp_(max=1.0)
+                factor = clip if factor is None else factor * clip
+            if self.loss_scale is not None:
+                overflow = (~torch.isfinite(norm)).float()
         self._apply(factor, overflow)
         if self.loss_scale is not None and overflow is not None:
             self.loss_scale.update(overflow)

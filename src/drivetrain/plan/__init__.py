@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from drivetrain.hardware import Hardware
 from drivetrain.outcomes import Problem
-from drivetrain.settings import nearest, read_type, _coerce
+from drivetrain.settings import _coerce, nearest, read_type
 
 GPU_LOADER_WORKERS = 4
 

@@ -70,7 +70,10 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
     """An IDX file of unsigned bytes, gzipped or not; refused where its content is not what its name says."""
 
     def wrong(why: str) -> Problem:
-        return Problem(f"{path} is no IDX file of {dimensions}-dimensional bytes ({why}): put the original there, or delete it to fetch it again", Outcome.DATA)
+        return Problem(
+            f"{path} is no IDX file of {dimensions}-dimensional bytes ({why}): put the original there, or delete it to fetch it again",
+            Outcome.DATA,
+        )
 
     data = path.read_bytes()
     if data[:2] == b"\x1f\x8b":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -56,38 +57,59 @@ class MetricsFile(Observer):
 
 
 class TensorBoard(Observer):
-    """Scalars for TensorBoard; a resume purges what lies beyond its checkpoint."""
+    """Scalars for TensorBoard, written with the metrics; a resume purges what lies beyond its checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._writer: Any = None
+        self._file: Any = None
+        self._records: Any = None
+        self._waiting: list[tuple[float, dict[str, Any]]] = []
+        self._last = time.monotonic()
 
     def resumed(self, step: int) -> None:
+        if step:
+            self._open(purge=step + 1)
+
+    def _open(self, purge: int = 0) -> None:
+        # Its record writer works in this thread; the usual event writer's thread would contend with the step.
         from tensorboard.compat.proto import event_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event = event_pb2.Event
-        try:
-            self._writer = EventFileWriter(str(self.folder), flush_secs=10)
-        except OSError:
-            return  # a full disk; the metrics file will say so
-        if step:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = open(self.folder / name, "ab")  # noqa: SIM115 (open as long as the run)
+        self._records = RecordWriter(self._file)
+        self._add(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if purge:
             session = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=step + 1, session_log=session))
+            self._add(event_pb2.Event(wall_time=time.time(), step=purge, session_log=session))
+
+    def _add(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
 
     def row(self, row: dict[str, Any]) -> None:
-        if self._writer is None:
-            return
-        event = self._event(wall_time=time.time(), step=row["step"])
-        for name, value in row.items():
-            if name not in ("step", "epoch", "time"):
-                event.summary.value.add(tag=name, simple_value=value)
-        self._writer.add_event(event)
+        self._waiting.append((time.time(), row))
+        if time.monotonic() - self._last > FLUSH_SECONDS:
+            self.flush()
 
     def flush(self) -> None:
-        if self._writer is not None:
-            self._writer.flush()
+        self._last = time.monotonic()
+        waiting, self._waiting = self._waiting, []
+        try:
+            if self._records is None:
+                self._open()
+            for when, row in waiting:
+                event = self._event(wall_time=when, step=row["step"])
+                for name, value in row.items():
+                    if name not in ("step", "epoch", "time"):
+                        event.summary.value.add(tag=name, simple_value=value)
+                self._add(event)
+            self._file.flush()
+        except OSError:
+            pass  # a full disk stops nothing but the save, which says so
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        self.flush()
+        if self._file is not None:
+            self._file.close()

@@ -1,1 +1,28 @@
 """How a model is spread over processes."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from drivetrain.engine.group import Group
+from drivetrain.engine.strategies.replicate import Replicated
+from drivetrain.engine.strategies.single import Single
+
+
+class Strategy(Protocol):
+    """What a step asks of the gradients."""
+
+    tail: Tensor
+
+    def zero(self) -> None: ...
+    def before_last_backward(self) -> None: ...
+    def reduce(self) -> None: ...
+    def norm(self) -> Tensor: ...
+    def scale(self, factor: Tensor) -> None: ...
+    def share_buffers(self) -> None: ...
+
+
+def spread(model: nn.Module, group: Group, tail: int) -> Strategy:
+    return Single(model, group, tail) if group.size == 1 else Replicated(model, group, tail)

@@ -1,4 +1,4 @@
-"""Every process holds the whole model: one process, or data parallel with summed gradients.
+"""Every process holds the whole model, and gradients are summed over them.
 
 Gradients live in one flat buffer with a fixed layout (torch's DDP rebuilds its buckets after the first
 step, so a resumed run would sum in another order). Its tail carries the step's figures and requests,
@@ -41,7 +41,7 @@ class Replicated:
             self._lay_out(dtype, 0)
         self.tail = self._lay_out(torch.float32, tail)
         self._launched = len(self._buckets)
-        if group.size > 1 and len(self._buckets) > 1:
+        if len(self._buckets) > 1:
             for parameter in self.parameters:
                 parameter.register_post_accumulate_grad_hook(self._ready)
 
@@ -97,8 +97,6 @@ class Replicated:
 
     def reduce(self) -> None:
         """Sum gradients and tail over all ranks."""
-        if self.group.size == 1:
-            return
         while self._launched < len(self._buckets):
             self._launch()
         for bucket in self._buckets:
@@ -108,11 +106,10 @@ class Replicated:
     def norm(self) -> Tensor:
         """The norm of all gradients (the tail is no gradient)."""
         *others, last = self.flats
-        if not others:
-            return torch.linalg.vector_norm(last[: len(last) - len(self.tail)])
         parts = [torch.linalg.vector_norm(f, dtype=torch.float32) for f in others]
         parts.append(torch.linalg.vector_norm(last[: len(last) - len(self.tail)]))
-        return torch.linalg.vector_norm(torch.stack(parts))
+        total: Tensor = torch.linalg.vector_norm(torch.stack(parts)) if others else parts[0]
+        return total
 
     def scale(self, factor: Tensor) -> None:
         for flat in self.flats:

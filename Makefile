@@ -1,0 +1,45 @@
+# make train        set up .venv and train the embedded digits task
+# make test         everything that needs neither a GPU nor system packages (pip only, no root)
+# make test-system  the tests with real system parts (installs packages: root)
+# make lint         ruff and mypy
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: setup train test test-system lint bench clean
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml constraints.txt
+	@echo "setting up .venv (once; torch is a large download)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "drivetrain needs Python 3.11 or later: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(PIP) --upgrade pip
+	$(PIP) -e .
+	@touch $@
+
+.venv/.ready-dev: .venv/.ready
+	$(PIP) -e '.[dev,peers]'
+	@touch $@
+
+train: setup
+	$(BIN)/drivetrain train digits
+
+lint: .venv/.ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -m 'not system and not gpu' --durations=10
+
+test-system: .venv/.ready-dev
+	tests/system/install
+	$(BIN)/python -m pytest -m system --durations=10
+
+bench: .venv/.ready-dev
+	$(BIN)/python benchmarks/engine.py
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

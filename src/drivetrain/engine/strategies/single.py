@@ -1,0 +1,43 @@
+"""One process: gradients stay where autograd puts them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.engine.group import Group
+
+
+class Single:
+    """The strategy of a process on its own; `Replicated` does the same for many."""
+
+    def __init__(self, model: nn.Module, group: Group, tail: int) -> None:
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.tail = torch.zeros(tail, device=group.device)
+        """The step's figures and requests."""
+
+    def zero(self) -> None:
+        self.tail.zero_()
+        for parameter in self.parameters:
+            parameter.grad = None  # backward then need not add to zeros
+
+    def before_last_backward(self) -> None:
+        """Nothing leaves this process."""
+
+    def reduce(self) -> None:
+        """Make gradients whole: a parameter that took no part has a gradient of zeros, whatever the plan."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def norm(self) -> Tensor:
+        """The norm of all gradients."""
+        norms = torch._foreach_norm([p.grad for p in self.parameters if p.grad is not None])
+        total: Tensor = torch.linalg.vector_norm(torch.stack([n.float() for n in norms]))
+        return total
+
+    def scale(self, factor: Tensor) -> None:
+        torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
+
+    def share_buffers(self) -> None:
+        """There is nobody to share with."""
