@@ -10,6 +10,7 @@ import json
 import socket
 import time
 from collections.abc import Callable
+from io import BufferedReader
 from typing import Any
 
 from drivetrain.outcomes import Outcome, Problem
@@ -17,6 +18,7 @@ from drivetrain.supervise import Place
 
 HELLO = "drivetrain-1"
 WAIT = 600.0
+ANSWER = 5.0  # a machine of ours greets at once; another program that holds the port may stay silent
 
 
 def parse(text: str) -> tuple[str, int]:
@@ -28,14 +30,16 @@ def parse(text: str) -> tuple[str, int]:
 
 def meet(
     address: tuple[str, int], nodes: int, procs: int, node_rank: int | None, notice: Callable[[str], None],
-    offer: Callable[[int], dict[str, Any]],
+    offer: Callable[[int], dict[str, Any]], same: dict[str, Any] | None = None,
 ) -> tuple[Place, dict[str, Any]]:  # fmt: skip
-    """This machine's place, and what the first machine offered (`offer(world_size)`) to all."""
+    """This machine's place, and what the first machine offered (`offer(world_size)`) to all.
+
+    A machine whose `same` is not the first one's is turned away."""
     listener = _listen(address) if node_rank in (None, 0) else None
     if listener is not None:
         with listener:
-            return _host(listener, address, nodes, procs, notice, offer)
-    return _join(address, procs, node_rank, notice)
+            return _host(listener, address, nodes, procs, notice, offer, json.loads(json.dumps(same)))
+    return _join(address, procs, node_rank, notice, same)
 
 
 def _listen(address: tuple[str, int]) -> socket.socket | None:
@@ -53,7 +57,7 @@ def _listen(address: tuple[str, int]) -> socket.socket | None:
 
 def _host(
     listener: socket.socket, address: tuple[str, int], nodes: int, procs: int, notice: Callable[[str], None],
-    offer: Callable[[int], dict[str, Any]],
+    offer: Callable[[int], dict[str, Any]], same: dict[str, Any] | None,
 ) -> tuple[Place, dict[str, Any]]:  # fmt: skip
     guests: list[tuple[socket.socket, dict[str, Any]]] = []
     notice(f"waiting at {address[0]}:{address[1]} for {nodes - 1} more machine{'s' if nodes > 2 else ''}: start the same command there")
@@ -62,17 +66,21 @@ def _host(
         listener.settimeout(max(0.1, deadline - time.monotonic()))
         try:
             guest, _ = listener.accept()
-            guest.settimeout(10)
-            hello = _receive(guest)
+            guest.settimeout(ANSWER / 2)
+            hello = _receive(guest.makefile("rb"))
+            if hello.get("hello") != HELLO:
+                raise ValueError("not a machine of ours")
+            welcome = hello.get("same") == same
+            _send(guest, {"hello": HELLO, "welcome": welcome})
         except TimeoutError:
             if time.monotonic() < deadline:
                 continue
             raise Problem(f"only {len(guests) + 1} of {nodes} machines came within {WAIT:.0f} s", Outcome.INFRA) from None
         except (OSError, ValueError):
-            continue  # a port scanner, not a machine of ours
-        if hello.get("hello") == HELLO:
+            continue  # a port scanner
+        if welcome:
             guests.append((guest, hello))
-            notice(f"{len(guests) + 1} of {nodes} machines are here")
+        notice(f"{len(guests) + 1} of {nodes} machines are here" if welcome else "turned a machine away: its command is not the same")
     if any(h["node_rank"] is not None for _, h in guests):
         guests.sort(key=lambda g: g[1]["node_rank"] if g[1]["node_rank"] is not None else nodes)
     world = procs + sum(h["procs"] for _, h in guests)
@@ -96,21 +104,29 @@ def _host(
     return Place(0, procs, world, address), offered
 
 
-def _join(address: tuple[str, int], procs: int, node_rank: int | None, notice: Callable[[str], None]) -> tuple[Place, dict[str, Any]]:
+def _join(
+    address: tuple[str, int], procs: int, node_rank: int | None, notice: Callable[[str], None], same: dict[str, Any] | None
+) -> tuple[Place, dict[str, Any]]:
     where = f"{address[0]}:{address[1]}"
     notice(f"joining the machines that meet at {where}")
     deadline = time.monotonic() + WAIT
     while True:
         try:
-            with socket.create_connection(address, timeout=5) as host:
-                _send(host, {"hello": HELLO, "procs": procs, "node_rank": node_rank})
+            with socket.create_connection(address, timeout=ANSWER) as host, host.makefile("rb") as answers:
+                _send(host, {"hello": HELLO, "procs": procs, "node_rank": node_rank, "same": same})
+                try:
+                    greeting = _receive(answers)
+                except (ValueError, OSError):
+                    greeting = {}
+                if greeting.get("hello") != HELLO:
+                    raise Problem(f"port {address[1]} on {address[0]} is in use by another program: choose another --rendezvous port")
+                if not greeting["welcome"]:
+                    raise Problem(f"the command at {where} has another task, code or settings than this one: run the same on each machine")
                 host.settimeout(WAIT)
                 try:
-                    answer = _receive(host)
+                    answer = _receive(answers)
                 except (ValueError, OSError):
-                    raise Problem(
-                        f"port {address[1]} on {address[0]} is in use by another program: choose another --rendezvous port"
-                    ) from None
+                    raise Problem(f"the command at {where} ended before all machines had come: run it again", Outcome.INFRA) from None
             break
         except socket.gaierror:
             raise Problem(f"--rendezvous {where}: the name {address[0]} is not known here") from None
@@ -127,14 +143,8 @@ def _send(peer: socket.socket, value: dict[str, Any]) -> None:
     peer.sendall(json.dumps(value).encode() + b"\n")
 
 
-def _receive(peer: socket.socket) -> dict[str, Any]:
-    data = b""
-    while not data.endswith(b"\n"):
-        part = peer.recv(1 << 16)
-        if not part or len(data) > 1 << 24:
-            raise ValueError("no answer")
-        data += part
-    value = json.loads(data)
+def _receive(peer: BufferedReader) -> dict[str, Any]:
+    value = json.loads(peer.readline(1 << 24))
     if not isinstance(value, dict):
         raise ValueError("no answer")
     return value

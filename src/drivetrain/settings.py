@@ -350,7 +350,7 @@ def _base(module: _Module, node: ast.expr) -> tuple[_Module, str] | Literal["Tas
         return None
     where, name = target
     if name == "Task" and where in ("drivetrain", "drivetrain.task"):
-        return "Task"
+        return _module(PACKAGE / "task.py"), "Task"
     if where.startswith("drivetrain."):
         inside = PACKAGE.joinpath(*where.split(".")[1:])
         for file in (inside.with_suffix(".py"), inside / "__init__.py"):
@@ -364,13 +364,22 @@ def _base(module: _Module, node: ast.expr) -> tuple[_Module, str] | Literal["Tas
 
 
 def _reaches_task(module: _Module, name: str) -> bool:
+    if name == "Task" and module.path == PACKAGE / "task.py":
+        return True
     for node in module.classes[name].bases:
         found = _base(module, node)
-        if found == "Task" or (isinstance(found, tuple) and _reaches_task(*found)):
+        if found is not None and _reaches_task(*found):
             return True
-        if found is None and isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node).endswith("Task"):
-            return True  # a base from a module that is not read here
+        if found is None and isinstance(node, (ast.Name, ast.Attribute)) and _imported(module, node):
+            return True  # a base from a module that is not read here: importing the file will tell
     return False
+
+
+def _imported(module: _Module, node: ast.expr) -> bool:
+    """Whether a base comes from a module of the user's own."""
+    where = module.imports.get(ast.unparse(node).split(".")[0], ("", ""))[0].split(".")[0]
+    folder = module.path.parent
+    return bool(where) and ((folder / f"{where}.py").is_file() or (folder / where / "__init__.py").is_file())
 
 
 def _collect(module: _Module, name: str, settings: dict[str, Setting], hooks: set[str]) -> bool:
@@ -378,12 +387,10 @@ def _collect(module: _Module, name: str, settings: dict[str, Setting], hooks: se
     node, complete = module.classes[name], True
     for base in reversed(node.bases):
         found = _base(module, base)
-        if found == "Task":
-            settings.update(of_class(_task_class()))
-        elif found is None:
+        if found is None:
             complete = complete and ast.unparse(base) in ("object", "Generic", "ABC", "abc.ABC")
         else:
-            complete = _collect(*found, settings, hooks) and complete
+            complete = _collect(found[0], found[1], settings, hooks) and complete
     for field, annotation, value, doc in _fields(node):
         kind = _field_type(name, field, annotation)
         if kind is None:
@@ -443,12 +450,6 @@ def _field_type(owner: str, field: str, annotation: str) -> Any | None:
 
 
 _OF_CLASS: dict[type, dict[str, Setting]] = {}
-
-
-def _task_class() -> type:
-    from drivetrain.task import Task
-
-    return Task
 
 
 def of_class(cls: type) -> dict[str, Setting]:

@@ -5,13 +5,16 @@ Each process runs the whole command; they meet, rank 0 opens the run and plans, 
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
+import signal
 import socket
 from collections.abc import MutableMapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain import hardware, runs
 from drivetrain.cli import launch
@@ -23,16 +26,20 @@ from drivetrain.runs import Run
 from drivetrain.supervise import Ended, Place
 from drivetrain.watch.screen import Screen
 
+if TYPE_CHECKING:
+    from drivetrain.engine.group import Group
+
 
 def launcher(environment: MutableMapping[str, str]) -> str | None:
     """The launcher that started this process as one of its workers, if one did; completes its variables."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         environment.setdefault("LOCAL_RANK", "0")
+        environment.setdefault("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE", "1"))  # LOCAL_SIZE is DeepSpeed's
         environment.setdefault("MASTER_ADDR", "127.0.0.1")
         environment.setdefault("MASTER_PORT", "29500")
         if "TORCHELASTIC_RUN_ID" in environment:
             return "accelerate" if "ACCELERATE_MIXED_PRECISION" in environment else "torchrun"
-        return "the environment (RANK, WORLD_SIZE)"
+        return "deepspeed" if "CROSS_SIZE" in environment else "the environment (RANK, WORLD_SIZE)"
     if "SLURM_STEP_ID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_PROCID" in environment:
         _from_slurm(environment)
         return "srun"
@@ -43,6 +50,8 @@ def _from_slurm(environment: MutableMapping[str, str]) -> None:
     environment["RANK"] = environment["SLURM_PROCID"]
     environment["WORLD_SIZE"] = environment["SLURM_STEP_NUM_TASKS"]
     environment["LOCAL_RANK"] = environment.get("SLURM_LOCALID", "0")
+    tasks = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", environment["WORLD_SIZE"]))
+    environment["LOCAL_WORLD_SIZE"] = str(tasks[int(environment.get("SLURM_NODEID", 0))])
     first = first_host(environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_NODELIST", "")))
     if environment.get("SLURM_STEP_NUM_NODES", "1") == "1":
         first = "127.0.0.1"
@@ -60,6 +69,12 @@ def first_host(nodes: str) -> str:
     """The first name of a Slurm node list: n[01-03,7],m2 -> n01."""
     match = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\])?([^,]*)", nodes)
     return f"{match[1]}{match[2] or ''}{match[3]}" if match else nodes
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Slurm's short form, written out: 2(x3),1 -> 2, 2, 2, 1."""
+    parts = (part.rstrip(")").split("(x") for part in text.split(","))
+    return [int(count) for count, *times in parts for _ in range(int(times[0]) if times else 1)]
 
 
 def accelerate_choices(recipe: Recipe, environment: MutableMapping[str, str], started: str | None) -> Recipe:
@@ -85,17 +100,18 @@ def accelerate_choices(recipe: Recipe, environment: MutableMapping[str, str], st
 
 def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tuple[Run, Ended]:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world if started == "srun" else 1))
+    local_world = int(os.environ["LOCAL_WORLD_SIZE"])
     if request.procs is not None and request.procs != world:
         raise Problem(f"--procs {request.procs}: {started} started {world} processes; leave --procs out")
     screen.quiet |= rank != 0
     machine = _machine(request, local_world)
-    stop = StopFlag()
-    stop.install()
 
     from drivetrain.engine.group import join
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while torch waits for the others, no handler of Python's runs
     group = join(machine.device, "nccl" if machine.device == "cuda" else "gloo")
+    stop = StopFlag()
+    stop.install()
     opened: Opened | None = None
     told: dict[str, Any] = {}
     if group.main:
@@ -106,7 +122,7 @@ def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tup
                 told = {"finished": str(opened.run.path.resolve())}
             else:
                 place = Place(0, machine.procs, world, ("", 0))
-                plan = launch.make_plan(recipe, machine, place, max(1, world // local_world), opened.before)
+                plan = launch.make_plan(recipe, machine, place, -(-world // local_world), opened.before)
                 notice = f"{world} processes, started by {started}"
                 launch.header(recipe, machine, plan, screen, "; ".join(filter(None, [opened.why, notice])))
                 launch.record(recipe, opened, plan, machine)
@@ -120,7 +136,7 @@ def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tup
     if "finished" in told:
         return Run(told["finished"]), Ended(Outcome.OK)
     job, run = told["job"], Run(told["job"]["run"])
-    result = work(job, group, screen, stop)
+    result = _cause(work(job, group, screen, stop), group)
     screen.close()
     ended = Ended(Outcome(result["outcome"]), result.get("message", ""), result)
     if opened is not None:
@@ -129,6 +145,22 @@ def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tup
         launch.conclude(opened.run, recipe, Plan.from_json(job["plan"]), ended)
         launch.footer(opened.run, ended, screen)
     return run, ended
+
+
+def _cause(result: dict[str, Any], group: Group) -> dict[str, Any]:
+    """How the run ended: a rank that fails tells rank 0, which itself sees no more than a lost connection."""
+    from torch import distributed as dist
+
+    if group.size == 1 or Outcome(result["outcome"]) in (Outcome.OK, Outcome.PREEMPTED):
+        return result
+    store = dist.distributed_c10d._get_default_store()
+    with contextlib.suppress(RuntimeError):  # the store is gone where its machine is
+        if not group.main:
+            store.set(f"drivetrain/{group.rank}", json.dumps({"outcome": result["outcome"], "message": result["message"]}))
+        elif result["outcome"] == Outcome.INFRA:
+            told = [json.loads(store.get(key)) for rank in range(1, group.size) if store.check([key := f"drivetrain/{rank}"])]
+            return next((other for other in told if other["outcome"] != Outcome.INFRA), result)
+    return result
 
 
 def _open(recipe: Recipe, request: Request) -> Opened:

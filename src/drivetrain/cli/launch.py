@@ -218,6 +218,7 @@ def make_job(recipe: Recipe, run: Run, plan: Plan, mode: str, folder: str | None
 def train_recipe(recipe: Recipe, request: Request, screen: Screen) -> tuple[Run, Ended]:
     """Train (or go on with) one recipe on this machine, alone or with others."""
     machine = look_at_machine(request)
+    make_plan(recipe, machine, Place(0, machine.procs, machine.procs, ("", 0)), 1, None)  # so that a bad choice leaves nothing behind
     if request.nodes > 1:
         return _train_on_nodes(recipe, request, machine, screen)
     opened = open_run(recipe, request)

@@ -1,0 +1,86 @@
+"""Run the real command as users do, in child processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+COMMAND = [sys.executable, "-m", "drivetrain"]
+
+TASK = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+from drivetrain import Task, Tensors, datasets
+
+
+class Small(Task):
+    epochs: int = 2
+    global_batch: int = 100
+    learning_rate: float = 0.01
+    log_every: int = 1
+    hidden: int = 32
+    \"\"\"Width of the hidden layer.\"\"\"
+
+    def model(self):
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, self.hidden), nn.ReLU(), nn.Dropout(0.2), nn.Linear(self.hidden, 10))
+
+    def train_data(self):
+        return datasets.digits("train")
+
+    def eval_data(self):
+        return datasets.digits("test")
+
+    def augment(self, batch, rand):
+        x, y = batch
+        return x + 0.1 * rand.normal(64).view(-1, 8, 8), y
+
+    def loss(self, model, batch):
+        x, y = batch
+        return F.cross_entropy(model(x), y)
+
+    def metrics(self, model, batch):
+        x, y = batch
+        return {"accuracy": (model(x).argmax(-1) == y).float()}
+"""
+
+
+def write_task(name: str = "small.py", change: tuple[str, str] = ("", ""), text: str = TASK) -> Path:
+    path = Path(name)
+    path.write_text(text.replace(*change))
+    return path
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The machine's environment without what a launcher or an earlier test left in it."""
+    clean = {
+        k: v for k, v in os.environ.items() if not k.startswith(("DRIVETRAIN_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "ACCELERATE_"))
+    }
+    return clean | {"PYTHONDONTWRITEBYTECODE": "1"} | extra
+
+
+def drivetrain(*words: str, seconds: float = 120, **extra: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *words], capture_output=True, text=True, timeout=seconds, env=environment(**extra), stdin=subprocess.DEVNULL
+    )
+
+
+def good(*words: str, **extra: Any) -> str:
+    """The output of a command that must succeed."""
+    done = drivetrain(*words, **extra)
+    assert done.returncode == 0, f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def bad(*words: str, code: int = 2, lines: int = 2, **extra: Any) -> str:
+    """The message of a command that must fail, short and without a traceback."""
+    done = drivetrain(*words, **extra)
+    assert done.returncode == code, f"ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    message = done.stderr.strip()
+    assert message.startswith("drivetrain: ")
+    assert "Traceback" not in message
+    assert len(message.splitlines()) <= lines, message
+    return message

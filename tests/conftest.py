@@ -1,0 +1,60 @@
+"""Shared parts of the tests: bodies on several gloo processes, skips that CI does not accept."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import on_ranks
+
+
+@pytest.fixture
+def group() -> None:
+    """In a body marked `world_size(n)`: this process's Group."""
+
+
+def _call(module: str, name: str, arguments: dict[str, Any], group: Any) -> None:
+    body = getattr(importlib.import_module(module), name)
+    if "group" in arguments:
+        arguments["group"] = group
+    body(**arguments)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    marker = pyfuncitem.get_closest_marker("world_size")
+    if marker is None:
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    on_ranks(marker.args[0], _call, pyfuncitem.module.__name__, pyfuncitem.function.__name__, arguments)
+    return True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "/tests/system/" in str(item.path):
+            item.add_marker("system")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
+    """Where CI runs, a skip is a failure: it can install what is missing."""
+    report = yield
+    if report.skipped and os.environ.get("DRIVETRAIN_NO_SKIPS") and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, which CI does not accept: {report.longrepr}"
+    return report
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder, with a space in its name."""
+    place = tmp_path / "a folder"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    return place

@@ -1,0 +1,139 @@
+"""Checkpoints are proven before they are trusted, and cannot run code."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain.engine import shards
+from drivetrain.engine.checkpoint import Damaged, Writer, newest_good, verify
+from drivetrain.engine.state import load_model, model_tensors, read_weights, write_weights
+from drivetrain.outcomes import Problem
+from drivetrain.runs import Run
+
+TENSORS = {"model/w": torch.arange(12.0).reshape(3, 4), "optimizer/w/step": torch.tensor(3.0), "b": torch.ones(2, dtype=torch.bfloat16)}
+
+
+def writer(folder: Path, keep: int = 2) -> tuple[Writer, list[str]]:
+    notices: list[str] = []
+    return Writer(Run(folder), keep, lambda name: None, notices.append), notices
+
+
+def save(folder: Path, step: int, keep: int = 2, best: int | None = None) -> None:
+    one, _ = writer(folder, keep)
+    one.save(step, TENSORS, {"time": 1.5}, best)
+    one.wait()
+
+
+def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+    save(tmp_path, 7)
+    found = newest_good(Run(tmp_path), pytest.fail)
+    assert found is not None
+    assert (found.step, found.extra) == (7, {"time": 1.5})
+    loaded = found.tensors()
+    assert loaded.keys() == TENSORS.keys()
+    assert all(torch.equal(loaded[k], TENSORS[k]) and loaded[k].dtype == TENSORS[k].dtype for k in TENSORS)
+
+
+def test_a_change_after_staging_is_not_saved(tmp_path: Path) -> None:
+    one, _ = writer(tmp_path)
+    tensor = torch.zeros(100_000)
+    one.save(1, {"w": tensor}, {}, None)
+    tensor.fill_(1.0)
+    one.wait()
+    assert verify(tmp_path / "checkpoints/step-00000001").tensors()["w"].sum() == 0
+
+
+def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4, 5):
+        save(tmp_path, step, keep=2, best=2)
+    assert Run(tmp_path).steps() == [2, 4, 5]
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize("where", ["__0_0.distcp", ".metadata", "manifest.json"])
+def test_any_flipped_byte_is_noticed(where: str, tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    file = tmp_path / "checkpoints/step-00000001" / where
+    data = file.read_bytes()
+    for place in range(0, len(data), max(1, len(data) // 40)):
+        file.write_bytes(data[:place] + bytes([data[place] ^ 0x10]) + data[place + 1 :])
+        with pytest.raises(Damaged):
+            verify(file.parent)
+    file.unlink()
+    with pytest.raises(Damaged):
+        verify(file.parent)
+
+
+def test_a_planted_pickle_is_refused_without_running(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch '{tmp_path}/owned'",)
+
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    path = tmp_path / "checkpoints/step-00000002"
+    (path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(shards.Refused, match="refused, not run"):
+        shards.read(path)
+    # An attacker would also mend the manifest.
+    from drivetrain.engine.checkpoint import _digest, _hash
+
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest.pop("digest")
+    manifest["files"][".metadata"] = {"bytes": (path / ".metadata").stat().st_size, "sha256": _hash(path / ".metadata")}
+    (path / "manifest.json").write_text(json.dumps(manifest | {"digest": _digest(manifest)}))
+    said: list[str] = []
+    found = newest_good(Run(tmp_path), said.append)
+    assert found is not None
+    assert found.step == 1
+    assert "refused, not run" in said[0]
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_failed_save_says_so_and_leaves_the_old_one(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    blocked = tmp_path / "checkpoints" / ".step-00000002"
+    blocked.write_text("a file where the folder should go")
+    one, notices = writer(tmp_path)  # its clean-up cannot remove a file
+    blocked.write_text("a file where the folder should go")
+    one.save(2, TENSORS, {}, None)
+    one.wait()
+    assert one.failure
+    assert "was not saved" in notices[0]
+    assert "training goes on" in notices[0]
+    assert Run(tmp_path).steps() == [1]
+
+
+def test_tied_weights_are_stored_once_and_come_back_tied(tmp_path: Path) -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(5, 3)
+            self.head = torch.nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+    one, two = Tied(), Tied()
+    tensors, aliases = model_tensors(one)
+    assert len(tensors) == 1
+    assert len(aliases) == 1
+    write_weights(tmp_path / "model.safetensors", tensors, aliases)
+    load_model(two, *read_weights(tmp_path / "model.safetensors"), "the file")
+    assert torch.equal(two.head.weight, one.embed.weight)
+    assert two.head.weight is two.embed.weight
+
+
+def test_weights_of_another_model_are_refused_with_the_difference() -> None:
+    with pytest.raises(Problem, match=r"it lacks 1\.bias, 1\.weight; other shapes: 0\.weight"):
+        load_model(
+            torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)),
+            {"0.weight": torch.zeros(3, 3), "0.bias": torch.zeros(2)},
+            {},
+            "x",
+        )

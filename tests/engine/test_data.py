@@ -1,0 +1,114 @@
+"""The data order is a pure function, and every sample is seen once a pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
+
+from drivetrain.engine.data import check_data, eval_feed, shares, train_feed
+from drivetrain.engine.group import Group
+from drivetrain.engine.rand import KeyedRand, key, permutation
+from drivetrain.outcomes import Problem
+from drivetrain.plan import Plan
+from tests.samples import Loaded, Plain
+
+CPU = torch.device("cpu")
+
+
+@given(length=st.integers(1, 200), world=st.integers(1, 9), micro=st.integers(1, 70))
+def test_shares_cover_a_batch_once_in_equal_numbers_of_micro_steps(length: int, world: int, micro: int) -> None:
+    spans = [shares(length, world, rank, micro) for rank in range(world)]
+    assert len({len(s) for s in spans}) == 1
+    covered = [i for s in spans for low, high in s for i in range(low, high)]
+    assert covered == list(range(length))
+    assert max(high - low for s in spans for low, high in s) <= micro
+    sizes = [sum(high - low for low, high in s) for s in spans]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@settings(deadline=None, max_examples=25)
+@given(samples=st.integers(1, 60), batch=st.integers(1, 70), world=st.integers(1, 4), micro=st.integers(1, 20), workers=st.just(0))
+def test_every_sample_is_seen_once_an_epoch(samples: int, batch: int, world: int, micro: int, workers: int) -> None:
+    task = Loaded(samples=samples, global_batch=batch)
+    plan = Plan(world_size=world, global_batch=batch, micro_batch=min(micro, batch), workers=workers)
+    for epoch in (0, 3):
+        seen: list[int] = []
+        for rank in range(world):
+            feed = train_feed(task, task.train_data(), plan, Group(rank, world, CPU))
+            for index in range(feed.steps_per_epoch):
+                for part in feed.micro_batches(epoch, index):
+                    if part.weight:
+                        seen += part.batch["id"].tolist()
+                        assert part.batch["id"].tolist() == part.ids.tolist()
+        assert sorted(seen) == list(range(samples))
+
+
+def test_loader_workers_give_what_no_workers_give() -> None:
+    """Randomness in a data set is keyed by sample, not by worker; opening at any step gives that step's batches."""
+    task = Loaded(samples=50, global_batch=8, noise=0.5)
+
+    def batches(workers: int, first: int) -> list[Any]:
+        feed = train_feed(task, task.train_data(), Plan(global_batch=8, micro_batch=4, workers=workers), Group(0, 1, CPU))
+        feed.open(first)
+        found = [part.batch["inputs"]["x"] for s in range(first, 14) for part in feed.micro_batches(*divmod(s, feed.steps_per_epoch))]
+        feed.close()
+        return found
+
+    plain, loaded, late = batches(0, 0), batches(2, 0), batches(2, 5)
+    assert all(torch.equal(a, b) for a, b in zip(plain, loaded, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(plain[-len(late) :], late, strict=True))
+
+
+def test_orders_of_epochs_and_seeds_differ() -> None:
+    orders = {tuple(permutation(30, seed, epoch).tolist()) for seed in range(3) for epoch in range(3)}
+    assert len(orders) == 9
+
+
+@given(st.lists(st.integers(0, 2**40), min_size=1, max_size=20, unique=True), st.integers(1, 5))
+def test_keyed_numbers_follow_the_sample_not_the_batch(ids: list[int], k: int) -> None:
+    together = KeyedRand(torch.tensor(ids), 7, 2)
+    first, second = together.uniform(k), together.normal(k)
+    for row, sample in enumerate(ids):
+        alone = KeyedRand(torch.tensor([sample]), 7, 2)
+        assert torch.equal(alone.uniform(k)[0], first[row])
+        assert torch.allclose(alone.normal(k)[0], second[row])
+
+
+def test_keyed_numbers_are_spread_as_they_should_be() -> None:
+    rand = KeyedRand(torch.arange(100_000), 0)
+    u, n = rand.uniform(2), rand.normal(2)
+    assert ((u >= 0) & (u < 1)).all()
+    assert u.mean().item() == pytest.approx(0.5, abs=0.005)
+    assert u.var().item() == pytest.approx(1 / 12, rel=0.02)
+    assert n.mean().item() == pytest.approx(0, abs=0.01)
+    assert n.std().item() == pytest.approx(1, rel=0.01)
+    assert abs(torch.corrcoef(torch.cat([u, n], 1).T).fill_diagonal_(0)).max() < 0.02
+
+
+def test_keys_of_different_parts_differ() -> None:
+    assert len({key(a, b, c) for a in range(20) for b in range(20) for c in range(20)}) == 8000
+
+
+def test_evaluation_goes_over_the_data_in_order() -> None:
+    task = Plain()
+    feed = eval_feed(task, task.eval_data(), Plan(eval_micro_batch=5), Group(0, 1, CPU))
+    ids = [i for part in feed.micro_batches(0, 0) for i in part.ids.tolist()]
+    assert ids == list(range(37))
+
+
+def test_data_that_cannot_be_trained_on_is_refused_with_the_way_out() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(range(3))
+
+    with pytest.raises(Problem, match=r"IterableDataset.*map-style"):
+        check_data(Stream(), "train_data()")
+    with pytest.raises(Problem, match="empty"):
+        check_data([], "train_data()")
+    with pytest.raises(Problem, match="int: return Tensors"):
+        check_data(3, "train_data()")

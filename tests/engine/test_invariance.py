@@ -1,0 +1,82 @@
+"""The plan never changes the maths: any world size and micro-batch gives the same curve."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.processes import on_ranks
+from tests.samples import train
+
+# SGD and a clip that bites: AdamW would hide a wrong scale of the gradient.
+SETTINGS = {"optim": "sgd", "clip": 0.5, "learning_rate": 0.2}
+
+
+def curve(name: str, folder: Path, world: int, pins: dict[str, Any] | None = None, **settings: Any) -> list[dict[str, Any]]:
+    return list(on_ranks(world, train, name, str(folder), SETTINGS | settings, pins, None)[0])
+
+
+def same(a: list[dict[str, Any]], b: list[dict[str, Any]], tolerance: float = 2e-5) -> None:
+    assert [r["step"] for r in a] == [r["step"] for r in b]
+    for x, y in zip(a, b, strict=True):
+        assert x.keys() == y.keys()
+        for key in x:
+            assert math.isclose(x[key], y[key], rel_tol=tolerance, abs_tol=1e-6), f"step {x['step']}: {key} {x[key]} against {y[key]}"
+
+
+@pytest.mark.parametrize("name", ["Plain", "Loaded", "Tokens", "Parts"])
+def test_world_sizes_and_micro_batches_give_one_curve(name: str, tmp_path: Path) -> None:
+    reference = curve(name, tmp_path / "reference", 1)
+    assert reference[-1]["train/loss"] < 0.7 * reference[0]["train/loss"]
+    assert any(r["grad_norm"] > SETTINGS["clip"] for r in reference), "the clip must bite, or the test proves nothing"
+    for world, micro in [(1, 1), (1, 5), (2, 16), (2, 3), (3, 2), (4, 1), (4, 64)]:
+        found = curve(name, tmp_path / f"{world}-{micro}", world, {"micro_batch": micro})
+        same(reference, found)
+
+
+def test_accumulation_pinned_instead_of_micro_batch(tmp_path: Path) -> None:
+    same(curve("Plain", tmp_path / "a", 1), curve("Plain", tmp_path / "b", 2, {"accumulation": 3}))
+
+
+def test_fewer_samples_than_processes(tmp_path: Path) -> None:
+    """Ranks without a sample run one with weight 0; nobody waits for them."""
+    same(curve("Plain", tmp_path / "a", 1, samples=3, epochs=5), curve("Plain", tmp_path / "b", 4, samples=3, epochs=5))
+
+
+def test_a_batch_larger_than_the_data(tmp_path: Path) -> None:
+    same(curve("Plain", tmp_path / "a", 1, global_batch=4096), curve("Plain", tmp_path / "b", 2, {"micro_batch": 7}, global_batch=4096))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_source_gives_the_same_curve_on_any_world_size(world: int, tmp_path: Path) -> None:
+    same(curve("Walk", tmp_path / "one", 1), curve("Walk", tmp_path / "many", world, {"micro_batch": 5}))
+
+
+@pytest.mark.parametrize("optim", ["adamw", "adam", "sgd"])
+@pytest.mark.parametrize("decay", ["cosine", "linear", "constant"])
+def test_optimizers_and_schedules_count_steps_not_processes(optim: str, decay: str, tmp_path: Path) -> None:
+    options = {"optim": optim, "decay": decay, "warmup": 3, "learning_rate": 0.02, "epochs": 1}
+    one, two = curve("Plain", tmp_path / "one", 1, **options), curve("Plain", tmp_path / "two", 2, **options)
+    same(one, two, 1e-4)
+    rates = [r["learning_rate"] for r in two]
+    assert rates[:3] == pytest.approx([0.02 / 3, 0.04 / 3, 0.02])
+    assert (rates[-1] == 0.02) if decay == "constant" else (rates[-1] < 0.01)
+
+
+def test_the_gradient_is_that_of_the_mean_over_the_whole_batch(tmp_path: Path) -> None:
+    """Against plain autograd on the whole batch at once, token-weighted."""
+    from drivetrain.engine.group import Group
+    from tests.samples import training
+
+    job = training("Tokens", str(tmp_path), Group(0, 1, torch.device("cpu")), {"global_batch": 101, "optim": "sgd"}, {"micro_batch": 6})
+    task = job.task
+    total, count = task.loss(job.model, task.train_data()[:])
+    expected = torch.autograd.grad(total / count, list(job.model.parameters()))
+    job.step(0)
+    for parameter, gradient in zip(job.model.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)

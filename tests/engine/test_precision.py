@@ -1,0 +1,81 @@
+"""fp16 skips overflowed steps and counts them; NaN stops; bf16 and fp16 learn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from drivetrain.engine.group import Group
+from drivetrain.outcomes import Outcome, Problem
+from tests import samples
+from tests.processes import on_ranks
+from tests.samples import Plain, rows, train, training
+
+ALONE = Group(0, 1, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_learns_like_fp32(precision: str, tmp_path: Path) -> None:
+    for name in ("fp32", precision):
+        train("Plain", str(tmp_path / name), {"precision": name, "epochs": 6}, None, None, ALONE)
+    half, full = rows(tmp_path / precision)[-1], rows(tmp_path / "fp32")[-1]
+    assert half["eval/loss"] == pytest.approx(full["eval/loss"], rel=0.1)
+    assert half["eval/loss"] != full["eval/loss"]
+
+
+def test_fp16_overflow_skips_the_step_and_is_counted(tmp_path: Path) -> None:
+    job = training("Exploding", str(tmp_path), ALONE, {"precision": "fp16", "spike": 1e4, "epochs": 4})
+    before = [p.detach().clone() for p in job.model.parameters()]
+    job.step(0)
+    assert all(torch.equal(a, b) for a, b in zip(before, job.model.parameters(), strict=True)), (
+        "an overflowed step must not move the weights"
+    )
+    assert job.step.loss_scale is not None
+    assert job.step.loss_scale.scale == 2.0**15
+    result = job.run_to_end()
+    job.observer.close()
+    assert result.outcome is Outcome.OK
+    last = rows(tmp_path)[-1]
+    assert last["skipped_steps"] >= 1
+    assert last["loss_scale"] < 2.0**16
+    assert last["eval/accuracy"] > 0.8
+
+
+def test_fp16_resumes_with_its_scale(tmp_path: Path) -> None:
+    options = {"precision": "fp16", "spike": 3e3, "dropout": 0.2}
+    on_ranks(2, train, "Exploding", str(tmp_path / "whole"), options, None, None)
+    for stop in (3, 9, None):
+        on_ranks(2, train, "Exploding", str(tmp_path / "broken"), options, None, stop)
+    assert rows(tmp_path / "whole") == rows(tmp_path / "broken")
+    assert rows(tmp_path / "whole")[-1]["skipped_steps"] > 0
+
+
+def test_nan_stops_at_its_step_and_names_the_last_good_checkpoint(tmp_path: Path) -> None:
+    job = training("Exploding", str(tmp_path), ALONE, {"bad": 10, "save_every": 4, "log_every": 6})
+    with pytest.raises(Problem, match=r"not a number at step 10 .*last good checkpoint is step 8") as caught:
+        job.run_to_end()
+    assert caught.value.outcome is Outcome.NAN
+
+
+def test_a_gradient_that_is_nan_while_the_loss_is_not_never_reaches_a_checkpoint(tmp_path: Path) -> None:
+    job = training("Plain", str(tmp_path), ALONE, {"save_every": 3, "log_every": 100})
+    first = next(iter(job.model.parameters()))
+    calls = []
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return gradient * float("nan") if len(calls) == 3 else gradient
+
+    first.register_hook(spoil)
+    with pytest.raises(Problem, match="not a number at step 3"):
+        job.run_to_end()
+    assert job.run.steps() == []
+
+
+def test_tf32_needs_a_gpu() -> None:
+    from drivetrain.plan import choose
+
+    with pytest.raises(Problem, match="tf32 needs an NVIDIA GPU"):
+        choose(Plain(precision="tf32").settings(), samples.HARDWARE, device="cpu", world_size=1, local_procs=1)

@@ -1,0 +1,99 @@
+"""Resume is exact: stopped anywhere, gone on, the rows and weights are those of an unbroken run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.test_invariance import same
+from tests.processes import on_ranks
+from tests.samples import rows, train, weights
+
+
+def run(name: str, folder: Path, world: int = 1, stop: int | None = None, pins: dict[str, Any] | None = None, **settings: Any) -> None:
+    on_ranks(world, train, name, str(folder), settings, pins, stop)
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "pins"),
+    [
+        ("Augmented", 1, {}),
+        ("Augmented", 3, {"micro_batch": 3}),
+        ("Loaded", 1, {"workers": 2}),
+        ("Loaded", 2, {"workers": 1}),
+        ("Parts", 1, {}),
+    ],
+)
+def test_stopped_twice_in_an_epoch_and_at_its_end(name: str, world: int, pins: dict[str, Any], tmp_path: Path) -> None:
+    options = {"clip": 1.0, "eval_every": 5}
+    run(name, tmp_path / "whole", world, pins=pins, **options)
+    for stop in (2, 4, 7, 8, None):  # an epoch has 7 steps
+        run(name, tmp_path / "broken", world, stop, pins, **options)
+    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
+    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+
+
+def test_a_source_goes_on_with_its_state(tmp_path: Path) -> None:
+    run("Walk", tmp_path / "whole", 2)
+    for stop in (1, 9, None):  # inside an epoch: it stops at the epoch's end
+        run("Walk", tmp_path / "broken", 2, stop)
+    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
+    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["Plain", "Loaded", "Walk"])
+def test_another_number_of_processes_keeps_order_and_curve(name: str, tmp_path: Path) -> None:
+    options = {"optim": "sgd", "clip": 0.5, "learning_rate": 0.1}
+    run(name, tmp_path / "whole", 2, **options)
+    for world, stop in ((2, 4), (1, 8), (3, None)):
+        run(name, tmp_path / "broken", world, stop, **options)
+    same(rows(tmp_path / "whole"), rows(tmp_path / "broken"))
+
+
+def test_a_longer_run_goes_on(tmp_path: Path) -> None:
+    run("Plain", tmp_path / "run", decay="constant")
+    run("Plain", tmp_path / "run", decay="constant", epochs=3)
+    run("Plain", tmp_path / "whole", decay="constant", epochs=3)
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+
+
+def test_a_torn_checkpoint_is_reported_and_the_one_before_it_used(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"save_every": 2, "keep": 5}
+    run("Augmented", tmp_path / "whole", **options)
+    run("Augmented", tmp_path / "first", 1, 6, **options)
+    shard = "checkpoints/step-00000006/__0_0.distcp"
+    damages = {
+        "truncated": lambda data: data[:-10],
+        "flipped": lambda data: data[:500] + bytes([data[500] ^ 1]) + data[501:],
+    }
+    for how, damage in damages.items():
+        broken = tmp_path / how
+        shutil.copytree(tmp_path / "first", broken)
+        (broken / shard).write_bytes(damage((broken / shard).read_bytes()))
+        run("Augmented", broken, **options)
+        assert rows(broken) == rows(tmp_path / "whole")
+        assert weights(broken) == weights(tmp_path / "whole")
+        events = (broken / "events.jsonl").read_text()
+        assert "damaged-checkpoint" in events
+        assert '"resumed", "rank": 0, "step": 4' in events
+
+
+def test_dropout_differs_between_steps_and_samples(tmp_path: Path) -> None:
+    """Keyed randomness must still be random: with dropout the curve differs from the one without."""
+    run("Plain", tmp_path / "without")
+    run("Plain", tmp_path / "with", dropout=0.3)
+    run("Plain", tmp_path / "seed", dropout=0.3, seed=1)
+    curves = [tuple(r["train/loss"] for r in rows(tmp_path / n)) for n in ("without", "with", "seed")]
+    assert len(set(curves)) == 3
+
+
+def test_best_keeps_and_exports_the_best_checkpoint(tmp_path: Path) -> None:
+    run("Plain", tmp_path, best="loss", learning_rate=3.0, optim="sgd", epochs=4, keep=1, decay="constant")
+    evaluated = {r["step"]: r["eval/loss"] for r in rows(tmp_path) if "eval/loss" in r}
+    best = min(evaluated, key=lambda s: evaluated[s])
+    assert best != max(evaluated), "the last evaluation must not be the best, or the test proves nothing"
+    kept = sorted(int(p.name.split("-")[1]) for p in (tmp_path / "checkpoints").iterdir())
+    assert kept == [best, max(evaluated)]

@@ -1,0 +1,223 @@
+"""Small tasks that exercise one part of the contracts each, and a short way to train them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drivetrain.engine.group import Group
+from drivetrain.engine.loop import Training
+from drivetrain.engine.observe import Observer, Observers
+from drivetrain.hardware import Hardware
+from drivetrain.plan import choose
+from drivetrain.runs import Run
+from drivetrain.task import Source, Task, Tensors
+from drivetrain.watch.files import MetricsFile
+
+HARDWARE = Hardware(2, 2**34, gpu_note="a test")
+
+
+def blobs(samples: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Points around four centres: a problem a small net learns in a few steps."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(4, (samples,), generator=generator)
+    centres = torch.tensor([[2.0, 0, 0, 1], [0, 2, 1, 0], [-2, 0, 1, 1], [0, -2, 0, 1]])
+    return centres[labels] + 0.7 * torch.randn(samples, 4, generator=generator), labels
+
+
+class Plain(Task):
+    """A small net; 101 samples, so that the last batch is partial."""
+
+    epochs: int = 2
+    global_batch: int = 16
+    learning_rate: float = 0.05
+    log_every: int = 1
+    samples: int = 101
+    dropout: float = 0.0
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(self.dropout), nn.Linear(16, 4))
+
+    def train_data(self) -> Any:
+        return Tensors(*blobs(self.samples))
+
+    def eval_data(self) -> Any:
+        return Tensors(*blobs(37, seed=1))
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        return F.cross_entropy(model(x), y)
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        logits = model(x)
+        return {"accuracy": (logits.argmax(-1) == y).float(), "loss": F.cross_entropy(logits, y, reduction="none")}
+
+
+class Augmented(Plain):
+    """Dropout and keyed augmentation."""
+
+    dropout: float = 0.3
+
+    def augment(self, batch: Any, rand: Any) -> Any:
+        x, y = batch
+        return x + 0.3 * rand.normal(4) * rand.uniform(1), y
+
+
+class Listed(torch.utils.data.Dataset[Any]):
+    """A map-style data set with randomness of its own and dict samples."""
+
+    def __init__(self, samples: int, noise: float) -> None:
+        self.x, self.y = blobs(samples)
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> Any:
+        return {"inputs": {"x": self.x[i] + self.noise * torch.randn(4)}, "y": self.y[i], "id": i}
+
+
+class Loaded(Plain):
+    """A map-style data set with nested dict batches."""
+
+    noise: float = 0.2
+
+    def train_data(self) -> Any:
+        return Listed(self.samples, self.noise)
+
+    def eval_data(self) -> Any:
+        return Listed(37, self.noise)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return F.cross_entropy(model(batch["inputs"]["x"]), batch["y"])
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        return {"loss": F.cross_entropy(model(batch["inputs"]["x"]), batch["y"], reduction="none")}
+
+
+class Tokens(Plain):
+    """A mean over something else than samples: each sample has another number of tokens."""
+
+    def train_data(self) -> Any:
+        x, y = blobs(self.samples)
+        return Tensors(x=x, y=y, tokens=torch.arange(len(x)) % 7)  # some have none at all
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+        return (losses * batch["tokens"]).sum(), batch["tokens"].sum()
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        return {"nll": (F.cross_entropy(model(x), y, reduction="sum"), torch.tensor(len(x)))}
+
+
+class Parts(Plain):
+    """Several parts with counts of their own, and a figure that is only logged."""
+
+    def train_data(self) -> Any:
+        x, y = blobs(self.samples)
+        return Tensors(x=x, y=y, marked=(torch.arange(len(x)) % 3 == 0))
+
+    def counts(self, batch: Any) -> dict[str, Any]:
+        return {"marked": batch["marked"].sum()}
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        logits = model(batch["x"])
+        losses = F.cross_entropy(logits, batch["y"], reduction="none")
+        penalty = logits.pow(2).mean(-1).mean() * 0.1
+        return (
+            {"all": losses.mean(), "marked": ((losses * batch["marked"]).sum(), batch["marked"].sum()), "penalty": penalty},
+            {"confidence": logits.softmax(-1).amax(-1)},
+        )
+
+    def eval_data(self) -> Any:
+        return None
+
+
+class Walkers(Source):
+    """Groups that walk on from epoch to epoch: what is collected depends on their state and on the model."""
+
+    groups, passes = 6, 2
+
+    def __init__(self) -> None:
+        self.place: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.groups * 8
+
+    def collect(self, model: nn.Module, rand: Any, total: Any) -> Tensors:
+        if self.place is None:
+            self.place = rand.normal(4)
+        rows = []
+        for _ in range(8):
+            self.place = 0.9 * self.place + 0.3 * rand.normal(4) + 0.1 * model(self.place).tanh()
+            rows.append(self.place)
+        x = torch.stack(rows, 1).reshape(-1, 4)
+        mean = total(x.sum(0)) / len(self)
+        return Tensors(x, (x - mean).argmax(-1))
+
+    def state(self) -> dict[str, Tensor]:
+        assert self.place is not None
+        return {"place": self.place}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        self.place = state["place"]
+
+
+class Walk(Plain):
+    epochs: int = 4
+    global_batch: int = 12
+
+    def train_data(self) -> Any:
+        return Walkers()
+
+
+class Exploding(Plain):
+    """The loss is too large for fp16 in some steps, and not a number from step 9 on where `bad` says so."""
+
+    spike: float = 1.0
+    bad: int = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self._calls = getattr(self, "_calls", 0) + 1
+        value = super().loss(model, batch)
+        return value * (float("nan") if self.bad and self._calls >= self.bad else self.spike)
+
+
+TASKS = {t.__name__: t for t in (Plain, Augmented, Loaded, Tokens, Parts, Walk, Exploding)}
+
+
+def training(name: str, folder: str, group: Group, settings: dict[str, Any], pins: dict[str, Any] | None = None) -> Training:
+    task = TASKS[name](**settings)
+    plan = choose(
+        task.settings(), HARDWARE, device="cpu", world_size=group.size, local_procs=group.size, pins={"threads": 1} | (pins or {})
+    )
+    run = Run(folder)
+    observers: list[Observer] = [MetricsFile(run)] if group.main else []
+    return Training(task, plan, run, group, Observers(observers), False)
+
+
+def train(
+    name: str, folder: str, settings: dict[str, Any], pins: dict[str, Any] | None, stop_after: int | None, group: Group
+) -> list[dict[str, Any]]:
+    """Train (or go on) in a folder; gives its metrics, without those of the clock."""
+    job = training(name, folder, group, settings, pins)
+    job.run_to_end(stop_after)
+    job.observer.close()
+    return rows(folder) if group.main else []
+
+
+def rows(folder: str | Path) -> list[dict[str, Any]]:
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    clock = ("time", "samples_per_second", "memory_bytes")
+    return [{k: v for k, v in json.loads(line).items() if k not in clock} for line in lines]
+
+
+def weights(folder: str | Path) -> bytes:
+    return (Path(folder) / "model" / "model.safetensors").read_bytes()

@@ -1,0 +1,125 @@
+"""A real Slurm cluster of three nodes on this machine, as long as a test needs it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.launching import free_port, until
+
+NODES = ("n1", "n2", "n3")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "squeue", "sinfo")
+
+SLURM_CONF = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={base}/run/munge.sock,cred_expire=5
+StateSaveLocation={base}/spool/ctld
+SlurmdSpoolDir={base}/spool/%n
+SlurmctldPidFile={base}/run/slurmctld.pid
+SlurmdPidFile={base}/run/slurmd.%n.pid
+SlurmctldLogFile={base}/log/slurmctld.log
+SlurmdLogFile={base}/log/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1,batch_sched_delay=0
+SlurmdParameters=config_overrides
+ReturnToService=2
+SlurmctldTimeout=30
+SlurmdTimeout=30
+KillWait=5
+MinJobAge=600
+AccountingStorageType=accounting_storage/none
+"""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    config: Path
+
+    def ask(self, *words: str) -> str:
+        """What a client command prints; a client waits for ever on a cluster that is gone, so not for long."""
+        environment = os.environ | {"SLURM_CONF": str(self.config)}
+        return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=30, check=True).stdout
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[Cluster]:
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)} (tests/system/install)")
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to start Slurm's daemons")
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, contextlib.ExitStack() as daemons:
+        base = Path(folder)
+        base.chmod(0o755)  # munge wants a socket that every user reaches
+        config = _write(base)
+
+        def start(*words: str) -> None:
+            log = open(base / "log" / f"{words[0]}.{words[-1]}.out", "wb")  # noqa: SIM115
+            process = subprocess.Popen(words, env=os.environ | {"SLURM_CONF": str(config)}, stdout=log, stderr=log)
+            daemons.callback(log.close)
+            daemons.callback(_end, process)
+
+        munge = {"key-file": "etc/munge.key", "socket": "run/munge.sock", "pid-file": "run/munged.pid", "log-file": "log/munged.log"}
+        start("munged", *(f"--{flag}={base / file}" for flag, file in munge.items()), f"--seed-file={base}/run/seed", "--foreground")
+        until((base / "run" / "munge.sock").exists, "munged")
+        start("slurmctld", "-i", "-D")
+        for node in NODES:
+            start("slurmd", "-D", "-N", node)
+        found = Cluster(config)
+
+        def idle() -> bool:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                return len(found.ask("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").split()) == len(NODES)
+            return False
+
+        until(idle, "three idle nodes")
+        yield found
+
+
+def _write(base: Path) -> Path:
+    for name in ("etc", "run", "log", "spool/ctld", *(f"spool/{node}" for node in NODES)):
+        (base / name).mkdir(parents=True)
+    host = socket.gethostname().split(".")[0]
+    text = SLURM_CONF.format(host=host, port=free_port(), base=base)
+    for node in NODES:
+        text += f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=4 RealMemory=1000 State=UNKNOWN\n"
+    text += f"PartitionName=main Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE State=UP\n"
+    config = base / "etc" / "slurm.conf"
+    config.write_text(text)
+    (base / "etc" / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+    key = base / "etc" / "munge.key"
+    key.write_bytes(secrets.token_bytes(1024))
+    key.chmod(0o400)
+    return config
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,84 @@
+"""Slurm, the real one: `srun` starts the ranks, `sbatch` alone does not, `scancel` leaves a run that can go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launching import STEPS, environment, events, info, is_training, losses, only_run, run, start, until, write_task
+from tests.system.slurm import Cluster, cluster
+
+pytestmark = pytest.mark.system
+
+TRAIN = ("drivetrain", "train", "small.py")
+TWO_NODES = ("srun", "--nodes=2", "--ntasks=2", "--kill-on-bad-exit=0", *TRAIN, "plan.threads=1")
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Cluster]:
+    with cluster() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory, slurm: Cluster) -> list[float]:
+    """The losses of drivetrain's own two processes."""
+    folder = write_task(tmp_path_factory.mktemp("own"))
+    run(*TRAIN, "--procs", 2, folder=folder)
+    return losses(only_run(folder))
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    return write_task(tmp_path / "a folder")
+
+
+def check_same(mine: Path, own: list[float]) -> None:
+    assert info(mine)["status"] == "finished"
+    assert losses(mine) == pytest.approx(own, rel=1e-6)
+    begun = events(mine, "started")[-1]
+    assert (begun["world_size"], begun["launcher"]) == (2, "srun")
+
+
+def test_srun_on_two_nodes(task: Path, own: list[float], slurm: Cluster) -> None:
+    output = run(*TWO_NODES, folder=task, SLURM_CONF=slurm.config)
+    assert output.count("2 processes, started by srun") == 1, "only rank 0 prints"
+    check_same(only_run(task), own)
+    assert info(only_run(task))["plan"]["nodes"] == 2
+
+
+def test_srun_with_two_tasks_on_one_node(task: Path, own: list[float], slurm: Cluster) -> None:
+    run("srun", "--nodes=1", "--ntasks=2", *TRAIN, folder=task, SLURM_CONF=slurm.config)
+    check_same(only_run(task), own)
+    assert info(only_run(task))["plan"]["nodes"] == 1
+
+
+def test_scancel_leaves_a_run_from_which_the_repeated_command_goes_on(task: Path, own: list[float], slurm: Cluster) -> None:
+    with start(*TWO_NODES, folder=task, SLURM_CONF=slurm.config, NAP=0.1) as srun:
+        until(lambda: is_training(task), "some steps")
+        (step,) = slurm.ask("squeue", "-h", "--steps", "-o", "%i").split()
+        slurm.ask("scancel", "--signal=TERM", step)
+        assert srun.wait() == 200, srun.output
+    stopped = only_run(task)
+    assert info(stopped)["outcome"] == "preempted"
+    at = events(stopped, "checkpoint")[-1]["step"]
+    assert 3 <= at < STEPS
+
+    assert "going on with small-001" in run(*TWO_NODES, folder=task, SLURM_CONF=slurm.config)
+    assert [event["step"] for event in events(stopped, "resumed")] == [at]
+    check_same(only_run(task), own)
+
+
+def test_in_a_batch_script_without_srun_one_process_trains(task: Path, own: list[float], slurm: Cluster) -> None:
+    """Its allocation is of two tasks on two nodes, but nobody started the second."""
+    script = task / "job.sh"
+    script.write_text(f"#!/bin/bash\n{' '.join(TRAIN)}\n")
+    flags = ("--parsable", "--nodes=2", "--ntasks=2", "--output=job.log", f"--export=ALL,PATH={environment()['PATH']}")
+    job = run("sbatch", *flags, script, folder=task, SLURM_CONF=slurm.config).strip()
+    until(lambda: slurm.ask("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").strip() == "COMPLETED", "the job's end", 60)
+    trained = only_run(task)
+    assert info(trained)["plan"]["world_size"] == 1
+    assert "srun" not in (task / "job.log").read_text()
+    assert losses(trained) == pytest.approx(own, rel=1e-3)

@@ -1,0 +1,228 @@
+"""Each launcher is really started with two ranks, and trains as `drivetrain train --procs 2` does."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from drivetrain import Problem, rendezvous
+from drivetrain.cli.foreign import first_host, tasks_per_node
+from tests.launching import STEPS, events, free_port, info, is_training, losses, only_run, run, start, until, write_task
+
+TRAIN = ("train", "small.py")
+MODULE = ("drivetrain", *TRAIN)
+LOCAL = "127.0.0.1"
+ONE_THREAD = "plan.threads=1"  # for ranks that take themselves to be alone on their machine
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of drivetrain's own two processes."""
+    folder = write_task(tmp_path_factory.mktemp("own"))
+    run("drivetrain", *TRAIN, "--procs", 2, folder=folder)
+    return only_run(folder)
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    return write_task(tmp_path / "a folder")
+
+
+def check_same(mine: Path, own: Path, launcher: str | None) -> None:
+    assert info(mine)["status"] == "finished"
+    assert losses(mine) == pytest.approx(losses(own), rel=1e-6)
+    begun = events(mine, "started")[-1]
+    assert (begun["world_size"], begun.get("launcher")) == (2, launcher)
+
+
+def check_one_machine(mine: Path, own: Path) -> None:
+    """The launcher's processes share the cores: the plan is the one of --procs 2."""
+    plan, expected = info(mine)["plan"], info(own)["plan"]
+    assert (plan["nodes"], plan["threads"]) == (1, expected["threads"])
+
+
+def test_torchrun_and_a_stop_from_which_the_repeated_command_goes_on(task: Path, own: Path) -> None:
+    command = ("torchrun", "--nproc-per-node", 2, "--master-port", free_port(), "-m", *MODULE)
+    with start(*command, folder=task, NAP=0.1) as torchrun:
+        until(lambda: is_training(task), "some steps")
+        rank_1 = next(p for p in torchrun.children() if p.environ().get("RANK") == "1")
+        rank_1.send_signal(signal.SIGTERM)
+        assert torchrun.wait() != 0
+    stopped = only_run(task)
+    assert info(stopped)["outcome"] == "preempted"
+    at = events(stopped, "checkpoint")[-1]["step"]
+    assert 3 <= at < STEPS
+
+    output = run(*command, folder=task)
+    assert "going on with small-001" in output
+    assert [event["step"] for event in events(stopped, "resumed")] == [at]
+    check_same(only_run(task), own, "torchrun")
+    check_one_machine(only_run(task), own)
+
+
+def test_accelerate_with_two_processes_and_accumulation(task: Path, own: Path) -> None:
+    flags = ("--multi_gpu", "--num_processes", 2, "--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no")
+    output = run(
+        "accelerate", "launch", *flags, "--main_process_port", 0, "-m", *MODULE,
+        folder=task, HF_HOME=task, ACCELERATE_GRADIENT_ACCUMULATION_STEPS=2,
+    )  # fmt: skip
+    assert "plan.accumulation=2, as accelerate launch was told (the global batch stays 32)" in output
+    check_same(only_run(task), own, "accelerate")
+    check_one_machine(only_run(task), own)
+    plan = info(only_run(task))["plan"]
+    assert (plan["accumulation"], plan["micro_batch"], plan["precision"]) == (2, 8, "fp32")
+
+
+def test_accelerate_on_a_cpu_starts_one_process_and_it_is_said(task: Path, own: Path) -> None:
+    flags = ("--cpu", "--num_processes", 2, "--mixed_precision", "bf16")
+    output = run("accelerate", "launch", *flags, "-m", *MODULE, folder=task, HF_HOME=task)
+    assert "accelerate launch started one process" in output
+    assert "precision=bf16, as accelerate launch was told" in output
+    plan = info(only_run(task))["plan"]
+    assert (plan["world_size"], plan["precision"]) == (1, "bf16")
+    assert losses(only_run(task)) == pytest.approx(losses(own), rel=0.05)
+
+
+def test_deepspeed(task: Path, own: Path) -> None:
+    """Its launcher puts --local_rank=N between `drivetrain` and its verb."""
+    run("deepspeed", "--num_gpus", 2, "--master_port", free_port(), "--module", *MODULE, folder=task, DS_ACCELERATOR="cpu")
+    check_same(only_run(task), own, "deepspeed")
+    check_one_machine(only_run(task), own)
+
+
+# --- a PyTorchJob's environment ----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def pods(folder: Path, **variables: object) -> Iterator[list[Any]]:
+    """What the training operator starts: a process a pod, with these four variables and no LOCAL_RANK."""
+    common = {"MASTER_ADDR": LOCAL, "MASTER_PORT": free_port(), "WORLD_SIZE": 2} | variables
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(start("drivetrain", *TRAIN, ONE_THREAD, folder=folder, RANK=rank, **common)) for rank in (0, 1)]
+
+
+def test_the_environment_of_a_pytorchjob(task: Path, own: Path) -> None:
+    with pods(task) as (first, second):
+        assert "2 processes, started by the environment" in first.succeed()
+        assert second.succeed() == "", "only rank 0 prints"
+    check_same(only_run(task), own, "the environment (RANK, WORLD_SIZE)")
+
+
+def test_the_run_ends_with_the_cause_even_where_another_rank_had_it(task: Path) -> None:
+    with pods(task, FAIL=1) as (first, second):
+        assert (first.wait(), second.wait()) == (1, 1)
+        assert "the fifth batch is bad" in first.output
+    ended = info(only_run(task))
+    assert ended["outcome"] == "user-error"
+    assert "the fifth batch is bad" in ended["message"]
+
+
+def test_a_worker_that_waits_for_the_others_ends_on_ctrl_c(task: Path) -> None:
+    port = free_port()
+    with start("drivetrain", *TRAIN, folder=task, RANK=0, WORLD_SIZE=2, MASTER_ADDR=LOCAL, MASTER_PORT=port) as alone:
+        process = psutil.Process(alone.process.pid)
+        until(lambda: any(c.laddr.port == port for c in process.net_connections() if c.status == "LISTEN"), "a store that listens")
+        alone.process.send_signal(signal.SIGINT)
+        assert alone.wait(5) != 0
+    assert not (task / "runs").exists()
+
+
+# --- two machines by hand ----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def machines(*folders: Path, port: int, **variables: object) -> Iterator[list[Any]]:
+    """The same command on each machine; the first is there before the second comes."""
+    command = ("drivetrain", *TRAIN, ONE_THREAD, "--nodes", 2, "--rendezvous", f"{LOCAL}:{port}")
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(start(*command, folder=folders[0], **variables))
+        until(lambda: "waiting at" in first.output, "a machine that waits")
+        yield [first, stack.enter_context(start(*command, folder=folders[1], **variables))]
+
+
+def test_two_machines_with_a_shared_folder(task: Path, own: Path) -> None:
+    with machines(task, task, port=free_port()) as (first, second):
+        assert "2 of 2 machines are here" in first.succeed()
+        second.succeed()
+    check_same(only_run(task), own, None)
+    assert info(only_run(task))["plan"]["nodes"] == 2
+
+
+def test_two_machines_without_one_stop_and_go_on(task: Path, own: Path, tmp_path: Path) -> None:
+    """The run is on the first machine alone; the second takes its state from there."""
+    other, port = write_task(tmp_path / "another folder"), free_port()
+    with machines(task, other, port=port, NAP=0.1) as (first, second):
+        until(lambda: is_training(task), "some steps")
+        second.process.send_signal(signal.SIGTERM)
+        assert (first.wait(), second.wait()) == (200, 200)
+    assert info(only_run(task))["outcome"] == "preempted"
+    with machines(task, other, port=port) as (first, second):
+        assert "going on with small-001" in first.succeed()
+        second.succeed()
+    assert len(events(only_run(task), "resumed")) == 1
+    check_same(only_run(task), own, None)
+    assert not list(other.glob("runs/*/checkpoints")) and not list(other.glob("runs/*/run.json"))
+
+
+def test_machines_with_different_commands_do_not_train_together() -> None:
+    port, heard, places = free_port(), [], []
+
+    def come(same: dict[str, Any]) -> None:
+        places.append(rendezvous.meet((LOCAL, port), 2, 1, None, heard.append, lambda world: {"run": "r"}, same)[0])
+
+    first = threading.Thread(target=come, args=({"seed": 0},), daemon=True)
+    first.start()
+    until(lambda: heard, "a machine that waits")
+    with pytest.raises(Problem, match=f"the command at {LOCAL}:{port} has another task, code or settings"):
+        come({"seed": 1})
+    until(lambda: any("turned a machine away" in text for text in heard), "a notice")
+    come({"seed": 0})
+    first.join(5)
+    assert sorted(place.first_rank for place in places) == [0, 1]
+
+
+# --- ports that are taken ----------------------------------------------------------------------
+
+
+def test_a_rendezvous_port_that_another_program_holds(task: Path) -> None:
+    with socket.create_server((LOCAL, 0)) as server:
+        port = server.getsockname()[1]
+        threading.Thread(target=lambda: server.accept()[0].sendall(b"220 mail.example ESMTP\r\n"), daemon=True).start()
+        with start("drivetrain", *TRAIN, "--nodes", 2, "--rendezvous", f"{LOCAL}:{port}", folder=task) as started:
+            assert started.wait() == 2
+            assert f"port {port} on {LOCAL} is in use by another program: choose another" in started.output
+
+
+def test_a_rendezvous_port_whose_holder_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "ANSWER", 0.2)
+    with socket.create_server((LOCAL, 0)) as server, pytest.raises(Problem, match="is in use by another program"):
+        rendezvous.meet(server.getsockname(), 2, 1, None, lambda text: None, lambda world: {})
+
+
+def test_a_master_port_that_is_taken(task: Path) -> None:
+    with socket.create_server((LOCAL, 0)) as server:
+        port = server.getsockname()[1]
+        with start("drivetrain", *TRAIN, folder=task, RANK=0, WORLD_SIZE=2, MASTER_ADDR=LOCAL, MASTER_PORT=port) as started:
+            assert started.wait() == 2
+            assert f"port {port} is in use: choose another" in started.output
+
+
+# --- Slurm's short forms -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("nodes", "first"), [("n1", "n1"), ("n[1-3]", "n1"), ("gpu[007,012-020],login1", "gpu007"), ("a-b.c,d", "a-b.c")])
+def test_first_host(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize(("text", "tasks"), [("4", [4]), ("1(x2)", [1, 1]), ("2(x3),1", [2, 2, 2, 1])])
+def test_tasks_per_node(text: str, tasks: list[int]) -> None:
+    assert tasks_per_node(text) == tasks
