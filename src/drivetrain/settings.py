@@ -292,6 +292,7 @@ def read_source(path: Path, class_name: str | None = None) -> TaskSource:
     tasks = [name for name in module.classes if _reaches_task(module, name)]
     if class_name is None:
         tasks = [t for t in tasks if not t.startswith("_")]
+        tasks = [t for t in tasks if _reaches_task(module, t, guess=False)] or tasks
         if not tasks:
             raise Problem(f"{path} defines no task: write a class that derives from drivetrain.Task")
         if len(tasks) > 1:
@@ -338,8 +339,8 @@ def _module(path: Path) -> _Module:
     return _Module(path, classes, imports)
 
 
-def _base(module: _Module, node: ast.expr) -> tuple[_Module, str] | Literal["Task"] | None:
-    """Where a base class is defined: "Task" itself, a class here or in this package, else None."""
+def _base(module: _Module, node: ast.expr) -> tuple[_Module, str] | None:
+    """Where a base class is defined, if here or in this package."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         target = (module.imports.get(node.value.id, ("", ""))[0], node.attr)
     elif isinstance(node, ast.Name):
@@ -363,15 +364,16 @@ def _base(module: _Module, node: ast.expr) -> tuple[_Module, str] | Literal["Tas
     return None
 
 
-def _reaches_task(module: _Module, name: str) -> bool:
+def _reaches_task(module: _Module, name: str, guess: bool = True) -> bool:
+    """Whether a class derives from Task; a base in another module of the user's may be one (`guess`)."""
     if name == "Task" and module.path == PACKAGE / "task.py":
         return True
     for node in module.classes[name].bases:
         found = _base(module, node)
-        if found is not None and _reaches_task(*found):
+        if found is not None and _reaches_task(*found, guess):
             return True
-        if found is None and isinstance(node, (ast.Name, ast.Attribute)) and _imported(module, node):
-            return True  # a base from a module that is not read here: importing the file will tell
+        if found is None and guess and isinstance(node, (ast.Name, ast.Attribute)) and _imported(module, node):
+            return True
     return False
 
 

@@ -96,7 +96,11 @@ def cluster() -> Iterator[Cluster]:
             return False
 
         until(idle, "three idle nodes")
-        yield found
+        try:
+            yield found
+        finally:  # a job outlives the daemons
+            found.ask("scancel", "--user=root")
+            until(idle, "the end of all jobs")
 
 
 def _write(base: Path) -> Path:

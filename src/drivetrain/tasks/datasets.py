@@ -138,6 +138,10 @@ def _download(address: str, target: Path, md5: str) -> None:
                     shown = time.monotonic()
                     share = f" of {total / 1e6:.1f}" if total else ""
                     print(f"fetching {target.name}: {file.tell() / 1e6:.1f}{share} MB", file=sys.stderr, flush=True)
+    if part.stat().st_size < total:
+        raise urllib.error.URLError(
+            f"the connection broke off after {part.stat().st_size:,} of {total:,} bytes; a repetition goes on there"
+        )
     found = hashlib.md5(part.read_bytes(), usedforsecurity=False).hexdigest()
     if found != md5:
         part.unlink()

@@ -1,0 +1,154 @@
+"""IDX files: found, checked, fetched once and resumed; and what happens without a network."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import http.server
+import multiprocessing
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from drivetrain.outcomes import Outcome, Problem
+from drivetrain.tasks import datasets
+from drivetrain.tasks.vision.nets import SmallCNN
+from tests.command import bad, good
+
+
+def idx_bytes(array: np.ndarray) -> bytes:
+    header = bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
+    return header + array.astype(np.uint8).tobytes()
+
+
+def write_mnist(folder: Path, zipped: bool = True, samples: int = 120) -> None:
+    """Files in MNIST's format whose digits are bright squares at a place of their own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    for prefix, count in (("train", samples), ("t10k", 50)):
+        labels = rng.integers(0, 10, count)
+        images = rng.integers(0, 60, (count, 28, 28))
+        for image, label in zip(images, labels, strict=True):
+            image[label * 2 + 4 : label * 2 + 8, 6:22] = 255
+        for kind, array in (("images-idx3", images), ("labels-idx1", labels)):
+            data = idx_bytes(array)
+            name = f"{prefix}-{kind}-ubyte"
+            (folder / (f"{name}.gz" if zipped else name)).write_bytes(gzip.compress(data) if zipped else data)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_mnist_trains_from_files(zipped: bool, folder: Path) -> None:
+    write_mnist(Path("data/mnist") if zipped else Path("data"), zipped)
+    output = good("train", "mnist", "epochs=6", "global_batch=20", DRIVETRAIN_OFFLINE="1")
+    assert "225,034 parameters" in output
+    assert "Dataset:            mnist" in Path("runs/mnist-001/summary.txt").read_text()
+
+
+def test_the_small_cnn_has_the_guides_size() -> None:
+    assert sum(p.numel() for p in SmallCNN().parameters()) == 225_034
+
+
+def test_without_a_network_the_files_and_their_place_are_named(folder: Path) -> None:
+    message = bad("train", "fashion-mnist", code=Outcome.DATA.code, DRIVETRAIN_OFFLINE="1")
+    assert "train-images-idx3-ubyte[.gz]" in message
+    assert f"{folder}/data/fashion-mnist" in message
+    assert "DRIVETRAIN_OFFLINE=1" in message
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"<html>404</html>", "begins with 3c 68 74 6d"),
+        (gzip.compress(b"\x00\x00\x08\x03" + bytes(12))[:-6], "no IDX file"),
+        (b"\x00\x00\x08\x03\x00\x00\x00\x02\x00\x00\x00\x02\x00\x00\x00\x02" + bytes(7), "7 bytes of data where its header says 8"),
+        (b"", "no IDX file"),
+    ],
+)
+def test_a_file_that_is_not_what_its_name_says(data: bytes, why: str, tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(data)
+    with pytest.raises(Problem, match=why) as caught:
+        datasets.idx("mnist", "train", str(tmp_path))
+    assert caught.value.outcome is Outcome.DATA
+
+
+class _Server(http.server.BaseHTTPRequestHandler):
+    content: bytes = b""
+    break_after: int | None = None
+    requests: list[str | None] = []
+
+    def do_GET(self) -> None:
+        wanted = self.headers.get("Range")
+        self.requests.append(wanted)
+        start = int(wanted.split("=")[1].rstrip("-")) if wanted else 0
+        body = self.content[start:]
+        self.send_response(206 if wanted else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.break_after is not None:
+            self.wfile.write(body[: self.break_after])
+            type(self).break_after = None
+            return
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, type[_Server]]]:
+    class Mine(_Server):
+        content = np.random.default_rng(0).bytes(700_000)
+        requests: list[str | None] = []
+
+    listener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Mine)
+    threading.Thread(target=listener.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{listener.server_port}/file.gz", Mine
+    listener.shutdown()
+
+
+def test_a_broken_download_is_resumed(server: tuple[str, type[_Server]], tmp_path: Path) -> None:
+    address, handler = server
+    handler.break_after = 300_000
+    md5 = hashlib.md5(handler.content).hexdigest()
+    target = tmp_path / "sub" / "file.gz"
+    with pytest.raises(Problem):
+        datasets.fetch(address, target, md5, "bring it")
+    assert not target.exists()
+    datasets.fetch(address, target, md5, "bring it")
+    assert target.read_bytes() == handler.content
+    assert handler.requests[1] is not None
+    assert handler.requests[1].startswith("bytes=")
+
+
+def test_another_file_than_the_known_one_is_not_kept(server: tuple[str, type[_Server]], tmp_path: Path) -> None:
+    address, _ = server
+    with pytest.raises(Problem, match="nothing was kept"):
+        datasets.fetch(address, tmp_path / "file.gz", "0" * 32, "bring it")
+    assert not (tmp_path / "file.gz").exists()
+
+
+def _fetch(address: str, target: Path, md5: str) -> None:
+    datasets.fetch(address, target, md5, "bring it")
+
+
+def test_processes_that_ask_together_fetch_once(server: tuple[str, type[_Server]], tmp_path: Path) -> None:
+    address, handler = server
+    md5 = hashlib.md5(handler.content).hexdigest()
+    context = multiprocessing.get_context("fork")
+    children = [context.Process(target=_fetch, args=(address, tmp_path / "file.gz", md5)) for _ in range(4)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert [c.exitcode for c in children] == [0, 0, 0, 0]
+    assert len(handler.requests) == 1
+
+
+def test_no_server_names_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(Problem, match=r"could not be fetched.*bring it"):
+        datasets.fetch("http://127.0.0.1:9/file.gz", tmp_path / "file.gz", "0" * 32, "bring it")

@@ -1,0 +1,14 @@
+"""kill -9 at named moments; thirty kills of each configuration are in tests/system/test_kill_long.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.killing import MOMENTS, break_and_compare
+
+
+@pytest.mark.timeout(400)
+def test_killed_at_every_named_moment(folder: Path) -> None:
+    print(break_and_compare(1, False, len(MOMENTS), seed=0))

@@ -1,0 +1,90 @@
+"""Settings are read the same from source and from the live class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drivetrain.outcomes import Problem
+from drivetrain.recipe import BUILT_IN, find_task, load_class
+from drivetrain.settings import Length, Setting, from_json, of_class, read_source, read_type, resolve, to_json, type_text
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_source_and_class_agree(name: str) -> None:
+    task = find_task(name)
+    live = of_class(load_class(task))
+    assert task.source().complete
+    assert task.source().settings == live
+    assert from_json(to_json(live)) == live
+    assert all(s.doc for s in live.values()), "every setting is documented"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        ("int", "12", 12), ("int", "1e3", 1000), ("float", "1e-3", 0.001), ("float", "3", 3.0), ("bool", "yes", True), ("bool", "off", False),
+        ("str", "a=b", "a=b"), ("str | None", "none", None), ("int | None", "5", 5), ("list[int]", "1,2, 3", [1, 2, 3]), ("list[str]", "", []),
+        ("Literal['a', 'b']", "b", "b"), ("Literal[1, 2]", "2", 2), ("Annotated[int, Range(1, 5)]", "5", 5), ("Duration", "2ep", "2ep"),
+        ("Duration", "10", 10), ("Optional[float]", "0.5", 0.5), ("'int'", "4", 4), ("typing.Literal['x']", "x", "x"),
+    ],
+)  # fmt: skip
+def test_text_becomes_the_type(kind: str, text: str, value: Any) -> None:
+    found = Setting("s", read_type(kind), None).coerce(text)
+    assert (found, type(found)) == (value, type(value))
+    assert type_text(read_type(type_text(read_type(kind)))) == type_text(read_type(kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("int", "1.5", "a whole number"), ("int", "", "a whole number"), ("bool", "maybe", "true or false"), ("float", "fast", "a number"),
+        ("Annotated[int, Range(1, 5)]", "6", "a whole number of 1 to 5"), ("Annotated[float, Range(0)]", "-1", "a number of 0 or more"),
+        ("Duration", "soon", "a number of steps"), ("Duration", "1.5", "a whole number of steps"), ("list[int]", "1,b", "a whole number"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_told_what_would(kind: str, text: str, message: str) -> None:
+    with pytest.raises(Problem, match=message):
+        Setting("s", read_type(kind), None).coerce(text)
+
+
+def test_annotations_cannot_run_code() -> None:
+    for text in ("__import__('os').system('x')", "[c for c in ()]", "lambda: 0", "dict[str, int]", "torch.Tensor"):
+        with pytest.raises(ValueError, match=r"."):
+            read_type(text)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 500))
+def test_lengths(number: int, per_epoch: int) -> None:
+    assert Length.parse(number).in_steps(per_epoch) == number
+    assert Length.parse(f"{number}ep").in_steps(per_epoch) == max(1, number * per_epoch)
+    assert Length.parse(f"{number}min").in_steps(per_epoch) is None
+    assert Length.parse(f"{number}min").value == 60 * number
+
+
+def test_a_required_setting_is_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "t.py"
+    file.write_text("from drivetrain import Task\nclass T(Task):\n    path: str\n    '''Where.'''\n")
+    source = read_source(file)
+    with pytest.raises(Problem, match="say path=VALUE"):
+        resolve(source.settings, {}, "t")
+
+
+def test_inheritance_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "t.py"
+    file.write_text(
+        "import drivetrain as d\nfrom torch import nn\n"
+        "class _Base(d.Task):\n    a: int = 1\n    'A.'\n    b: int = 2\n"
+        "class T(_Base):\n    a: int = 3\n    b = 4\n    _private: dict = {}\n    c: 'ClassVar[int]' = 5\n"
+        "class Net(nn.Module):\n    depth: int = 3\n"
+    )
+    source = read_source(file)
+    assert source.name == "T"
+    assert source.complete
+    assert (source.settings["a"].default, source.settings["a"].doc, source.settings["b"].default) == (3, "A.", 4)
+    assert "c" not in source.settings
+    assert "depth" not in source.settings
