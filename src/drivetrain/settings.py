@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import linecache
 import re
 import textwrap
 import types
@@ -481,12 +482,28 @@ def _hints(owner: type) -> dict[str, Any]:
     return {k: v for k, v in owner.__dict__["__annotations__"].items() if not isinstance(v, str)}
 
 
-def _docs(owner: type) -> dict[str, str]:
+def class_source(cls: type) -> str | None:
+    """The text of a live class, also of one in a notebook's cell; None where there is none."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
-    except (OSError, TypeError, SyntaxError):
+        return textwrap.dedent(inspect.getsource(cls))
+    except (OSError, TypeError):
+        pass
+    for member in vars(cls).values():  # a cell is no module, but its functions know the text they came from
+        if isinstance(member, types.FunctionType):
+            text = "".join(linecache.getlines(member.__code__.co_filename))
+            try:
+                nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ClassDef) and n.name == cls.__name__]
+            except SyntaxError:
+                return None
+            return ast.get_source_segment(text, nodes[-1]) if nodes else None
+    return None
+
+
+def _docs(owner: type) -> dict[str, str]:
+    text = class_source(owner)
+    if text is None:
         return {}
-    return {name: doc for name, _, _, doc in _fields(typing.cast(ast.ClassDef, tree.body[0]))}
+    return {name: doc for name, _, _, doc in _fields(typing.cast(ast.ClassDef, ast.parse(text).body[0]))}
 
 
 def to_json(settings: Mapping[str, Setting]) -> list[dict[str, Any]]:

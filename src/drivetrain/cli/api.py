@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import os
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from drivetrain.cli import launch
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.recipe import Recipe, TaskRef, find_task, instantiate, make
 from drivetrain.runs import Run, find
-from drivetrain.settings import of_class
+from drivetrain.settings import class_source, of_class
 from drivetrain.supervise import local_place
 from drivetrain.task import Task
 from drivetrain.watch.screen import Screen
@@ -80,27 +79,17 @@ def _train_by_value(task: Task, recipe: Recipe, request: launch.Request, screen:
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "wb") as stream:
             cloudpickle.dump(task, stream)
-        _keep_source(task, file.with_name("task.py"))
+        if text := class_source(type(task)):
+            file.with_name("task.py").write_text(text + "\n")  # for people to read
         return opened.run, launch._train(recipe, request, opened, machine, place, plan, screen)
 
 
 def _digest(task: Task) -> str:
     """Tells one version of a class from the next; by its text, since pickles of equal classes may differ."""
-    try:
-        text = inspect.getsource(type(task)).encode()
-    except (OSError, TypeError):
-        import cloudpickle
+    import cloudpickle
 
-        text = cloudpickle.dumps(type(task))
-    return hashlib.sha256(text).hexdigest()
-
-
-def _keep_source(task: Task, file: Path) -> None:
-    """For people: the text of a class that came by value, where it can be had."""
-    try:
-        file.write_text(inspect.getsource(type(task)))
-    except (OSError, TypeError):
-        pass
+    text = class_source(type(task))
+    return hashlib.sha256(text.encode() if text else cloudpickle.dumps(type(task))).hexdigest()
 
 
 def load(run: Run | str | os.PathLike[str]) -> nn.Module:

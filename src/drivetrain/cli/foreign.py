@@ -12,7 +12,7 @@ import re
 import signal
 import socket
 from collections.abc import MutableMapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from drivetrain.cli import launch
 from drivetrain.cli.launch import Machine, Opened, Request
 from drivetrain.cli.worker import StopFlag, work
 from drivetrain.outcomes import Outcome, Problem
-from drivetrain.recipe import Recipe
+from drivetrain.recipe import Recipe, TaskRef
 from drivetrain.runs import Run
 from drivetrain.supervise import Ended, Place
 from drivetrain.watch.screen import Screen
@@ -128,6 +128,7 @@ def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tup
                 launch.record(recipe, opened, plan, machine)
                 opened.run.event("started", world_size=world, launcher=started)
                 told = {"job": launch.make_job(recipe, opened.run, plan, "train")}
+                told["code"] = TaskRef(**told["job"]["task"]).digest()
         except Problem as problem:
             told = {"problem": str(problem), "outcome": problem.outcome}
     told = group.share(told)
@@ -136,7 +137,11 @@ def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tup
     if "finished" in told:
         return Run(told["finished"]), Ended(Outcome.OK)
     job, run = told["job"], Run(told["job"]["run"])
-    result = _cause(work(job, group, screen, stop), group)
+    try:
+        result = work(job | {"task": _task_here(job, told["code"], recipe)}, group, screen, stop)
+    except Problem as problem:
+        result = {"outcome": problem.outcome, "message": str(problem)}
+    result = _cause(result, group)
     screen.close()
     ended = Ended(Outcome(result["outcome"]), result.get("message", ""), result)
     if opened is not None:
@@ -145,6 +150,15 @@ def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tup
         launch.conclude(opened.run, recipe, Plan.from_json(job["plan"]), ended)
         launch.footer(opened.run, ended, screen)
     return run, ended
+
+
+def _task_here(job: dict[str, Any], code: str, recipe: Recipe) -> dict[str, Any]:
+    """The task as rank 0 has it: the copy in the run, or this machine's own file where they share no file system."""
+    for task in (TaskRef(**job["task"]), recipe.task):
+        with contextlib.suppress(OSError):
+            if task.digest() == code:
+                return asdict(task)
+    raise Problem(f"{recipe.task.path} is not the file that rank 0 trains: bring the same one to every machine")
 
 
 def _cause(result: dict[str, Any], group: Group) -> dict[str, Any]:

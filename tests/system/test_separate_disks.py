@@ -1,0 +1,62 @@
+"""Ranks on machines that share no file system: a mount of its own hides the folder of the others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launching import TASK, Started, events, free_port, info, losses, only_run, run, start, write_task
+
+pytestmark = pytest.mark.system
+
+TRAIN = ("drivetrain", "train", "small.py", "plan.threads=1")
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount")
+    return write_task(tmp_path / "a folder")
+
+
+@contextlib.contextmanager
+def two_disks(folder: Path, second: Path) -> Iterator[tuple[Started, Started]]:
+    """Two ranks in the same path, where the second rank sees another folder."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 2}
+    words = shlex.join(map(str, [folder, *TRAIN]))
+    script = f'mount --bind {shlex.quote(str(second))} {shlex.quote(str(folder))} && set -- {words} && cd "$1" && shift && exec "$@"'
+    with (
+        start(*TRAIN, folder=folder, RANK=0, **common) as first,
+        start("unshare", "--mount", "sh", "-c", script, folder=folder, RANK=1, **common) as other,
+    ):
+        yield first, other
+
+
+def test_each_machine_has_the_file_and_the_first_has_the_run(task: Path, tmp_path: Path) -> None:
+    """A run of the same name but other code on the second machine is not mistaken for this one."""
+    own = write_task(tmp_path / "own")
+    run("drivetrain", "train", "small.py", "--procs", 2, folder=own)
+    second = write_task(tmp_path / "second")
+    stale = second / "runs" / "small-001" / "task"
+    stale.mkdir(parents=True)
+    (stale / "small.py").write_text(TASK.replace("F.cross_entropy", "3 * F.cross_entropy"))
+    with two_disks(task, second) as (first, other):
+        first.succeed()
+        other.succeed()
+    assert losses(only_run(task)) == pytest.approx(losses(only_run(own)), rel=1e-6)
+    assert [path.name for path in only_run(second).iterdir()] == ["task"]
+
+
+def test_a_second_machine_with_another_version_of_the_file_is_said(task: Path, tmp_path: Path) -> None:
+    second = write_task(tmp_path / "second")
+    (second / "small.py").write_text(TASK.replace("F.cross_entropy", "3 * F.cross_entropy"))
+    with two_disks(task, second) as (first, other):
+        assert (first.wait(), other.wait()) == (2, 2)
+        assert "small.py is not the file that rank 0 trains" in first.output
+    assert info(only_run(task))["outcome"] == "usage"
+    assert not events(only_run(task), "checkpoint")
