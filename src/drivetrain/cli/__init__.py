@@ -48,6 +48,10 @@ def main(argv: list[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of our output left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    if "torch" in sys.modules:  # a launcher's worker: tearing down its process group may abort or hang
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 
