@@ -306,8 +306,7 @@ def store_task(run: Run, file: Path) -> None:
     import ast
 
     target = run.path / "task"
-    if target.exists():
-        return
+    shutil.rmtree(target, ignore_errors=True)  # of a start that was killed
     target.mkdir(parents=True)
     waiting, done = [file], set()
     while waiting:

@@ -101,7 +101,8 @@ def open_run(recipe: Recipe, request: Request) -> Opened:
         before = run.read()
         _check_same(recipe, before, run)
         return _go_on(recipe, run, before)
-    if run.path.is_dir() and any(p.name != "lock" for p in run.path.iterdir()):
+    # A start that was killed before run.json leaves its lock and perhaps a part of the task's copy.
+    if run.path.is_dir() and any(p.name not in ("lock", "task") and not p.name.startswith(".run.json") for p in run.path.iterdir()):
         raise Problem(f"{run.path} is not empty and no run: choose another --run-dir or --name")
     return Opened(run, Lock.take(run.path), None)
 
@@ -180,10 +181,6 @@ def make_plan(recipe: Recipe, machine: Machine, place: Place, nodes: int, before
 def record(recipe: Recipe, opened: Opened, plan: Plan, machine: Machine) -> None:
     """Write run.json before anything is started, and keep the task's code with the run."""
     run = opened.run
-    told = {
-        "task": asdict(recipe.task), "identity": recipe.identity(), "settings": recipe.settings,
-        "origin": recipe.origin, "pins": recipe.pins,
-    }  # fmt: skip
     changing = {"plan": plan.to_json(), "hardware": machine.hardware.to_json(), "status": "running", "outcome": "", "message": ""}
     try:
         if opened.before is not None:
@@ -191,6 +188,10 @@ def record(recipe: Recipe, opened: Opened, plan: Plan, machine: Machine) -> None
             return
         if not recipe.task.built_in and not recipe.task.pickled:
             runs.store_task(run, Path(recipe.task.path))
+        told = {
+            "task": asdict(recipe.task), "identity": recipe.identity(), "settings": recipe.settings,
+            "origin": recipe.origin, "pins": recipe.pins,
+        }  # fmt: skip
         run.write({"name": run.name, "recipe": told, **runs.provenance(), **changing})
     except OSError as error:
         raise Problem(f"cannot write the run directory {run.path}: {error.strerror}; choose another with --run-dir") from None
@@ -232,6 +233,8 @@ def train_recipe(recipe: Recipe, request: Request, screen: Screen) -> tuple[Run,
 
 def resume_run(recipe: Recipe, request: Request, screen: Screen) -> tuple[Run, Ended]:
     """Go on with the run that `request.run_dir` names, with the recipe it recorded."""
+    if request.nodes > 1:
+        raise Problem("resume runs on one machine: on several, repeat the train command with its --nodes and --name on each")
     run = Run(str(request.run_dir))
     opened = _go_on(recipe, run, run.read())
     if opened.finished:
@@ -260,6 +263,8 @@ def _train_on_nodes(recipe: Recipe, request: Request, machine: Machine, screen: 
     if request.rendezvous is None:
         raise Problem(f"--nodes {request.nodes} needs --rendezvous HOST:PORT, the same on each machine (HOST is one of them)")
     opened: Opened | None = None
+    same = recipe.identity()
+    same["settings"] = {k: v for k, v in same["settings"].items() if k != "start"}  # stages put a path of this machine there
 
     def offer(world_size: int) -> dict[str, Any]:
         """On the first machine: open the run and plan it, for all."""
@@ -272,7 +277,7 @@ def _train_on_nodes(recipe: Recipe, request: Request, machine: Machine, screen: 
     try:
         place, offered = rendezvous.meet(
             rendezvous.parse(request.rendezvous), request.nodes, machine.procs, request.node_rank,
-            lambda text: screen.line("nodes", text), offer,
+            lambda text: screen.line("nodes", text), offer, same,
         )  # fmt: skip
         run = Run(offered["path"])
         if offered["plan"] is None:
@@ -280,9 +285,8 @@ def _train_on_nodes(recipe: Recipe, request: Request, machine: Machine, screen: 
         plan = Plan.from_json(offered["plan"])
         if opened is not None:
             return run, _train(recipe, request, opened, machine, place, plan, screen)
-        if not recipe.task.built_in and not recipe.task.pickled:
-            runs.store_task(run, Path(recipe.task.path))
-        return run, run_workers(make_job(recipe, run, plan, "train"), plan, place, screen, machine.gpus, request.verbose)
+        job = make_job(recipe, run, plan, "train") | {"task": asdict(recipe.task)}  # known to be the same code, and surely here
+        return run, run_workers(job, plan, place, screen, machine.gpus, request.verbose)
     finally:
         if opened is not None and opened.lock is not None:
             opened.lock.release()

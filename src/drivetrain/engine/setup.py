@@ -39,8 +39,9 @@ def build_model(task: Task, plan: Plan, run: Run, group: Group, observer: Observ
     if not any(p.requires_grad for p in model.parameters()):
         raise Problem("model() has no parameter that requires a gradient: there is nothing to train")
     if task.start:
-        tensors, aliases = weights_of(task.start)
-        state.load_model(model, tensors, aliases, task.start)
+        found = weights_of(task.start) if group.main else None  # another machine may not have the file
+        aliases = group.share(found[1] if found else None)
+        state.load_model(model, state.share(found[0] if found else None, group), aliases, task.start)
     model = model.to(group.device)
     return _batchnorm(model, task, plan, group, observer)
 
