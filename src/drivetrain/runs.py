@@ -256,14 +256,13 @@ class Lock:
         os.close(self.handle)
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when its parent dies (Linux; elsewhere nothing)."""
     if sys.platform == "linux":
         import ctypes
 
-        parent = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if os.getppid() != parent:  # it died in between
+        if os.getppid() != parent:  # it died before the kernel knew
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -24,7 +24,7 @@ from drivetrain.plan import Plan
 from drivetrain.runs import Run
 from drivetrain.watch.screen import Screen, replay
 
-WIRE = "_DRIVETRAIN_WIRE"
+WIRE = "_DRIVETRAIN_WIRE"  # tells a worker the handle of its wire, and who its parent is
 GRACE = 5.0  # seconds the others get to say how they ended, once one has failed
 
 
@@ -112,7 +112,7 @@ class _Supervisor:
             "MASTER_PORT": str(self.place.master[1]),
             "OMP_NUM_THREADS": str(self.plan.threads),
             "PYTHONUNBUFFERED": "1",
-            WIRE: str(send),
+            WIRE: f"{send} {os.getpid()}",
         }
         if self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)

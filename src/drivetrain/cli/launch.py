@@ -241,6 +241,11 @@ def resume_run(recipe: Recipe, request: Request, screen: Screen) -> tuple[Run, E
         return run, _already_finished(opened, screen)
     with _held(opened):
         machine = look_at_machine(request)
+        was = opened.before["plan"] if opened.before else {}
+        if request.procs is None and request.gpus is None and (machine.device, 1) == (was["device"], was["nodes"]):
+            # as many as before, as far as this machine has them
+            procs = min(was["world_size"], len(machine.gpus)) if machine.gpus else was["world_size"]
+            machine = replace(machine, procs=procs, gpus=machine.gpus[:procs])
         place = local_place(machine.procs)
         plan = make_plan(recipe, machine, place, 1, opened.before)
         if not recipe.task.built_in:

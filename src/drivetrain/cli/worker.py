@@ -152,17 +152,19 @@ def _as_users_see(text: str, job: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    job = json.loads(Path(sys.argv[1]).read_text())
+    from drivetrain.supervise import WIRE
+
+    handle, parent = map(int, os.environ.pop(WIRE).split())
+    die_with_parent(parent)
     stop = StopFlag()
     stop.install()
-    die_with_parent()
+    job = json.loads(Path(sys.argv[1]).read_text())
     os.chdir(job["folder"]) if os.path.isdir(job["folder"]) else None
 
     from drivetrain.engine.group import join
-    from drivetrain.supervise import WIRE
     from drivetrain.watch.screen import Wire
 
-    wire = Wire(int(os.environ.pop(WIRE)))
+    wire = Wire(handle)
     try:
         group = join(job["plan"]["device"], job["plan"]["backend"])
     except Problem as problem:

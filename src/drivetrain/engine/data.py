@@ -6,6 +6,7 @@ opening a feed at any step gives what an uninterrupted run would have seen there
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -213,7 +214,9 @@ class _KeyedSamples:
 
 
 def _begin_worker(_: int) -> None:
-    die_with_parent()
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        die_with_parent(parent.pid)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the rank decides when to stop
 

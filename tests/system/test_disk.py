@@ -1,0 +1,61 @@
+"""A full disk stops nothing but the save, and says so; with room again the run goes on exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from drivetrain.outcomes import Outcome
+from tests.command import drivetrain, good, write_task
+from tests.samples import rows, weights
+
+BIG = ("Linear(64, self.hidden)", "Linear(64, self.hidden), nn.Linear(self.hidden, self.hidden)")
+
+
+@pytest.fixture
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A disk of 12 MB: room for two checkpoints of 3.5 MB and not for three."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    place = folder / "disk"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(place)], check=True)
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_disk_that_fills_up(small_disk: Path) -> None:
+    write_task(change=BIG)
+    words = ["train", "small.py", "hidden=512", "epochs=3", "save_every=10", "keep=2"]
+    good(*words, "--name", "whole")
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(6_000_000))
+    done = drivetrain(*words, "--run-dir", str(small_disk / "run"))
+    assert "was not saved: the disk is full; training goes on" in done.stdout
+    assert done.returncode == Outcome.INFRA.code
+    assert "Make room, then: drivetrain resume" in done.stderr
+    run = small_disk / "run"
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-00000010"], "the old one stays, and no rest of the failed ones"
+    assert json.loads((run / "run.json").read_text())["outcome"] == "infra"
+    ballast.unlink()
+    good("resume", str(run))
+    assert rows(run) == rows("runs/whole")
+    assert weights(run) == weights("runs/whole")
+
+
+def test_a_disk_that_is_full_from_the_start(small_disk: Path) -> None:
+    write_task()
+    try:
+        (small_disk / "ballast").write_bytes(bytes(20_000_000))
+    except OSError:
+        pass
+    done = drivetrain("train", "small.py", "--run-dir", str(small_disk / "run"))
+    assert done.returncode == 2
+    assert "cannot write the run directory" in done.stderr
+    assert "No space left" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,96 @@
+"""What observers write, and how it reads on a terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from drivetrain.watch.files import TensorBoard
+from drivetrain.watch.screen import Screen, duration, number, size
+from tests.command import COMMAND, environment, write_task
+
+
+def test_tensorboard_purges_what_a_resume_repeats(tmp_path: Path) -> None:
+    for first, last in ((1, 9), (6, 12)):  # the second begins from a checkpoint at step 5
+        writer = TensorBoard(tmp_path)
+        writer.resumed(first - 1)
+        for step in range(first, last + 1):
+            writer.row({"step": step, "epoch": 1, "time": 0.1, "train/loss": step + first / 100})
+        writer.close()
+        time.sleep(1.1)  # TensorBoard orders files by the second in their name
+    found = EventAccumulator(str(tmp_path)).Reload()
+    scalars = found.Scalars("train/loss")
+    assert [s.step for s in scalars] == list(range(1, 13))
+    assert scalars[6].value == pytest.approx(7.06)
+
+
+def test_numbers_as_people_read_them() -> None:
+    assert (number("accuracy", 0.9784), number("loss", 0.08123), number("reward", 123456.0)) == (
+        "accuracy 97.8 %",
+        "loss 0.08123",
+        "reward 123,456",
+    )
+    assert (duration(3725), duration(0.2), size(337e6), size(12)) == ("1:02:05", "0:00:00", "337 MB", "12 B")
+
+
+def test_without_a_terminal_there_are_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    screen = Screen(stream)
+    screen.started(
+        {
+            "parameters": 10,
+            "trainable": 4,
+            "processes": 2,
+            "device": "cpu",
+            "backend": "gloo",
+            "precision": "fp32",
+            "accumulation": 3,
+            "step": 0,
+            "steps": 5,
+            "epochs": 1,
+        }
+    )
+    row = {"step": 5, "epoch": 1, "time": 2.0, "train/loss": 0.5, "learning_rate": 0.1, "samples_per_second": 10.0}
+    screen.tick(row | {"step": 4})
+    screen.row(row)
+    text = stream.getvalue()
+    assert "10 parameters, 4 trainable; 2 processes on cpu (gloo), fp32, accumulation 3" in text
+    assert text.splitlines()[-1].startswith("train   epoch 1/1  step 5/5  loss 0.5")
+    assert "\r" not in text
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("columns", [40, 100])
+def test_the_live_line_never_wraps(columns: int, folder: Path) -> None:
+    """On a real terminal of this width, read as its screen would show it."""
+    write_task()
+    main, side = pty.openpty()
+    os.set_inheritable(side, True)
+    subprocess.run(["stty", "cols", str(columns), "rows", "24"], stdin=side, check=True)
+    program = subprocess.Popen(
+        [*COMMAND, "train", "small.py", "epochs=60"], stdout=side, stderr=side, stdin=side, env=environment(TERM="xterm", NO_COLOR="1")
+    )
+    os.close(side)
+    data = b""
+    while True:
+        try:
+            part = os.read(main, 65536)
+        except OSError:
+            break
+        if not part:
+            break
+        data += part
+    assert program.wait() == 0
+    drawn = [line for line in data.decode().replace("\x1b[2K", "").replace("\n", "\r").split("\r") if line.startswith("train ")]
+    assert len(drawn) > 3
+    assert all(len(line) < columns for line in drawn[:-1])
+    assert all("loss" in line for line in drawn)
+    assert ("samples/s" in drawn[0]) == (columns == 100), "a narrow terminal loses the less important"
+    assert b"\x1b[1m" not in data
