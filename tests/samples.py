@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -178,6 +180,69 @@ class Walk(Plain):
         return Walkers()
 
 
+class CountingSGD(torch.optim.SGD):
+    """Keeps a count in its parameter group, and knows nothing of fused kernels."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad, alpha=-group["lr"] / group["count"] ** 0.5)
+
+
+class OwnOptimizer(Plain):
+    """Two groups with rates of their own, an optimizer with state in its groups, and a schedule."""
+
+    kind: str = "rmsprop"
+
+    def optimizer(self, model: Any) -> Any:
+        groups = [{"params": model[0].parameters(), "lr": 0.02}, {"params": model[3].parameters(), "lr": 0.01}]
+        return torch.optim.RMSprop(groups) if self.kind == "rmsprop" else CountingSGD(groups)
+
+    def schedule(self, step: int, steps: int) -> float:
+        return 1.0 - 0.5 * step / steps
+
+
+class InPlace(Parts):
+    """Changes its batch in place: doing so twice would show."""
+
+    def augment(self, batch: Any, rand: Any) -> Any:
+        batch["x"].add_(rand.normal(4))
+        return batch
+
+
+class Double(Plain):
+    def model(self) -> nn.Module:
+        return super().model().double()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, (batch[0].double(), batch[1]))
+
+    def eval_data(self) -> Any:
+        return None
+
+
+class HostDice(Plain):
+    """Draws from Python's and numpy's generators inside the loss."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch) * (1 + random.random() + np.random.rand())
+
+
+class Gambler(Walkers):
+    """Draws from torch's generator instead of `rand`."""
+
+    def collect(self, model: nn.Module, rand: Any, total: Any) -> Tensors:
+        found = super().collect(model, rand, total)
+        found.columns[0] = found.columns[0] + torch.randn_like(found.columns[0])
+        return found
+
+
+class Gamble(Walk):
+    def train_data(self) -> Any:
+        return Gambler()
+
+
 class Exploding(Plain):
     """The loss is too large for fp16 in some steps, and not a number from step 9 on where `bad` says so."""
 
@@ -190,7 +255,7 @@ class Exploding(Plain):
         return value * (float("nan") if self.bad and self._calls >= self.bad else self.spike)
 
 
-TASKS = {t.__name__: t for t in (Plain, Augmented, Loaded, Tokens, Parts, Walk, Exploding)}
+TASKS = {t.__name__: t for t in (Plain, Augmented, Loaded, Tokens, Parts, Walk, OwnOptimizer, InPlace, Double, HostDice, Gamble, Exploding)}
 
 
 def training(name: str, folder: str, group: Group, settings: dict[str, Any], pins: dict[str, Any] | None = None) -> Training:

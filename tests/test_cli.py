@@ -115,7 +115,7 @@ SOURCE = {
     "vector loss": (("F.cross_entropy(model(x), y)", "F.cross_entropy(model(x), y, reduction='none')"), "end it with .mean()", 2),
     "no gradient": (("F.cross_entropy(model(x), y)", "F.cross_entropy(model(x), y).detach()"), "without a gradient", 2),
     "float loss": (("F.cross_entropy(model(x), y)", "3.0"), "gave a float", 2),
-    "empty data": (('return datasets.digits("train")', "return Tensors(torch.zeros(0, 64), torch.zeros(0))"), "empty data set", 65),
+    "empty data": (('return datasets.digits("train")', "return Tensors(torch.zeros(0, 64), torch.zeros(0))"), "empty data set", 2),
     "stream": (
         ('return datasets.digits("train")', "return type('S', (torch.utils.data.IterableDataset,), {'__iter__': lambda s: iter([])})()"),
         "IterableDataset",
@@ -317,6 +317,90 @@ def test_verify_resume_tells_the_truth(folder: Path) -> None:
     assert done.returncode == 1
     assert "resume is not exact: at step" in done.stdout
     assert "output of module 0:Flatten differs" in done.stdout
+
+
+def test_a_front_end_killed_at_the_start_leaves_no_worker(folder: Path) -> None:
+    """Also before its workers could ask the kernel to die with it."""
+    write_task(change=("def model(self):", "def model(self):\n        import time; time.sleep(8)"))
+    for delay in (0.0, 0.05, 0.2):
+        front = subprocess.Popen([*COMMAND, "train", "small.py", "-q", "--name", f"k{delay}"], env=environment())
+        _wait_for(lambda front=front: Path(f"/proc/{front.pid}/task/{front.pid}/children").read_text().strip())
+        child = int(Path(f"/proc/{front.pid}/task/{front.pid}/children").read_text().split()[0])
+        time.sleep(delay)
+        front.kill()
+        front.wait()
+        _wait_for(lambda child=child: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text(), 6)
+
+
+def test_what_was_logged_and_saved_before_a_failure_is_kept(folder: Path) -> None:
+    text = "x, y = batch\n        self._n = getattr(self, '_n', 0) + 1\n        if self._n == 15: raise ValueError('enough')\n        return F.cross"
+    write_task(change=("x, y = batch\n        return F.cross", text))
+    done = drivetrain("train", "small.py", "save_every=10", "--name", "a")
+    assert done.returncode == 1
+    assert "ValueError: enough" in done.stderr
+    steps = [json.loads(line)["step"] for line in Path("runs/a/metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 15))
+    assert Path("runs/a/checkpoints/step-00000010").is_dir()
+
+
+def test_a_mistaken_resume_leaves_the_run_as_it_was(folder: Path) -> None:
+    write_task()
+    good("train", "small.py", "steps=8", "--name", "a")
+    before = Path("runs/a/run.json").read_text()
+    assert "at step 8 already" in bad("resume", "a", "steps=5")
+    assert Path("runs/a/run.json").read_text() == before
+    good("runs", "prune")
+    assert "its checkpoints were pruned" in bad("resume", "a", "steps=12")
+    good("train", "small.py", "steps=3", "--name", "b", "start=a")
+    good("runs", "rm", "a", "--yes")
+    assert "step 5/5" in good("resume", "b", "steps=5"), "its checkpoint needs the run it began from no more"
+
+
+def test_plain_annotations_keep_the_ranges_of_the_base(folder: Path) -> None:
+    write_task()
+    assert "epochs is a whole number of 1 or more" in bad("train", "small.py", "epochs=0")
+    assert "global_batch is a whole number of 1 or more" in bad("train", "small.py", "global_batch=-8")
+    good("train", "small.py", "log_every=1ep", "epochs=1")
+    assert "epochs is a whole number" in bad("train", "small.py", "epochs=1e400")
+
+
+def test_resume_without_flags_takes_as_many_processes_as_before(folder: Path) -> None:
+    write_task()
+    good("train", "small.py", "steps=4", "--procs", "2", "--name", "a")
+    assert "2 processes (ddp, gloo)" in good("resume", "a", "steps=6")
+    assert "single process" in good("resume", "a", "steps=8", "--procs", "1")
+
+
+def test_faults_in_user_code_are_not_called_ours(folder: Path) -> None:
+    rows = ('return datasets.digits("train")', "return [(x, int(y), None) for x, y in zip(*datasets.digits('train')[:])]")
+    cases = {
+        "collating": rows,
+        "None": (
+            "return F.cross_entropy(model(x), y)",
+            "p = next(model.parameters()); q = p * p; p.data.fill_(1); q.add_(1); return q.sum() * None",
+        ),
+        "single sample": ("nn.Dropout(0.2)", "nn.BatchNorm1d(self.hidden)"),
+    }
+    for number, (expected, change) in enumerate(cases.items()):
+        write_task(change=change)
+        words = ["global_batch=1346"] if expected == "single sample" else []
+        done = drivetrain("train", "small.py", "plan.workers=2", "--name", str(number), *words)
+        assert done.returncode in (1, 2)
+        assert expected in done.stderr
+        assert "fault of drivetrain" not in done.stderr
+
+
+def test_files_beside_the_task_are_found(folder: Path) -> None:
+    Path("names.txt").write_text("one")
+    write_task(
+        change=(
+            "def model(self):",
+            "def model(self):\n        from pathlib import Path; print('read', (Path(__file__).parent / 'names.txt').read_text())",
+        )
+    )
+    assert "read one" in good("train", "small.py", "steps=1")
+    Path("glob.py").write_text("raise RuntimeError('a module of this folder is not the standard library')")
+    good("train", "digits", "steps=1")
 
 
 def test_completion_scripts_are_valid_shell(folder: Path) -> None:

@@ -53,7 +53,7 @@ def test_the_small_cnn_has_the_guides_size() -> None:
 
 
 def test_without_a_network_the_files_and_their_place_are_named(folder: Path) -> None:
-    message = bad("train", "fashion-mnist", code=Outcome.DATA.code, DRIVETRAIN_OFFLINE="1")
+    message = bad("train", "fashion-mnist", DRIVETRAIN_OFFLINE="1")
     assert "train-images-idx3-ubyte[.gz]" in message
     assert f"{folder}/data/fashion-mnist" in message
     assert "DRIVETRAIN_OFFLINE=1" in message
@@ -73,7 +73,7 @@ def test_a_file_that_is_not_what_its_name_says(data: bytes, why: str, tmp_path: 
     (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(data)
     with pytest.raises(Problem, match=why) as caught:
         datasets.idx("mnist", "train", str(tmp_path))
-    assert caught.value.outcome is Outcome.DATA
+    assert caught.value.outcome is Outcome.USAGE
 
 
 class _Server(http.server.BaseHTTPRequestHandler):

@@ -42,6 +42,8 @@ class TaskRef:
     pickled: bool = False
     code: str = ""
     """Of a pickled one: the digest of its source."""
+    origin: str = ""
+    """The user's own file, where `path` is the run's copy of it."""
 
     @property
     def built_in(self) -> bool:
@@ -191,7 +193,7 @@ def make(
 def describe(task: TaskRef) -> dict[str, Setting]:
     """Ask a child process that imports the file; slower, but it sees everything."""
     child = subprocess.run(
-        [sys.executable, "-m", "drivetrain.cli.describe", f"{task.path}:{task.class_name}"],
+        [sys.executable, "-P", "-m", "drivetrain.cli.describe", f"{task.path}:{task.class_name}"],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -218,6 +220,8 @@ def load_class(task: TaskRef) -> type:
     if spec is None or spec.loader is None:
         raise Problem(f"{path} cannot be imported")
     module = importlib.util.module_from_spec(spec)
+    if Path(task.origin).is_file():
+        module.__file__ = task.origin  # so that files beside it are found
     sys.modules[name] = module
     spec.loader.exec_module(module)
     found = getattr(module, task.class_name, None)

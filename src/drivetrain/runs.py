@@ -248,8 +248,12 @@ class Lock:
                 f"{path} is being trained by process {owner.get('pid', '?')} on {owner.get('host', '?')}:"
                 f" wait for it, stop it (kill {owner.get('pid', 'PID')}), or choose another --name"
             ) from None
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        try:
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        except OSError as error:
+            os.close(handle)
+            raise Problem(f"cannot write the run directory {path}: {error.strerror}; choose another with --run-dir") from None
         return Lock(handle)
 
     def release(self) -> None:
@@ -316,13 +320,17 @@ def store_task(run: Run, file: Path) -> None:
         copy = target / source.relative_to(file.parent)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, copy)
-        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        try:
+            tree = ast.parse(source.read_text(encoding="utf-8"))
+        except (SyntaxError, UnicodeDecodeError):
+            continue  # of a package beside the task; perhaps never imported
+        for node in ast.walk(tree):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 names = [node.module]
             for name in names:
                 top = file.parent / name.split(".")[0]
-                if (top / "__init__.py").is_file():
+                if top.is_dir() and top != PACKAGE:
                     waiting += sorted(top.rglob("*.py"))
                 elif top.with_suffix(".py").is_file() and top != PACKAGE:
                     waiting.append(top.with_suffix(".py"))

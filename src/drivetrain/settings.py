@@ -10,6 +10,7 @@ import ast
 import difflib
 import inspect
 import linecache
+import math
 import re
 import textwrap
 import types
@@ -201,7 +202,7 @@ def _coerce_plain(kind: Any, value: object) -> Any:
             number = float(text.replace("_", "")) if kind is float or "e" in text.lower() else int(text)
         except ValueError:
             raise ValueError(_article(kind)) from None
-        if kind is int and number != int(number):
+        if kind is int and (not math.isfinite(number) or number != int(number)):
             raise ValueError(_article(int))
         return kind(number)
     if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
@@ -247,6 +248,10 @@ class _Flatten(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
+class UnknownName(ValueError):
+    """An annotation uses a name that its text alone does not explain."""
+
+
 def read_type(text: str) -> Any:
     """The type an annotation's text names; ValueError where it is none that a setting can have."""
     tree = ast.fix_missing_locations(_Flatten().visit(ast.parse(text, mode="eval")))
@@ -254,7 +259,9 @@ def read_type(text: str) -> Any:
         return read_type(tree.body.value)
     try:
         kind = eval(compile(tree, "<annotation>", "eval"), {"__builtins__": {}}, _NAMES)
-    except (NameError, TypeError) as error:
+    except NameError as error:
+        raise UnknownName(text) from error
+    except TypeError as error:
         raise ValueError(text) from error
     if get_origin(kind) is not ClassVar and kind is not ClassVar:
         _check_type(kind, text)
@@ -395,7 +402,10 @@ def _collect(module: _Module, name: str, settings: dict[str, Setting], hooks: se
         else:
             complete = _collect(found[0], found[1], settings, hooks) and complete
     for field, annotation, value, doc in _fields(node):
-        kind = _field_type(name, field, annotation)
+        try:
+            kind = _field_type(name, field, annotation)
+        except UnknownName:
+            kind, complete = str, False  # an alias: importing the file will tell
         if kind is None:
             continue
         try:
@@ -403,6 +413,7 @@ def _collect(module: _Module, name: str, settings: dict[str, Setting], hooks: se
         except ValueError:
             default, complete = ast.unparse(value) if value else _MISSING, False
         previous = settings.get(field)
+        kind = _keep_marks(kind, previous)
         settings[field] = Setting(field, kind, default, doc or (previous.doc if previous else ""), name)
     for field, value in _plain_assignments(node):
         if field in settings:
@@ -441,12 +452,38 @@ def _field_type(owner: str, field: str, annotation: str) -> Any | None:
         raise Problem(f"{owner}.{field}: {field} is the name of a hook; give the setting another name")
     try:
         kind = read_type(annotation)
+    except UnknownName as error:
+        if annotation.split("[")[0].split(".")[-1] in ("dict", "Dict", "tuple", "Tuple", "set", "Callable", "Any", "Tensor", "Path"):
+            raise _not_a_setting(owner, field, annotation) from None
+        raise error
     except ValueError:
-        raise Problem(
-            f"{owner}.{field}: {annotation} cannot be a setting (int, float, str, bool, list, Literal, None can); "
-            f"assign it without an annotation, or name it _{field}"
-        ) from None
+        raise _not_a_setting(owner, field, annotation) from None
     return None if get_origin(kind) is ClassVar or kind is ClassVar else kind
+
+
+def _not_a_setting(owner: str, field: str, annotation: str) -> Problem:
+    return Problem(
+        f"{owner}.{field}: {annotation} cannot be a setting (int, float, str, bool, list, Literal, None can); "
+        f"assign it without an annotation, or name it _{field}"
+    )
+
+
+def _keep_marks(kind: Any, previous: Setting | None) -> Any:
+    """A field written anew with the plain type of its base (`epochs: int = 10`) keeps the base's range or unit."""
+    if previous is None or get_origin(kind) is Annotated:
+        return kind
+    plain = {Duration: (int, str, int | str)}.get(previous.type) or (_plain_form(previous.type),)
+    return previous.type if kind in plain else kind
+
+
+def _plain_form(kind: Any) -> Any:
+    """A type without ranges."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return args[0]
+    if origin in (Union, types.UnionType):
+        return Union[tuple(_plain_form(a) for a in args)]  # noqa: UP007 (built at run time)
+    return kind
 
 
 # --- live classes ------------------------------------------------------------------------------
@@ -466,8 +503,12 @@ def of_class(cls: type) -> dict[str, Setting]:
         hints = _hints(owner) if annotations else {}
         for field in annotations:
             text = annotations[field] if isinstance(annotations[field], str) else type_text(hints[field])
-            kind = _field_type(owner.__name__, field, text)
+            try:
+                kind = _field_type(owner.__name__, field, text)
+            except UnknownName:  # an alias in the class's module
+                kind = _field_type(owner.__name__, field, type_text(typing.get_type_hints(owner, include_extras=True)[field]))
             if kind is not None:
+                kind = _keep_marks(kind, settings.get(field))
                 doc = docs.get(field) or (settings[field].doc if field in settings else "")
                 settings[field] = Setting(field, kind, owner.__dict__.get(field, _MISSING), doc, owner.__name__)
         for field in settings:

@@ -93,6 +93,7 @@ class _Supervisor:
             finally:
                 self._kill()
                 for worker in self.workers:
+                    worker.process.wait()
                     if worker.log:
                         worker.log.close()
         self.screen.close()
@@ -117,7 +118,7 @@ class _Supervisor:
         if self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
         process = subprocess.Popen(
-            [sys.executable, "-m", "drivetrain.cli.worker", str(self.file)],
+            [sys.executable, "-P", "-m", "drivetrain.cli.worker", str(self.file)],  # -P: no module of this folder shadows torch's
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -153,7 +154,6 @@ class _Supervisor:
         for worker in self.workers:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(worker.process.pid, signal.SIGKILL)
-            worker.process.wait()
 
     # --- what they say ---
 

@@ -130,6 +130,7 @@ class Task:
 
     def __init__(self, **settings: Any) -> None:
         known = _settings.of_class(type(self))
+        self._given = frozenset(settings)
         for name, value in _settings.resolve(known, settings, type(self).__name__).items():
             setattr(self, name, value)
 

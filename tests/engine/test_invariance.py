@@ -51,6 +51,30 @@ def test_a_batch_larger_than_the_data(tmp_path: Path) -> None:
     same(curve("Plain", tmp_path / "a", 1, global_batch=4096), curve("Plain", tmp_path / "b", 2, {"micro_batch": 7}, global_batch=4096))
 
 
+@pytest.mark.parametrize(
+    ("name", "options"), [("OwnOptimizer", {"kind": "rmsprop"}), ("OwnOptimizer", {"kind": "count"}), ("Double", {}), ("InPlace", {})]
+)
+def test_other_optimizers_formats_and_augmentation_in_place(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    reference = curve(name, tmp_path / "one", 1, clip=0.1, **options)
+    assert reference[0]["train/loss"] > 1
+    same(reference, curve(name, tmp_path / "many", 3, {"micro_batch": 3}, clip=0.1, **options), 1e-4)
+
+
+def test_augmentation_in_place_is_done_once(tmp_path: Path) -> None:
+    """With and without counts(), the same batch gives the same loss at the first step."""
+    from drivetrain.engine.group import Group
+    from drivetrain.engine.rand import KeyedRand
+    from tests.samples import training
+
+    job = training("InPlace", str(tmp_path), Group(0, 1, torch.device("cpu")), {"global_batch": 101})
+    order = job.feed.order(0)
+    batch = job.task.train_data()[order]
+    batch["x"].add_(KeyedRand(order, 0, 0, 1).normal(4))
+    parts, _ = job.task.loss(job.model, batch)
+    row = job.step(0)
+    assert row[job.step.figures.total["all"]].item() / 101 == pytest.approx(parts["all"].item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_source_gives_the_same_curve_on_any_world_size(world: int, tmp_path: Path) -> None:
     same(curve("Walk", tmp_path / "one", 1), curve("Walk", tmp_path / "many", world, {"micro_batch": 5}))

@@ -25,6 +25,7 @@ def run(name: str, folder: Path, world: int = 1, stop: int | None = None, pins: 
         ("Loaded", 1, {"workers": 2}),
         ("Loaded", 2, {"workers": 1}),
         ("Parts", 1, {}),
+        ("HostDice", 1, {"micro_batch": 5}),
     ],
 )
 def test_stopped_twice_in_an_epoch_and_at_its_end(name: str, world: int, pins: dict[str, Any], tmp_path: Path) -> None:
@@ -36,10 +37,20 @@ def test_stopped_twice_in_an_epoch_and_at_its_end(name: str, world: int, pins: d
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
 
 
-def test_a_source_goes_on_with_its_state(tmp_path: Path) -> None:
-    run("Walk", tmp_path / "whole", 2)
+@pytest.mark.parametrize("kind", ["rmsprop", "count"])
+def test_an_optimizer_of_the_users_own_goes_on(kind: str, tmp_path: Path) -> None:
+    run("OwnOptimizer", tmp_path / "whole", 2, kind=kind, clip=0.5)
+    for stop in (3, 9, None):
+        run("OwnOptimizer", tmp_path / "broken", 2, stop, kind=kind, clip=0.5)
+    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
+    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["Walk", "Gamble"])
+def test_a_source_goes_on_with_its_state(name: str, tmp_path: Path) -> None:
+    run(name, tmp_path / "whole", 2)
     for stop in (1, 9, None):  # inside an epoch: it stops at the epoch's end
-        run("Walk", tmp_path / "broken", 2, stop)
+        run(name, tmp_path / "broken", 2, stop)
     assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
 
@@ -97,3 +108,18 @@ def test_best_keeps_and_exports_the_best_checkpoint(tmp_path: Path) -> None:
     assert best != max(evaluated), "the last evaluation must not be the best, or the test proves nothing"
     kept = sorted(int(p.name.split("-")[1]) for p in (tmp_path / "checkpoints").iterdir())
     assert kept == [best, max(evaluated)]
+    exported = weights(tmp_path)
+    # A best checkpoint that was damaged is reported, and the last weights are kept.
+    shard = tmp_path / f"checkpoints/step-{best:08d}/__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-5])
+    run("Plain", tmp_path, best="loss", learning_rate=3.0, optim="sgd", epochs=4, keep=1, decay="constant")
+    assert "the best checkpoint" in (tmp_path / "events.jsonl").read_text()
+    assert weights(tmp_path) != exported
+
+
+def test_the_best_of_a_source_has_a_checkpoint(tmp_path: Path) -> None:
+    run("Walk", tmp_path, best="loss", eval_every=3, epochs=6, learning_rate=0.3, keep=1)
+    evaluated = [r["step"] for r in rows(tmp_path) if "eval/loss" in r]
+    assert all(step % 8 == 0 for step in evaluated), "evaluations wait for the end of an epoch, where a checkpoint can be written"
+    best = min((r for r in rows(tmp_path) if "eval/loss" in r), key=lambda r: r["eval/loss"])["step"]
+    assert (tmp_path / f"checkpoints/step-{best:08d}").is_dir()

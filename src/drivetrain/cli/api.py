@@ -55,7 +55,7 @@ def _recipe(task: Task | str, settings: dict[str, Any]) -> Recipe:
     if isinstance(task, str):
         return make(find_task(task), {}, plain)
     known = of_class(type(task))
-    given = {k: v for k, v in task.settings().items() if v != known[k].default} | plain
+    given = {k: v for k, v in task.settings().items() if k in task._given or v != known[k].default} | plain
     module, name = type(task).__module__, type(task).__name__
     file = getattr(sys.modules.get(module), "__file__", None)
     if module == "__main__" or file is None or "<locals>" in type(task).__qualname__:

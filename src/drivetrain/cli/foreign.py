@@ -147,8 +147,7 @@ def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tup
     if opened is not None:
         from drivetrain.plan import Plan
 
-        launch.conclude(opened.run, recipe, Plan.from_json(job["plan"]), ended)
-        launch.footer(opened.run, ended, screen)
+        launch.finish(opened, recipe, Plan.from_json(job["plan"]), ended, screen)
     return run, ended
 
 

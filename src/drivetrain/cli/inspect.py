@@ -108,7 +108,7 @@ def _not_running(found: Run) -> None:
 def _rm(names: list[str], yes: bool, dry: bool) -> int:
     if not names:
         raise Problem("name the runs to delete: drivetrain runs rm NAME ...")
-    found = [runs.find(n) for n in names]
+    found = [one for name in names for one in _with_stages(name)]
     for one in found:
         _not_running(one)
         print(f"{'would delete' if dry else 'delete'} {one.name}  {_size(one.disk_bytes())}")
@@ -121,9 +121,15 @@ def _rm(names: list[str], yes: bool, dry: bool) -> int:
             return 1
     for one in found:
         shutil.rmtree(one.path)
-        if one.path.parent != runs.RUNS and not any(one.path.parent.iterdir()):
-            one.path.parent.rmdir()
+        if one.path.parent.parent == runs.RUNS and not any(one.path.parent.iterdir()):
+            one.path.parent.rmdir()  # of stages
     return 0
+
+
+def _with_stages(name: str) -> list[Run]:
+    """The run of this name, or all stages of a recipe of this name."""
+    stages = sorted((runs.RUNS / name).glob("*/run.json")) if not (runs.RUNS / name / "run.json").is_file() else []
+    return [Run(f.parent) for f in stages] or [runs.find(name)]
 
 
 def _prune(names: list[str], dry: bool) -> int:

@@ -112,6 +112,10 @@ def _go_on(recipe: Recipe, run: Run, before: dict[str, Any], why: str = "") -> O
     longer = any(recipe.settings[k] != before["recipe"]["settings"].get(k) for k in ("epochs", "steps"))
     if before["status"] == "finished" and not longer:
         return Opened(run, None, before, finished=True)
+    if before["status"] == "finished" and not run.steps():
+        raise Problem(
+            f"{run.name} is finished and its checkpoints were pruned: begin a new run from its weights, with start={run.name} --name NEW"
+        )
     return Opened(run, Lock.take(run.path), before, why=why)
 
 
@@ -201,7 +205,7 @@ def task_in_run(task: TaskRef, run: Run) -> TaskRef:
     """The task as the run keeps it: what resume, eval and workers import."""
     if task.built_in:
         return task
-    return replace(task, path=str((run.path / "task" / Path(task.path).name).resolve()))
+    return replace(task, path=str((run.path / "task" / Path(task.path).name).resolve()), origin=task.path)
 
 
 def make_job(recipe: Recipe, run: Run, plan: Plan, mode: str, folder: str | None = None) -> dict[str, Any]:
@@ -313,9 +317,17 @@ def _train(recipe: Recipe, request: Request, opened: Opened, machine: Machine, p
     folder = opened.before["folder"] if opened.before else None
     job = make_job(recipe, opened.run, plan, "train", folder)
     ended = run_workers(job, plan, place, screen, machine.gpus, request.verbose)
+    finish(opened, recipe, plan, ended, screen)
+    return ended
+
+
+def finish(opened: Opened, recipe: Recipe, plan: Plan, ended: Ended, screen: Screen) -> None:
+    """Note and show how the run ended; a mistaken resume leaves it as it was."""
+    if ended.outcome is Outcome.USAGE and opened.before is not None:
+        opened.run.write(opened.before)
+        return
     conclude(opened.run, recipe, plan, ended)
     footer(opened.run, ended, screen)
-    return ended
 
 
 def header(recipe: Recipe, machine: Machine, plan: Plan, screen: Screen, why: str = "") -> None:

@@ -149,6 +149,8 @@ def smoke(recipe: Recipe, request: Request, screen: Screen) -> int:
     from drivetrain.supervise import local_place, run_workers
 
     machine = launch.look_at_machine(request)
+    whole_plan = launch.make_plan(recipe, machine, local_place(machine.procs), 1, None)
+    whole = {"global_batch": recipe.settings["global_batch"], "plan": whole_plan.to_json()}
     batch = min(SMOKE_BATCH, recipe.settings["global_batch"])
     few = {"global_batch": batch, "steps": SMOKE_STEPS, "log_every": 1, "eval_every": SMOKE_STEPS, "save_every": SMOKE_STEPS // 2}
     recipe = replace(recipe, settings=recipe.settings | few)
@@ -159,7 +161,7 @@ def smoke(recipe: Recipe, request: Request, screen: Screen) -> int:
         plan = launch.make_plan(recipe, machine, place, 1, None)
         launch.header(recipe, machine, plan, screen)
         launch.record(recipe, opened, plan, machine)
-        job = launch.make_job(recipe, opened.run, plan, "smoke") | {"limit": SMOKE_STEPS * batch}
+        job = launch.make_job(recipe, opened.run, plan, "smoke") | {"limit": SMOKE_STEPS * batch, "whole": whole}
         ended = run_workers(job, plan, place, screen, machine.gpus, request.verbose)
         launch.raise_failure(ended, opened.run)
         if ended.outcome is Outcome.OK:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -10,11 +11,15 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.chaos import VARIABLE
 from drivetrain.cli.flags import Parser, add_common, add_placement
-from drivetrain.outcomes import Outcome
+from drivetrain.outcomes import Outcome, Problem
+
+if TYPE_CHECKING:
+    from drivetrain.recipe import Recipe
+    from drivetrain.watch.screen import Screen
 
 TEXT = """\
 Train K steps twice without a break and once with a kill -9 in the middle and a resume, and compare: every
@@ -26,39 +31,39 @@ def run(verb: str, words: list[str]) -> int:
     parser = Parser("drivetrain verify-resume", TEXT)
     parser.add_argument("target", metavar="TASK", help="as for train")
     parser.add_argument("settings", nargs="*", metavar="key=value")
-    parser.add_argument("--steps", type=int, default=12, metavar="K", help="steps to train (default 12; the kill comes after half)")
+    parser.add_argument(
+        "--steps", type=int, default=12, metavar="K", help="steps to train (default 12; a checkpoint and the kill come after half)"
+    )
     add_placement(parser)
     add_common(parser)
     args = parser.parse(words)
+    if args.steps < 2:
+        raise Problem("--steps: at least 2, so that some lie on either side of the kill")
 
     from drivetrain.recipe import load
     from drivetrain.watch.screen import Screen
 
     recipe = load(args.target, args.settings)[0]
-    half = max(1, args.steps // 2)
-    few = {"steps": args.steps, "log_every": 1, "save_every": max(1, half // 2), "keep": 1000, "best": None}
+    few = {"steps": args.steps, "log_every": 1, "save_every": args.steps // 2, "keep": 1000, "best": None}
     recipe = replace(recipe, settings=recipe.settings | few, name=None)
     screen = Screen(quiet=args.quiet)
     folder = Path(tempfile.mkdtemp(prefix="drivetrain-verify-"))
     try:
         runs = {}
-        for name, kill in (("first", None), ("second", None), ("broken", half)):
-            screen.line(
-                "verify",
-                {
-                    "first": f"training {args.steps} steps",
-                    "second": "the same again",
-                    "broken": f"again, killed at step {half} and resumed",
-                }[name],
-            )
-            runs[name] = _train(recipe, args, folder / name, kill)
-        return _compare(runs, half, screen)
+        for name, text in (
+            ("first", f"training {args.steps} steps"),
+            ("second", "the same again"),
+            ("broken", "again, killed and resumed"),
+        ):
+            screen.line("verify", text)
+            runs[name] = _train(recipe, args, folder / name, kill=name == "broken")
+        return _compare(runs, screen)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _train(recipe: Any, args: Any, folder: Path, kill: int | None) -> Path:
-    """Train in child processes, as the command does; with `kill`, end them all at that step and resume."""
+def _train(recipe: Recipe, args: argparse.Namespace, folder: Path, kill: bool) -> Path:
+    """Train in child processes, as the command does; with `kill`, end them all once a checkpoint is out, and resume."""
     from drivetrain.cli import launch
     from drivetrain.runs import Run
     from drivetrain.supervise import local_place, run_workers
@@ -67,32 +72,38 @@ def _train(recipe: Any, args: Any, folder: Path, kill: int | None) -> Path:
     request = launch.Request(procs=args.procs, gpus=args.gpus, device=args.device, run_dir=str(folder / "run"))
     machine = launch.look_at_machine(request)
     opened = launch.open_run(recipe, request)
-    place = local_place(machine.procs)
-    plan = launch.make_plan(recipe, machine, place, 1, None)
+    plan = launch.make_plan(recipe, machine, local_place(machine.procs), 1, None)
     launch.record(recipe, opened, plan, machine)
     job = launch.make_job(recipe, opened.run, plan, "train") | {"fingerprint": str(folder / "fingerprint.jsonl")}
-    if opened.lock:
-        opened.lock.release()
-    if kill is not None:
+    if kill:
         file = folder / "killed.json"
         file.write_text(json.dumps([job, plan.to_json(), machine.procs, machine.gpus]))
-        program = (
-            "import json, sys\nfrom drivetrain.plan import Plan\nfrom drivetrain.supervise import *\nfrom drivetrain.watch.screen import Screen\n"
-            "job, plan, procs, gpus = json.load(open(sys.argv[1]))\n"
-            "run_workers(job, Plan.from_json(plan), local_place(procs), Screen(quiet=True), gpus)\n"
-        )
         done = subprocess.run(
-            [sys.executable, "-c", program, str(file)], env=os.environ | {VARIABLE: f"kill@step:{kill}"}, capture_output=True
+            [sys.executable, "-c", KILLED, str(file)], env=os.environ | {VARIABLE: "kill@published:1"}, capture_output=True, text=True
         )
-        assert done.returncode < 0, "the kill did not come"
+        if done.returncode >= 0:
+            raise Problem(f"the kill did not come: {done.stderr.strip() or done.stdout.strip()}", Outcome.INFRA)
         (folder / "fingerprint.jsonl").rename(folder / "before.jsonl")
-        place = local_place(machine.procs)
-    ended = run_workers(job, plan, place, Screen(quiet=True), machine.gpus)
+    ended = run_workers(job, plan, local_place(machine.procs), Screen(quiet=True), machine.gpus)
     launch.raise_failure(ended, Run(opened.run.path))
     return folder
 
 
-def _compare(folders: dict[str, Path], half: int, screen: Any) -> int:
+# A front end of its own, so that the kill of "everything" does not end the one that compares.
+KILLED = """
+import json, sys
+from drivetrain.plan import Plan
+from drivetrain.supervise import local_place, run_workers
+from drivetrain.watch.screen import Screen
+
+job, plan, procs, gpus = json.load(open(sys.argv[1]))
+print(run_workers(job, Plan.from_json(plan), local_place(procs), Screen(quiet=True), gpus).message)
+"""
+
+
+def _compare(folders: dict[str, Path], screen: Screen) -> int:
+    from drivetrain.runs import Run
+
     again = _first_difference(folders["first"], folders["second"])
     if again:
         screen.line("no", f"training itself does not repeat: {again}")
@@ -101,6 +112,9 @@ def _compare(folders: dict[str, Path], half: int, screen: Any) -> int:
             "two unbroken runs differ already; deterministic=true removes this on a GPU, keyed randomness (rand, torch's generators) elsewhere",
         )
         return Outcome.USER_ERROR.code
+    went_on = [e["step"] for e in Run(folders["broken"] / "run").events() if e["event"] == "resumed"]
+    if not went_on:
+        raise Problem("the killed run did not go on from a checkpoint, so nothing is proven: raise --steps", Outcome.INFRA)
     resumed = _first_difference(folders["first"], folders["broken"])
     if resumed:
         screen.line("no", f"resume is not exact: {resumed}")
@@ -108,7 +122,7 @@ def _compare(folders: dict[str, Path], half: int, screen: Any) -> int:
             "", "state outside of the model, the optimizer and the data set is not saved: keep it in buffers, or derive it from the step"
         )
         return Outcome.USER_ERROR.code
-    screen.line("yes", f"killed at step {half} and resumed: every loss, gradient and weight is bit-equal to the unbroken run")
+    screen.line("yes", f"killed and resumed from step {went_on[0]}: every loss, gradient and weight is bit-equal to the unbroken run")
     return 0
 
 

@@ -19,6 +19,8 @@ from drivetrain.settings import PACKAGE
 if TYPE_CHECKING:
     from drivetrain.engine.group import Group
     from drivetrain.engine.observe import Observer
+    from drivetrain.plan import Plan
+    from drivetrain.task import Task
 
 SMOKE_STEPS, SMOKE_BATCH = 4, 16
 
@@ -64,8 +66,6 @@ def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag) ->
         from drivetrain.engine.inference import evaluate_run
 
         return {"outcome": Outcome.OK} | evaluate_run(task, plan, run, group)
-    if "limit" in job:
-        _limit_data(task, job["limit"])
     files: list[Observer] = [MetricsFile(run), TensorBoard(run.path / "tensorboard"), screen] if group.main else []
     observer = Observers([*files, *injectors()])
 
@@ -73,12 +73,21 @@ def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag) ->
     from drivetrain.engine.loop import Training
 
     if job["mode"] == "smoke":
+        task, plan = _smoke(task, plan, job)
         Training(task, plan, run, group, observer, stop).run_to_end(stop_after=SMOKE_STEPS // 2)
     training = Training(task, plan, run, group, observer, stop)
-    if "fingerprint" in job and group.main:
-        Fingerprint(training, Path(job["fingerprint"]))
-    result = training.run_to_end()
-    observer.close()
+    if "fingerprint" in job:
+        if training.source is not None:  # its state is saved at the end of an epoch: go over one
+            task.steps = max(training.total, 2 * training.feed.steps_per_epoch)
+            training = Training(task, plan, run, group, observer, stop)
+        if group.main:
+            Fingerprint(training, Path(job["fingerprint"]))
+    try:
+        result = training.run_to_end()
+    finally:  # also of a failure: nothing that was logged or saved so far may be lost
+        if training.writer is not None:
+            training.writer.wait()
+        observer.close()
     classes = getattr(task, "classes", None)
     facts = result.facts | {
         "model": getattr(task, "net", type(training.model).__name__),
@@ -87,6 +96,19 @@ def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag) ->
         "dataset": getattr(task, "dataset", job["task"]["label"]),
     }
     return {"outcome": result.outcome, "step": result.step, "metrics": result.metrics, "facts": facts}
+
+
+def _smoke(task: Task, plan: Plan, job: dict[str, Any]) -> tuple[Task, Plan]:
+    """A few samples of a data set; of a source, whose batches must fit its groups, two whole epochs."""
+    from drivetrain.plan import Plan
+    from drivetrain.recipe import TaskRef, instantiate
+    from drivetrain.task import Source
+
+    if not isinstance(task.train_data(), Source):
+        _limit_data(task, job["limit"])
+        return task, plan
+    whole = {"global_batch": job["whole"]["global_batch"], "steps": None, "epochs": 2}
+    return instantiate(TaskRef(**job["task"]), job["settings"] | whole), Plan.from_json(job["whole"]["plan"])
 
 
 def _limit_data(task: Any, samples: int) -> None:
@@ -120,23 +142,33 @@ def explain(error: BaseException, job: dict[str, Any]) -> tuple[Outcome, str]:
 
     from drivetrain.engine.data import SampleError
 
+    text = str(error)
+    first = text.splitlines()[0] if text else type(error).__name__
     if isinstance(error, Problem):
-        return error.outcome, str(error)
-    if isinstance(error, SampleError):
-        text = str(error)
-        start = text.rfind("sample ", 0, text.find(" of the data set failed") + 1)
-        return Outcome.USER_ERROR, _as_users_see(text[max(0, start) :], job)
+        return error.outcome, text
+    if isinstance(error, SampleError):  # from a loader's worker it comes inside another traceback
+        lines = text.splitlines(keepends=True)
+        begin = max(i for i, line in enumerate(lines) if line.rstrip().endswith(" failed:"))
+        return Outcome.USER_ERROR, _as_users_see("".join(lines[begin:]).removeprefix("drivetrain.engine.data.SampleError: "), job)
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return Outcome.OOM, f"out of memory: {str(error).splitlines()[0]}\nLower plan.micro_batch (now {job['plan']['micro_batch']})"
+        return Outcome.OOM, f"out of memory: {first}\nLower plan.micro_batch (now {job['plan']['micro_batch']})"
+    if "DataLoader worker" in text:
+        return Outcome.INFRA, f"{first}\nIf memory ran out: lower plan.workers (now {job['plan']['workers']}) or plan.prefetch"
+    if "Expected more than 1 value per channel" in text:
+        share = "a last batch or a process's share of one sample"
+        return Outcome.USAGE, f"BatchNorm cannot train on a single sample ({share}): choose another global_batch, or fewer processes"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
     lost = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "Connection refused")
-    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and not frames and any(w in str(error) for w in lost)):
-        return Outcome.INFRA, f"another process of this run was lost: {str(error).splitlines()[0]}"
+    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and not frames and any(w in text for w in lost)):
+        return Outcome.INFRA, f"another process of this run was lost: {first}"
     if isinstance(error, OSError) and not frames:
         return Outcome.INFRA, f"{error.strerror or error} ({error.filename or 'no file'})"
     kind = "".join(traceback.format_exception_only(error)).rstrip()
     if frames:
-        return Outcome.USER_ERROR, _as_users_see("".join(traceback.format_list(frames)) + kind, job)
+        return Outcome.USER_ERROR, _as_users_see("".join(traceback.format_list(frames)), job) + kind
+    raised = traceback.extract_tb(error.__traceback__)[-1].filename
+    if not Path(raised).is_relative_to(PACKAGE):
+        return Outcome.USER_ERROR, f"{kind}\n(raised by {Path(raised).name} while it ran this task, outside of the task's own lines)"
     whole = "".join(traceback.format_exception(error))
     return Outcome.USER_ERROR, f"{whole}This looks like a fault of drivetrain itself: please report it with the lines above."
 

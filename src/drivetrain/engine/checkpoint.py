@@ -139,7 +139,7 @@ class Writer:
             self.failure, self.newest = None, step
             self.run.event("checkpoint", step=step)
             self._retire(best)
-        except Exception as error:  # whatever goes wrong here must not end the training
+        except BaseException as error:  # DCP's own error is no Exception; and nothing here may end the training
             shutil.rmtree(hidden, ignore_errors=True)
             self.failure = _cause(error)
             need = sum(t.nbytes for t in staged.values()) / 2**20
@@ -188,7 +188,7 @@ def _cause(error: BaseException) -> str:
         if isinstance(inner, OSError) and inner.errno:
             return "the disk is full" if inner.errno == errno.ENOSPC else f"{inner.strerror} ({inner.filename or ''})"
     text = str(error)
-    if "No space left" in text or "PytorchStreamWriter" in text or "iostream error" in text:
+    if any(sign in text for sign in ("No space left", "PytorchStreamWriter", "iostream error", "inline_container", "unexpected pos")):
         return "the disk is full"
     lines = [line for line in re.split(r"\n+", text) if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__

@@ -7,6 +7,7 @@ opening a feed at any step gives what an uninterrupted run would have seen there
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +21,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from drivetrain.engine.group import Group
-from drivetrain.engine.rand import KeyedRand, key, permutation, seed_everything
-from drivetrain.outcomes import Outcome, Problem
+from drivetrain.engine.rand import KeyedRand, key, permutation, seed_everything, seed_model
+from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
 from drivetrain.runs import die_with_parent
 from drivetrain.task import Source, Task, Tensors, overrides
@@ -70,10 +71,6 @@ class Feed:
         """Samples in the global batch at this place of the epoch."""
         raise NotImplementedError
 
-    def micro_steps(self, index: int) -> int:
-        """How many micro-batches this batch is cut into: the same number on every rank."""
-        raise NotImplementedError
-
     def micro_batches(self, epoch: int, index: int) -> Iterator[Micro]:
         raise NotImplementedError
 
@@ -98,9 +95,6 @@ class OrderedFeed(Feed):
 
     def size(self, index: int) -> int:
         return min(self.batch, self.length - index * self.batch)
-
-    def micro_steps(self, index: int) -> int:
-        return len(shares(self.size(index), self.group.size, self.group.rank, self.micro))
 
     def spans(self, epoch: int, index: int) -> Iterator[tuple[Tensor, int, int]]:
         """(sample numbers, weight, position) of each micro-step of this rank."""
@@ -138,7 +132,7 @@ class LoaderFeed(OrderedFeed):
         super().__init__(len(data), *order)
         self.plan = plan
         self._samples = _KeyedSamples(data, key(seed, stream))
-        self._collate = collate or default_collate
+        self._collate = _Collate(collate or default_collate)
         self._batches: Iterator[Any] | None = None
         self._next = 0
 
@@ -154,6 +148,7 @@ class LoaderFeed(OrderedFeed):
             pin_memory=self.plan.pin_memory,
             prefetch_factor=self.plan.prefetch if workers else None,
             worker_init_fn=_begin_worker if workers else None,
+            multiprocessing_context="fork" if workers else None,  # the data set need not be picklable
             generator=torch.Generator(),
         )
         self._batches = iter(loader)
@@ -188,7 +183,25 @@ class _Schedule:
 
 
 class SampleError(Exception):
-    """A data set could not give a sample; the text holds the user's frames."""
+    """A data set could not give a sample, or collate a batch; the text holds the user's frames."""
+
+
+def _failed(what: str, error: Exception) -> SampleError:
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [f for f in frames if not f.filename.startswith(os.path.dirname(torch.__file__))]
+    text = "".join(traceback.format_list(own)) + "".join(traceback.format_exception_only(error))
+    return SampleError(f"{what} failed:\n{text.rstrip()}")
+
+
+class _Collate:
+    def __init__(self, function: Callable[[list[Any]], Any]) -> None:
+        self.function = function
+
+    def __call__(self, samples: list[Any]) -> Any:
+        try:
+            return self.function(samples)
+        except Exception as error:
+            raise _failed("collating the data set's samples to a batch", error) from None
 
 
 class _KeyedSamples:
@@ -208,15 +221,13 @@ class _KeyedSamples:
         except Problem:
             raise
         except Exception as error:
-            frames = traceback.extract_tb(error.__traceback__)[1:]
-            text = "".join(traceback.format_list(frames)) + "".join(traceback.format_exception_only(error))
-            raise SampleError(f"sample {index} of the data set failed:\n{text.rstrip()}") from None
+            raise _failed(f"sample {index} of the data set", error) from None
 
 
 def _begin_worker(_: int) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
-        die_with_parent(parent.pid)
+        die_with_parent(parent.pid)  # forked from the rank itself
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the rank decides when to stop
 
@@ -244,6 +255,9 @@ class SourceFeed(Feed):
 
     def begin_epoch(self, epoch: int, model: torch.nn.Module) -> None:
         rand = KeyedRand(self.group_ids, self.seed, epoch, GROUP)
+        seed = key(self.seed, epoch, GROUP, self.low)  # for code that does not draw from rand
+        seed_everything(seed)
+        seed_model(self.group.device, seed)
         model.eval()
         with torch.no_grad():
             data = self.source.collect(model, rand, self._total)
@@ -277,16 +291,13 @@ class SourceFeed(Feed):
         part = self._columns(index)
         return self.source.groups * len(part)
 
-    def micro_steps(self, index: int) -> int:
-        part = self._columns(index)
-        largest = -(-self.source.groups // self.group.size) * len(part)
-        return -(-largest // self.plan.micro_batch)
-
     def micro_batches(self, epoch: int, index: int) -> Iterator[Micro]:
         assert self._data is not None and epoch == self._epoch
         part = self._columns(index)
         rows = self._order(index // self.steps_per_pass)[:, part.start : part.stop].reshape(-1)
-        width, turn, count = len(part), index // self.steps_per_pass, self.micro_steps(index)
+        width, turn = len(part), index // self.steps_per_pass
+        largest = -(-self.source.groups // self.group.size) * width  # of any rank: all take the same number of micro-steps
+        count = -(-largest // self.plan.micro_batch)
         base = turn * len(self.source) + part.start * self.source.groups + self.low * width
         for i in range(count):
             low, high = len(rows) * i // count, len(rows) * (i + 1) // count
@@ -328,7 +339,7 @@ def check_data(data: Any, hook: str) -> None:
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise Problem(f"{hook} gave a {type(data).__name__}: return Tensors(...) or a map-style Dataset (__len__ and __getitem__)")
     if len(data) == 0:
-        raise Problem(f"{hook} gave an empty data set: check the path or the filter that made it", Outcome.DATA)
+        raise Problem(f"{hook} gave an empty data set: check the path or the filter that made it")
 
 
 def _fits(data: Tensors, device: torch.device) -> bool:

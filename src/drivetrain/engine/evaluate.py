@@ -50,7 +50,8 @@ def _add(metrics: Any, weight: int, samples: int, values: dict[str, list[Tensor]
         raise Problem(f"metrics() gave {type(metrics).__name__}: return a dict of name -> per-sample values or (total, count)")
     for name, value in metrics.items():
         if isinstance(value, tuple):
-            counted = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=value[0].device) for v in value])
+            place = next((v.device for v in value if isinstance(v, Tensor)), torch.device("cpu"))
+            counted = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=place) for v in value])
             sums[name] = sums.get(name, 0.0) + counted * (1 if weight else 0)
         elif not isinstance(value, Tensor):
             raise Problem(f"metrics() gave a {type(value).__name__} for {name!r}: per-sample values or (total, count) are needed")
@@ -77,7 +78,9 @@ def _finish(
         for name, figure in task.summary(whole).items():
             if isinstance(figure, Tensor) and figure.dim() > 0:
                 figures[name] = figure
-            else:
+            elif isinstance(figure, (int, float, Tensor)):
                 metrics[name] = float(figure)
+            else:
+                raise Problem(f"summary() gave a {type(figure).__name__} for {name!r}: numbers and tensors can be kept")
     ranked = {n: metrics[n] for n in sorted(metrics, key=lambda n: order.index(n) if n in order else len(order))}
     return Evaluation(ranked, figures, samples)

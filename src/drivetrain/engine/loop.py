@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.engine import state
-from drivetrain.engine.checkpoint import Checkpoint, Writer, newest_good
+from drivetrain.engine.checkpoint import Checkpoint, Damaged, Writer, folder, newest_good, verify
 from drivetrain.engine.control import Agreement, Every
 from drivetrain.engine.data import Feed, OrderedFeed, SourceFeed, eval_feed, train_feed
 from drivetrain.engine.evaluate import Evaluation, evaluate
@@ -62,6 +62,8 @@ class Training:
         data, test = task.train_data(), task.eval_data()
         self.feed: Feed = train_feed(task, data, plan, group)
         self.test: OrderedFeed | None = None if test is None else eval_feed(task, test, plan, group)
+        if task.best and test is None:
+            raise Problem(f"best={task.best} needs an evaluation, but the task has no eval_data()")
         self.source: Source | None = data if isinstance(data, Source) else None
         self.strategy = spread(self.model, group, TAIL)
         self.optimizer = make_optimizer(task, self.model)
@@ -90,7 +92,8 @@ class Training:
         self.observer.moment("start")
         agreement = Agreement(self.group)
         per_epoch = self.feed.steps_per_epoch
-        stopping, save_late, fresh = False, False, True
+        # What falls due inside the epoch of a source waits for its end, where its state is whole.
+        stopping, save_late, evaluate_late, fresh = False, False, False, True
         ticking = self.group.main and self.group.device.type == "cpu"
         clocked = self.save_every.steps is None or self.evaluate_every.steps is None
         self.feed.open(self.done)
@@ -103,17 +106,18 @@ class Training:
                 self._ask(stop_after)
             coming = self.done + 1
             last = coming == self.total
-            evaluating = self.test is not None and (last or self.evaluate_every.due(coming))
-            logging = last or evaluating or self.log.due(coming)
+            resumable = self.source is None or coming % per_epoch == 0
+            evaluate_late |= self.evaluate_every.due(coming)
+            evaluating = self.test is not None and (last or (evaluate_late and resumable))
+            logging = last or evaluating or self.log.due(coming) or (self.group.main and self.log.overdue())
             figures = self.step(self.done, with_norm=logging)
             if fresh:
                 self.ledger, fresh = Ledger(len(figures), self.group.device), False
             self.ledger.push(self.done, figures)
             self.done = coming
             asked_stop, asked_save, asked_evaluation = agreement.read(self.done, figures, self.step.requests)
-            evaluating |= asked_evaluation and self.test is not None
+            evaluate_late = (evaluate_late or asked_evaluation) and not evaluating
             saving = last or self.save_every.due(self.done) or asked_save or save_late
-            logging |= evaluating
             stopping |= asked_stop
             if not (logging or saving or stopping or self.ledger.full or (ticking and self._tick_due())):
                 continue
@@ -122,7 +126,6 @@ class Training:
             if evaluating:
                 saving |= self._evaluate()
             self._emit()
-            resumable = self.source is None or self.done % per_epoch == 0
             save_late = saving and not resumable
             if (saving or stopping) and resumable:
                 self._save(wait=last)
@@ -203,11 +206,13 @@ class Training:
 
     def _guard(self, block: Block) -> None:
         """Stop at the first step that is not a number."""
+        assert self.step.figures is not None
+        guarded = self.step.figures.guarded()
         for step, row in enumerate(block.rows, block.first):
             if self.step.loss_scale is not None:
                 good = row[SCALE] >= LEAST_SCALE  # overflow is fp16's daily bread; a scale that only falls is not
             else:
-                good = math.isfinite(sum(row))
+                good = math.isfinite(sum([row[slot] for slot in guarded]))
             if not good:
                 self._emit(before=step + 1)
                 raise self._not_a_number(step)
@@ -347,10 +352,12 @@ class Training:
         facts = self._facts() | {"time": self._elapsed(), "peak_memory_bytes": peak_memory(self.group.device), "train": self._means()}
         if self.group.main:
             tensors, aliases = state.model_tensors(self.model)
-            if self.best.step is not None and self.best.step != self.done and self.best.step in self.run.steps():
-                from drivetrain.engine.checkpoint import folder, verify
-
-                tensors = state.unpack(verify(self.run.checkpoints / folder(self.best.step)).tensors(), "model")
+            if self.best.step is not None and self.best.step != self.done:
+                try:
+                    best = verify(self.run.checkpoints / folder(self.best.step))
+                    tensors = state.unpack(best.tensors(), "model")
+                except Damaged as damage:
+                    self._damage(f"the best checkpoint (step {self.best.step:,}) cannot be used, so the last weights are kept: {damage}")
             try:
                 state.write_weights(self.run.model_path, tensors, aliases)
             except Exception as error:  # safetensors has its own error for a full disk

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from drivetrain.outcomes import Problem
@@ -51,7 +52,7 @@ def _part(name: str, value: Any) -> Part:
 def read_figure(name: str, value: Any) -> Part:
     """A logged-only figure: per-sample values, a mean, or (total, count)."""
     if isinstance(value, tuple) and len(value) == 2:
-        return Part(name, value[0].detach(), value[1])
+        return Part(name, torch.as_tensor(value[0]).detach(), value[1])
     if not isinstance(value, Tensor):
         raise Problem(f"the logged figure {name!r} is a {type(value).__name__}: give a tensor, or (total, count)")
     value = value.detach().float()

@@ -18,6 +18,9 @@ def make_optimizer(task: Task, model: torch.nn.Module) -> torch.optim.Optimizer:
         if own is not None:
             if not isinstance(own, torch.optim.Optimizer):
                 raise Problem(f"optimizer() gave a {type(own).__name__}: return a torch.optim.Optimizer, or None for {task.optim}")
+            known = set(model.parameters())
+            if any(p not in known for group in own.param_groups for p in group["params"]):
+                raise Problem("optimizer() has a parameter that the model does not: make it a part of the module that model() gives")
             return own
     parameters = [p for p in model.parameters() if p.requires_grad]
     options: dict[str, Any] = {"lr": task.learning_rate, "weight_decay": task.weight_decay}

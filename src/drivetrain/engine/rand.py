@@ -32,11 +32,44 @@ def seed_model(device: torch.device, value: int) -> None:
         torch.default_generator.manual_seed(value)
 
 
-def seed_everything(value: int) -> None:
-    """Seed Python's, numpy's and torch's generators, as user code in a data set uses them."""
+def seed_host(value: int) -> None:
+    """Seed Python's and numpy's generators."""
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
+
+
+def seed_everything(value: int) -> None:
+    """Seed Python's, numpy's and torch's generators, as user code in a data set uses them."""
+    seed_host(value)
     torch.default_generator.manual_seed(value)
+
+
+class HostRandom:
+    """Whether a task's loss or model draws from Python's or numpy's generators. Seeding them for every
+    micro-batch costs as much as all else in a small step, so it is done only for tasks that need it:
+    looked for in the first step and in every logged one."""
+
+    def __init__(self) -> None:
+        self.used = True  # until the first step has shown otherwise
+        self._first = True
+        self._mark: object = None
+
+    def begin(self, seed: int, check: bool) -> None:
+        """Before a micro-batch's forward pass."""
+        if self.used:
+            seed_host(seed)
+        if self._first or (check and not self.used):
+            self._mark = _host_state()
+
+    def end(self) -> None:
+        """After the last micro-batch of a step."""
+        if self._mark is not None:
+            self.used, self._first, self._mark = self._mark != _host_state(), False, None
+
+
+def _host_state() -> object:
+    _, words, position, *rest = np.random.get_state()
+    return random.getstate(), words[0], position, rest
 
 
 def permutation(length: int, *parts: int) -> Tensor:

@@ -36,9 +36,11 @@ def build_model(task: Task, plan: Plan, run: Run, group: Group, observer: Observ
     model = task.model()
     if not isinstance(model, nn.Module):
         raise Problem(f"model() gave a {type(model).__name__}: return an nn.Module")
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
+        raise Problem("model() has lazy layers whose sizes are not known yet: give the sizes, or run a batch through it in model()")
     if not any(p.requires_grad for p in model.parameters()):
         raise Problem("model() has no parameter that requires a gradient: there is nothing to train")
-    if task.start:
+    if task.start and not group.share(bool(run.steps())):  # a run that goes on needs it no more
         found = weights_of(task.start) if group.main else None  # another machine may not have the file
         aliases = group.share(found[1] if found else None)
         state.load_model(model, state.share(found[0] if found else None, group), aliases, task.start)

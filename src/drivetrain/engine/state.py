@@ -52,9 +52,15 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tup
     names: dict[Tensor, str] = {p: n for n, p in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
+    plain["groups"] = []
+    for number, group in enumerate(optimizer.param_groups):
+        # What an optimizer keeps beside its parameters' state; rates follow from the schedule.
+        kept = {k: v for k, v in group.items() if k not in ("params", "lr")}
+        tensors |= {f"#{number}/{k}": v for k, v in kept.items() if isinstance(v, Tensor)}
+        plain["groups"].append({k: _plain(k, v) for k, v in kept.items() if not isinstance(v, Tensor)})
     for parameter, state in optimizer.state.items():
         for entry, value in state.items():
-            name = f"{names.get(parameter, '?')}/{entry}"
+            name = f"{names[parameter]}/{entry}"
             if isinstance(value, Tensor):
                 tensors[name] = value
                 if value.device != parameter.device:
@@ -76,8 +82,13 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
     parameters = dict(model.named_parameters())
     on_cpu = set(plain.get("on_cpu", ()))
     optimizer.state.clear()
+    for group, kept in zip(optimizer.param_groups, plain["groups"], strict=True):
+        group |= kept
     for name, value in (*tensors.items(), *plain.get("values", {}).items()):
         owner, _, entry = name.rpartition("/")
+        if owner.startswith("#"):
+            optimizer.param_groups[int(owner[1:])][entry] = value
+            continue
         if owner not in parameters:
             raise Problem(f"the checkpoint's optimizer knows a parameter {owner!r} that this model does not have")
         parameter = parameters[owner]

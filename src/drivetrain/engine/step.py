@@ -6,6 +6,7 @@ last partial batch all give the gradient of the same mean.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from drivetrain.engine.group import Group
 from drivetrain.engine.losses import Part, read_loss
 from drivetrain.engine.optim import Rates, takes_factor
 from drivetrain.engine.precision import LossScale, Precision
-from drivetrain.engine.rand import key, seed_model
+from drivetrain.engine.rand import HostRandom, key, seed_model
 from drivetrain.engine.strategies import Strategy
 from drivetrain.outcomes import Problem
 from drivetrain.task import Task, overrides
@@ -35,6 +36,8 @@ class Figures:
         self.names = [p.name for p in (*parts, *logged)]
         if len(set(self.names)) != len(self.names):
             raise Problem(f"loss() uses a name twice: {self.names}")
+        if len(self.parts) > 1 and "loss" in self.names:
+            raise Problem("loss() names one of several figures 'loss', which is the name of the parts' sum: choose another")
         own = [p.count is not None for p in (*parts, *logged)]
         self.total = {name: FIGURES + i for i, name in enumerate(self.names)}
         first = FIGURES + len(self.names)
@@ -42,6 +45,10 @@ class Figures:
         self.used = first + len(self.count)
         if self.used > TAIL:
             raise Problem(f"loss() logs {len(self.names)} figures; at most {(TAIL - FIGURES) // 2} fit")
+
+    def guarded(self) -> list[int]:
+        """The slots that must be numbers: the norm and the parts, not what is only logged."""
+        return [NORM, *(self.total[name] for name in self.parts)]
 
     def read(self, row: list[float], size: int) -> dict[str, float]:
         """The global means, from a row of the ledger."""
@@ -68,6 +75,7 @@ class Step:
         self._fused = takes_factor(optimizer)
         self._augment = augmenter(task)
         self._has_counts = overrides(task, "counts")
+        self._host_random = HostRandom()
         self._slots = strategy.tail.unbind(0)
         self._used = strategy.tail
 
@@ -77,18 +85,21 @@ class Step:
         self.rates.set(step)
         self.strategy.zero()
         size = self.feed.size(index)
-        last = self.feed.micro_steps(index) - 1
-        micros: Any = self.feed.micro_batches(epoch, index)
+        batches: Iterable[tuple[Any, int, int]] = (
+            (self._batch(m, epoch), m.weight, m.position) for m in self.feed.micro_batches(epoch, index)
+        )
         counts: dict[str, Tensor] = {}
         if self._has_counts:
-            micros = list(micros)
-            counts = self._global_counts([(self._batch(m, epoch), m.weight) for m in micros])
-        for number, micro in enumerate(micros):
-            seed_model(self.group.device, key(self._seed, step, micro.position))
-            objective = self._forward(self._batch(micro, epoch), micro.weight, size, counts)
-            if number == last:
-                self.strategy.before_last_backward()
+            ready = list(batches)
+            counts = self._global_counts([(batch, weight) for batch, weight, _ in ready])
+            batches = ready
+        for batch, weight, position in batches:
+            seed = key(self._seed, step, position)
+            seed_model(self.group.device, seed)
+            self._host_random.begin(seed, check=with_norm)
+            objective = self._forward(batch, weight, size, counts)
             objective.backward()
+        self._host_random.end()
         for slot, asked in enumerate(self.requests, STOP):
             if asked:
                 self._slots[slot].fill_(1.0)
@@ -106,8 +117,10 @@ class Step:
         figures = self.figures or self._agree_on_figures(parts, logged, counts)
         objective: Tensor | None = None
         names = figures.names
+        if len(parts) + len(logged) != len(names):
+            raise Problem(f"loss() gave {[p.name for p in (*parts, *logged)]}, but {names} in the first batch: names must stay the same")
         for place, part in enumerate((*parts, *logged)):
-            if place >= len(names) or part.name != names[place] or (part.count is None) == (part.name in figures.count):
+            if part.name != names[place] or (part.count is None) == (part.name in figures.count):
                 raise Problem(
                     f"loss() gave {[p.name for p in (*parts, *logged)]}, but {names} in the first batch: names must stay the same"
                 )

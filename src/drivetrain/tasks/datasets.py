@@ -62,7 +62,7 @@ def idx(name: str, split: Split, data_dir: str) -> Tensors:
     images = read_idx(_locate(name, f"{prefix}-images-idx3-ubyte", Path(data_dir)), dimensions=3)
     labels = read_idx(_locate(name, f"{prefix}-labels-idx1-ubyte", Path(data_dir)), dimensions=1)
     if len(images) != len(labels):
-        raise Problem(f"{name} in {data_dir}: {len(images)} {split} images but {len(labels)} labels", Outcome.DATA)
+        raise Problem(f"{name} in {data_dir}: {len(images)} {split} images but {len(labels)} labels")
     return Tensors(torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels).long())
 
 
@@ -71,8 +71,7 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
 
     def wrong(why: str) -> Problem:
         return Problem(
-            f"{path} is no IDX file of {dimensions}-dimensional bytes ({why}): put the original there, or delete it to fetch it again",
-            Outcome.DATA,
+            f"{path} is no IDX file of {dimensions}-dimensional bytes ({why}): put the original there, or delete it to fetch it again"
         )
 
     data = path.read_bytes()
@@ -110,7 +109,7 @@ def _locate(name: str, file: str, folder: Path) -> Path:
 def fetch(address: str, target: Path, md5: str, advice: str) -> None:
     """Download once, whoever asks: locked between processes, resumed where it broke off, checked by its MD5."""
     if os.environ.get("DRIVETRAIN_OFFLINE", "0") not in ("", "0"):
-        raise Problem(f"{target.name} is missing and DRIVETRAIN_OFFLINE=1 forbids to fetch it: {advice}", Outcome.DATA)
+        raise Problem(f"{target.name} is missing and DRIVETRAIN_OFFLINE=1 forbids to fetch it: {advice}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target.with_name(f".{target.name}.lock"), "w") as lock:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -26,7 +28,7 @@ class MetricsFile(Observer):
 
     def resumed(self, step: int) -> None:
         rows = [row for row in read_lines(self.path) if row.get("step", 0) <= step]
-        write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        write_atomic(self.path, "".join(map(_line, rows)))
 
     def row(self, row: dict[str, Any]) -> None:
         self._waiting.append(row)
@@ -37,7 +39,7 @@ class MetricsFile(Observer):
         self._last = time.monotonic()
         if not self._waiting:
             return
-        text = "".join(json.dumps(row) + "\n" for row in self._waiting).encode()
+        text = "".join(_line(row) for row in self._waiting).encode()
         before = self.path.stat().st_size if self.path.exists() else 0
         try:
             with open(self.path, "ab", buffering=0) as file:
@@ -56,6 +58,11 @@ class MetricsFile(Observer):
         self._write()
 
 
+def _line(row: dict[str, Any]) -> str:
+    """One line that any JSON reader takes: what is no number is null."""
+    return json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}) + "\n"
+
+
 class TensorBoard(Observer):
     """Scalars for TensorBoard, written with the metrics; a resume purges what lies beyond its checkpoint."""
 
@@ -69,6 +76,8 @@ class TensorBoard(Observer):
     def resumed(self, step: int) -> None:
         if step:
             self._open(purge=step + 1)
+        else:  # nothing of an earlier try counts
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _open(self, purge: int = 0) -> None:
         # Its record writer works in this thread; the usual event writer's thread would contend with the step.

@@ -8,6 +8,13 @@ from torch import Tensor, nn
 from drivetrain.engine.group import Group
 
 
+def norm_of(parameters: list[nn.Parameter]) -> Tensor:
+    """The norm over all gradients, tensor by tensor, so that it is the same in every strategy."""
+    norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
+    total: Tensor = torch.linalg.vector_norm(torch.stack([n.float() for n in norms]))
+    return total
+
+
 class Single:
     """The strategy of a process on its own; `Replicated` does the same for many."""
 
@@ -21,9 +28,6 @@ class Single:
         for parameter in self.parameters:
             parameter.grad = None  # backward then need not add to zeros
 
-    def before_last_backward(self) -> None:
-        """Nothing leaves this process."""
-
     def reduce(self) -> None:
         """Make gradients whole: a parameter that took no part has a gradient of zeros, whatever the plan."""
         for parameter in self.parameters:
@@ -32,9 +36,7 @@ class Single:
 
     def norm(self) -> Tensor:
         """The norm of all gradients."""
-        norms = torch._foreach_norm([p.grad for p in self.parameters if p.grad is not None])
-        total: Tensor = torch.linalg.vector_norm(torch.stack([n.float() for n in norms]))
-        return total
+        return norm_of(self.parameters)
 
     def scale(self, factor: Tensor) -> None:
         torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
