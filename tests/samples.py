@@ -222,6 +222,49 @@ class Double(Plain):
         return None
 
 
+class Bag:
+    """A batch of a class of its own, as other libraries have them."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def to(self, device: torch.device) -> Bag:
+        return Bag(self.x.to(device), self.y.to(device))
+
+
+class Odd(Plain):
+    """A sparse embedding, an LSTM, tied weights, a frozen part, an unused one, and batches of a class of their own."""
+
+    learning_rate: float = 0.02
+
+    def model(self) -> nn.Module:
+        net = nn.ModuleDict({
+            "embed": nn.Embedding(11, 8, sparse=True), "rnn": nn.LSTM(8, 8, batch_first=True), "frozen": nn.Linear(8, 8),
+            "head": nn.Linear(8, 11, bias=False), "tied": nn.Linear(8, 11, bias=False), "unused": nn.Linear(3, 3),
+        })  # fmt: skip
+        net["tied"].weight = net["head"].weight
+        net["frozen"].requires_grad_(False)
+        return net
+
+    def train_data(self) -> Any:
+        starts = torch.arange(self.samples) % 11
+        return torch.utils.data.TensorDataset((starts[:, None] + torch.arange(6)) % 11, starts)
+
+    def collate(self, samples: list[Any]) -> Bag:
+        return Bag(torch.stack([s[0] for s in samples]), torch.stack([s[1] for s in samples]))
+
+    def eval_data(self) -> Any:
+        return self.train_data()
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        hidden, _ = model["rnn"](model["embed"](batch.x[:, :-1]))
+        logits = model["head"](hidden) + model["tied"](model["frozen"](hidden))
+        return F.cross_entropy(logits.transpose(1, 2), batch.x[:, 1:])
+
+    def metrics(self, model: Any, batch: Any) -> dict[str, Any]:
+        return {"loss": self.loss(model, batch)}
+
+
 class HostDice(Plain):
     """Draws from Python's and numpy's generators inside the loss."""
 
@@ -255,7 +298,9 @@ class Exploding(Plain):
         return value * (float("nan") if self.bad and self._calls >= self.bad else self.spike)
 
 
-TASKS = {t.__name__: t for t in (Plain, Augmented, Loaded, Tokens, Parts, Walk, OwnOptimizer, InPlace, Double, HostDice, Gamble, Exploding)}
+TASKS = {
+    t.__name__: t for t in (Plain, Augmented, Loaded, Tokens, Parts, Walk, OwnOptimizer, InPlace, Double, Odd, HostDice, Gamble, Exploding)
+}
 
 
 def training(name: str, folder: str, group: Group, settings: dict[str, Any], pins: dict[str, Any] | None = None) -> Training:

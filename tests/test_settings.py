@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from drivetrain.outcomes import Problem
 from drivetrain.recipe import BUILT_IN, find_task, load_class
-from drivetrain.settings import Length, Setting, from_json, of_class, read_source, read_type, resolve, to_json, type_text
+from drivetrain.settings import Length, Setting, read_type, resolve, type_text
+from drivetrain.source import from_json, of_class, read_source, to_json
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

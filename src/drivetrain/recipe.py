@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drivetrain import settings as _settings
 from drivetrain.outcomes import Problem
-from drivetrain.settings import PACKAGE, Setting, TaskSource, nearest
+from drivetrain.settings import PACKAGE, Setting, nearest, resolve
+from drivetrain.source import TaskSource, from_json, read_source
 from drivetrain.task import Task
 
 BUILT_IN = {
@@ -50,7 +50,7 @@ class TaskRef:
         return not self.pickled and Path(self.path).is_relative_to(PACKAGE)
 
     def source(self) -> TaskSource:
-        return _settings.read_source(Path(self.path), self.class_name)
+        return read_source(Path(self.path), self.class_name)
 
     def settings(self) -> dict[str, Setting]:
         """Its settings, from the text where that tells all, else from a child process that imports the file."""
@@ -94,7 +94,7 @@ def find_task(text: str, base: Path | None = None) -> TaskRef:
     path = (base or Path.cwd()) / Path(match[1]).expanduser()
     if not path.is_file():
         raise Problem(f"there is no file {match[1]} (looked in {path.parent})")
-    source = _settings.read_source(path, match[2])
+    source = read_source(path, match[2])
     return TaskRef(path.stem, str(path.resolve()), source.name)
 
 
@@ -187,7 +187,7 @@ def make(
                 pins[key.removeprefix("plan.")] = entry
             else:
                 values[key], origin[key] = entry, source
-    return Recipe(task, _settings.resolve(known, values, task.label), origin, pins, name, tuple(notices))
+    return Recipe(task, resolve(known, values, task.label), origin, pins, name, tuple(notices))
 
 
 def describe(task: TaskRef) -> dict[str, Setting]:
@@ -200,7 +200,7 @@ def describe(task: TaskRef) -> dict[str, Setting]:
     )
     if child.returncode != 0:
         raise Problem(child.stderr.strip() or f"{task.path} could not be imported")
-    return _settings.from_json(json.loads(child.stdout.splitlines()[-1]))
+    return from_json(json.loads(child.stdout.splitlines()[-1]))
 
 
 def load_class(task: TaskRef) -> type:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
-from drivetrain import settings as _settings
 from drivetrain.outcomes import Problem
-from drivetrain.settings import Duration, Range
+from drivetrain.settings import Duration, Range, resolve
+from drivetrain.source import of_class
 
 if TYPE_CHECKING:
     import torch
@@ -129,14 +129,14 @@ class Task:
     """Checkpoints kept, besides the best one."""
 
     def __init__(self, **settings: Any) -> None:
-        known = _settings.of_class(type(self))
+        known = of_class(type(self))
         self._given = frozenset(settings)
-        for name, value in _settings.resolve(known, settings, type(self).__name__).items():
+        for name, value in resolve(known, settings, type(self).__name__).items():
             setattr(self, name, value)
 
     def settings(self) -> dict[str, Any]:
         """The values of all settings."""
-        return {name: getattr(self, name) for name in _settings.of_class(type(self))}
+        return {name: getattr(self, name) for name in of_class(type(self))}
 
     def model(self) -> nn.Module:
         """The network; nothing in it knows ranks or devices."""

@@ -52,7 +52,8 @@ def test_a_batch_larger_than_the_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("OwnOptimizer", {"kind": "rmsprop"}), ("OwnOptimizer", {"kind": "count"}), ("Double", {}), ("InPlace", {})]
+    ("name", "options"),
+    [("OwnOptimizer", {"kind": "rmsprop"}), ("OwnOptimizer", {"kind": "count"}), ("Double", {}), ("InPlace", {}), ("Odd", {})],
 )
 def test_other_optimizers_formats_and_augmentation_in_place(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     reference = curve(name, tmp_path / "one", 1, clip=0.1, **options)

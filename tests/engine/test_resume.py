@@ -26,6 +26,7 @@ def run(name: str, folder: Path, world: int = 1, stop: int | None = None, pins: 
         ("Loaded", 2, {"workers": 1}),
         ("Parts", 1, {}),
         ("HostDice", 1, {"micro_batch": 5}),
+        ("Odd", 2, {"workers": 1}),
     ],
 )
 def test_stopped_twice_in_an_epoch_and_at_its_end(name: str, world: int, pins: dict[str, Any], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from drivetrain.cli import launch
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.recipe import Recipe, TaskRef, find_task, instantiate, make
 from drivetrain.runs import Run, find
-from drivetrain.settings import class_source, of_class
+from drivetrain.source import class_source, of_class
 from drivetrain.supervise import local_place
 from drivetrain.task import Task
 from drivetrain.watch.screen import Screen

@@ -8,7 +8,7 @@ import traceback
 
 from drivetrain.outcomes import Problem
 from drivetrain.recipe import TaskRef, load_class
-from drivetrain.settings import of_class, to_json
+from drivetrain.source import of_class, to_json
 
 
 def main() -> None:

@@ -365,7 +365,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
         return type(batch)(*(to_device(v, device) for v in batch))
     if isinstance(batch, (list, tuple)):
         return type(batch)(to_device(v, device) for v in batch)
-    return batch
+    return batch.to(device) if hasattr(batch, "to") else batch  # tokenizers', graphs' and other libraries' batches
 
 
 def tensors_in(batch: Any) -> Sequence[Tensor]:

@@ -24,7 +24,7 @@ from drivetrain.engine.group import Group
 from drivetrain.engine.ledger import Block, Ledger
 from drivetrain.engine.memory import peak_memory
 from drivetrain.engine.observe import Observer
-from drivetrain.engine.optim import Rates, factors, make_optimizer
+from drivetrain.engine.optim import Rates, make_optimizer, schedule_of
 from drivetrain.engine.precision import LEAST_SCALE, Precision
 from drivetrain.engine.setup import build_model, prepare
 from drivetrain.engine.step import NORM, SCALE, SKIPPED, TAIL, Step
@@ -65,11 +65,12 @@ class Training:
         if task.best and test is None:
             raise Problem(f"best={task.best} needs an evaluation, but the task has no eval_data()")
         self.source: Source | None = data if isinstance(data, Source) else None
+        state.model_tensors(self.model)  # what cannot be saved is said now, not at the first save
         self.strategy = spread(self.model, group, TAIL)
         self.optimizer = make_optimizer(task, self.model)
         per_epoch = self.feed.steps_per_epoch
         self.total = int(task.steps or task.epochs * per_epoch)
-        self.rates = Rates(self.optimizer, factors(task, self.total, per_epoch), group.device)
+        self.rates = Rates(self.optimizer, schedule_of(task, self.total, per_epoch), self.total, group.device)
         self.step = Step(task, self.model, self.feed, self.strategy, self.optimizer, self.rates, self.precision, group)
         self.ledger: Ledger
         self.writer = Writer(run, task.keep, observer.moment, observer.notice) if group.main else None
@@ -160,6 +161,8 @@ class Training:
         for block in self.ledger.arrived(wait):
             self._guard(block)
             self._blocks.append(block)
+            if len(self._blocks) > 100:
+                self._sum_epoch()
             for done in [d for d, row in self._rows.items() if not row and d - 1 <= block.last]:
                 self._rows[done] = self._row(done - 1, block.rows[done - 1 - block.first])
             if block.last + 1 == self.done and not logging:

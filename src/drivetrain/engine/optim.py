@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from drivetrain.outcomes import Problem
 from drivetrain.settings import Length
@@ -36,16 +38,14 @@ def takes_factor(optimizer: torch.optim.Optimizer) -> bool:
     return all(group.get("fused") for group in optimizer.param_groups)
 
 
-def factors(task: Task, steps: int, steps_per_epoch: int) -> list[float]:
-    """The factor of the peak learning rate for every step of the run."""
-    if overrides(task, "schedule"):
-        own = [task.schedule(step, steps) for step in range(steps)]
-        if own and own[0] is not None:
-            return [float(f) if f is not None else 1.0 for f in own]
+def schedule_of(task: Task, steps: int, steps_per_epoch: int) -> Callable[[int], float]:
+    """The factor of the peak learning rate at each step of the run."""
+    if overrides(task, "schedule") and task.schedule(0, steps) is not None:
+        return lambda step: float(task.schedule(step, steps) or 0.0)
     warmup = Length.parse(task.warmup).in_steps(steps_per_epoch)
     if warmup is None:
         raise Problem(f"warmup={task.warmup}: give steps or epochs (1ep), not a time")
-    return [_factor(task.decay, step, steps, warmup) for step in range(steps)]
+    return lambda step: _factor(task.decay, step, steps, warmup)
 
 
 def _factor(decay: str, step: int, steps: int, warmup: int) -> float:
@@ -60,23 +60,25 @@ def _factor(decay: str, step: int, steps: int, warmup: int) -> float:
 class Rates:
     """Sets each parameter group's learning rate: its own peak times the schedule's factor."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, table: list[float], device: torch.device) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float], steps: int, device: torch.device) -> None:
         self.groups = optimizer.param_groups
         self.peaks = [float(group["lr"]) for group in self.groups]
-        self.table = table
-        self.on_device = device.type == "cuda" and takes_factor(optimizer)
-        if self.on_device:  # a tensor the kernel reads: changing it needs no host sync and survives capture
-            self.tensors = torch.tensor(table, device=device)
+        self.factor = factor
+        self.table: Tensor | None = None
+        if device.type == "cuda" and takes_factor(optimizer):
+            # A tensor that the kernel reads: changing it needs no host sync and survives capture.
+            self.table = torch.tensor([factor(step) for step in range(steps)], device=device)
             for group, peak in zip(self.groups, self.peaks, strict=True):
                 group["lr"] = torch.tensor(peak, device=device)
 
     def set(self, step: int) -> None:
-        factor = self.table[step]
+        if self.table is not None:
+            for group, peak in zip(self.groups, self.peaks, strict=True):
+                torch.mul(self.table[step], peak, out=group["lr"])
+            return
+        factor = self.factor(step)
         for group, peak in zip(self.groups, self.peaks, strict=True):
-            if self.on_device:
-                torch.mul(self.tensors[step], peak, out=group["lr"])
-            else:
-                group["lr"] = peak * factor
+            group["lr"] = peak * factor
 
     def at(self, step: int) -> float:
-        return self.peaks[0] * self.table[step]
+        return self.peaks[0] * self.factor(step)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from drivetrain.hardware import Hardware
 from drivetrain.outcomes import Problem
-from drivetrain.settings import _coerce, nearest, read_type
+from drivetrain.settings import coerce, nearest, read_type
 
 GPU_LOADER_WORKERS = 4
 
@@ -73,7 +73,7 @@ def read_pins(given: Mapping[str, object]) -> dict[str, Any]:
         if key not in PINNABLE:
             raise Problem(f"the plan has no choice {key!r} to pin{nearest(key, PINNABLE)} (these can be: {', '.join(PINNABLE)})")
         try:
-            pins[key] = _coerce(read_type(PINNABLE[key]), value)
+            pins[key] = coerce(read_type(PINNABLE[key]), value)
         except ValueError as error:
             raise Problem(f"plan.{key}={value} does not fit: it is {error}") from None
     return pins

@@ -33,6 +33,8 @@ class Single:
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
 
     def norm(self) -> Tensor:
         """The norm of all gradients."""
