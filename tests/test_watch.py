@@ -22,13 +22,24 @@ def test_tensorboard_purges_what_a_resume_repeats(tmp_path: Path) -> None:
         writer = TensorBoard(tmp_path)
         writer.resumed(first - 1)
         for step in range(first, last + 1):
-            writer.row({"step": step, "epoch": 1, "time": 0.1, "train/loss": step + first / 100})
+            writer.row({"step": step, "epoch": 1, "time": 0.1, "eval/loss": step + first / 100})
         writer.close()
         time.sleep(1.1)  # TensorBoard orders files by the second in their name
     found = EventAccumulator(str(tmp_path)).Reload()
-    scalars = found.Scalars("train/loss")
+    scalars = found.Scalars("eval/loss")
     assert [s.step for s in scalars] == list(range(1, 13))
     assert scalars[6].value == pytest.approx(7.06)
+
+
+def test_tensorboard_gets_ten_rows_a_second_and_the_last(tmp_path: Path) -> None:
+    writer = TensorBoard(tmp_path)
+    writer.resumed(0)
+    for step in range(1, 1001):
+        writer.row({"step": step, "epoch": 1, "time": 0.1, "train/loss": 1.0})
+    writer.close()
+    steps = [s.step for s in EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")]
+    assert len(steps) < 20
+    assert steps[-1] == 1000
 
 
 def test_numbers_as_people_read_them() -> None:

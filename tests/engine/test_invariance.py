@@ -72,8 +72,10 @@ def test_augmentation_in_place_is_done_once(tmp_path: Path) -> None:
     batch = job.task.train_data()[order]
     batch["x"].add_(KeyedRand(order, 0, 0, 1).normal(4))
     parts, _ = job.task.loss(job.model, batch)
-    row = job.step(0)
-    assert row[job.step.figures.total["all"]].item() / 101 == pytest.approx(parts["all"].item(), rel=1e-5)
+    job.step(0)
+    job.step.ledger.fetch()
+    row = job.step.ledger.arrived(wait=True)[0].rows[0]
+    assert row[job.step.figures.total["all"]] / 101 == pytest.approx(parts["all"].item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -27,6 +28,10 @@ class Every:
     def due(self, done: int) -> bool:
         return self.steps is not None and self.steps > 0 and done % self.steps == 0
 
+    def next(self, done: int) -> int:
+        """The first step after `done` at which it is due by number."""
+        return sys.maxsize if not self.steps else done + self.steps - done % self.steps
+
     def overdue(self) -> bool:
         """Asks by the clock; true once a period."""
         if self.steps is not None or time.monotonic() - self._last < self._seconds:
@@ -43,8 +48,8 @@ class Agreement:
         self._answers: list[tuple[Tensor, Any]] = []
         self._quiet = [0, 0, 0]
 
-    def read(self, step: int, tail: Tensor, asked: list[bool]) -> list[bool]:
-        if self.group.size == 1:
+    def read(self, step: int, tail: Tensor | None, asked: list[bool]) -> list[bool]:
+        if tail is None:
             return asked
         flags = tail[STOP : EVALUATE + 1]
         if self.group.device.type != "cuda":

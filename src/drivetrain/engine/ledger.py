@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LENGTH = 256
+LENGTH, HALF = 256, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,23 +25,36 @@ class Block:
 
 
 class Ledger:
+    """A ring of rows, one a step. A step writes its figures straight into its row where nothing need be sent."""
+
     def __init__(self, width: int, device: torch.device) -> None:
         self._ring = torch.zeros(LENGTH, width, device=device)
-        self._rows = self._ring.unbind(0)
+        self._slots: list[tuple[Tensor, ...] | None] = [None] * LENGTH
         self._cuda = device.type == "cuda"
         self._first = self._next = -1
         self._fetches: deque[tuple[int, Tensor, Any]] = deque()
 
-    def push(self, step: int, figures: Tensor) -> None:
-        """Note a step's figures; one small copy on the device."""
+    def slots(self, step: int) -> tuple[Tensor, ...]:
+        """A view of each figure of a step's row, zero at first."""
+        place = step % LENGTH
+        if place % HALF == 0:
+            self._ring[place : place + HALF].zero_()  # fetched long ago: `full` sees to it
+        slots = self._slots[place]
+        if slots is None:
+            slots = self._slots[place] = self._ring[place].unbind(0)
+        return slots
+
+    def note(self, step: int, figures: Tensor | None = None) -> None:
+        """The step's row is written; or copy these figures into it."""
+        if figures is not None:
+            self._ring[step % LENGTH].copy_(figures)
         if self._first < 0:
             self._first = step
-        self._rows[step % LENGTH].copy_(figures)
         self._next = step + 1
 
     @property
     def full(self) -> bool:
-        return self._first >= 0 and self._next - self._first >= LENGTH - 1
+        return self._first >= 0 and self._next - self._first >= HALF - 1
 
     def fetch(self) -> None:
         """Begin to copy what was noted to the host."""

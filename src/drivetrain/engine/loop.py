@@ -72,7 +72,6 @@ class Training:
         self.total = int(task.steps or task.epochs * per_epoch)
         self.rates = Rates(self.optimizer, schedule_of(task, self.total, per_epoch), self.total, group.device)
         self.step = Step(task, self.model, self.feed, self.strategy, self.optimizer, self.rates, self.precision, group)
-        self.ledger: Ledger
         self.writer = Writer(run, task.keep, observer.moment, observer.notice) if group.main else None
         self.log, self.evaluate_every, self.save_every = (Every(s, per_epoch) for s in (task.log_every, task.eval_every, task.save_every))
         self.done = 0
@@ -94,15 +93,17 @@ class Training:
         agreement = Agreement(self.group)
         per_epoch = self.feed.steps_per_epoch
         # What falls due inside the epoch of a source waits for its end, where its state is whole.
-        stopping, save_late, evaluate_late, fresh = False, False, False, True
+        stopping = save_late = evaluate_late = False
         ticking = self.group.main and self.group.device.type == "cpu"
         clocked = self.save_every.steps is None or self.evaluate_every.steps is None
         self.feed.open(self.done)
         self.model.train()
         while self.done < self.total:
-            self.observer.moment("step")
             if self.done % per_epoch == 0:
                 self.feed.begin_epoch(self.done // per_epoch, self.model)
+            if not (clocked or save_late or evaluate_late or stop_after):
+                self._take_quiet_steps(ticking)
+            self.observer.moment("step")
             if self.stop or clocked or stop_after is not None:
                 self._ask(stop_after)
             coming = self.done + 1
@@ -111,19 +112,18 @@ class Training:
             evaluate_late |= self.evaluate_every.due(coming)
             evaluating = self.test is not None and (last or (evaluate_late and resumable))
             logging = last or evaluating or self.log.due(coming) or (self.group.main and self.log.overdue())
-            figures = self.step(self.done, with_norm=logging)
-            if fresh:
-                self.ledger, fresh = Ledger(len(figures), self.group.device), False
-            self.ledger.push(self.done, figures)
+            self.step(self.done, with_norm=logging)
             self.done = coming
-            asked_stop, asked_save, asked_evaluation = agreement.read(self.done, figures, self.step.requests)
+            ledger = self.step.ledger
+            assert ledger is not None
+            asked_stop, asked_save, asked_evaluation = agreement.read(self.done, self.strategy.tail, self.step.requests)
             evaluate_late = (evaluate_late or asked_evaluation) and not evaluating
             saving = last or self.save_every.due(self.done) or asked_save or save_late
             stopping |= asked_stop
-            if not (logging or saving or stopping or self.ledger.full or (ticking and self._tick_due())):
+            if not (logging or saving or stopping or ledger.full or (ticking and self._tick_due())):
                 continue
-            self.ledger.fetch()
-            self._take_in(logging, wait=evaluating or saving or stopping)
+            ledger.fetch()
+            self._take_in(ledger, logging, wait=evaluating or saving or stopping)
             if evaluating:
                 saving |= self._evaluate()
             self._emit()
@@ -133,6 +133,21 @@ class Training:
             if stopping and resumable and not last:
                 return self._stopped()
         return self._finish()
+
+    def _take_quiet_steps(self, ticking: bool) -> None:
+        """The fast path of one process: steps after which nothing is due, up to the next one that has something."""
+        per_epoch = self.feed.steps_per_epoch
+        epoch_end = self.done - self.done % per_epoch + per_epoch
+        due = min(self.total, epoch_end, *(every.next(self.done) for every in (self.log, self.evaluate_every, self.save_every)))
+        step, ledger, stop, moment = self.step, self.step.ledger, self.stop, self.observer.moment
+        if ledger is None or self.group.size > 1:
+            return  # before the first step; and others may ask for something at every step
+        for number in range(self.done, due - 1):
+            if stop or ledger.full or (ticking and self._tick_due()):
+                return
+            moment("step")
+            step(number, with_norm=False)
+            self.done = number + 1
 
     def _ask(self, stop_after: int | None) -> None:
         """Note this rank's wishes; they reach every rank with the gradients of the coming step."""
@@ -154,11 +169,11 @@ class Training:
     def _tick_due(self) -> bool:
         return time.monotonic() - self._marked > TICK_SECONDS
 
-    def _take_in(self, logging: bool, wait: bool) -> None:
+    def _take_in(self, ledger: Ledger, logging: bool, wait: bool) -> None:
         """Read the figures that arrived: guard against NaN, make rows of the steps that are logged."""
         if logging:
             self._rows[self.done] = {}  # filled once its figures arrive
-        for block in self.ledger.arrived(wait):
+        for block in ledger.arrived(wait):
             self._guard(block)
             self._blocks.append(block)
             if len(self._blocks) > 100:

@@ -46,8 +46,7 @@ def seed_everything(value: int) -> None:
 
 class HostRandom:
     """Whether a task's loss or model draws from Python's or numpy's generators. Seeding them for every
-    micro-batch costs as much as all else in a small step, so it is done only for tasks that need it:
-    looked for in the first step and in every logged one."""
+    micro-batch costs as much as all else in a small step, so it is done only for tasks that need it."""
 
     def __init__(self) -> None:
         self.used = True  # until the first step has shown otherwise

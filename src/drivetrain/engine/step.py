@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from drivetrain.engine.data import Feed, Micro, augmenter
 from drivetrain.engine.group import Group
+from drivetrain.engine.ledger import Ledger
 from drivetrain.engine.losses import Part, read_loss
 from drivetrain.engine.optim import Rates, takes_factor
 from drivetrain.engine.precision import LossScale, Precision
@@ -26,6 +27,7 @@ from drivetrain.task import Task, overrides
 # steps, then the figures.
 TAIL = 64
 NORM, STOP, SAVE, EVALUATE, SCALE, SKIPPED, FIGURES = range(7)
+LOOK_EVERY = 1000  # steps between looks at whether a task draws from Python's or numpy's generators
 
 
 class Figures:
@@ -76,14 +78,19 @@ class Step:
         self._augment = augmenter(task)
         self._has_counts = overrides(task, "counts")
         self._host_random = HostRandom()
-        self._slots = strategy.tail.unbind(0)
-        self._used = strategy.tail
+        self.ledger: Ledger | None = None
+        self._tail = strategy.tail
+        self._slots: tuple[Tensor, ...] = () if self._tail is None else self._tail.unbind(0)
+        self._step = 0
 
-    def __call__(self, step: int, with_norm: bool = True) -> Tensor:
-        """Take step number `step` (from 0); gives its figures, on the device."""
+    def __call__(self, step: int, with_norm: bool = True) -> None:
+        """Take step number `step` (from 0); its figures go to the ledger."""
         epoch, index = divmod(step, self.feed.steps_per_epoch)
         self.rates.set(step)
         self.strategy.zero()
+        self._step = step
+        if self._tail is None and self.ledger is not None:
+            self._slots = self.ledger.slots(step)
         size = self.feed.size(index)
         batches: Iterable[tuple[Any, int, int]] = (
             (self._batch(m, epoch), m.weight, m.position) for m in self.feed.micro_batches(epoch, index)
@@ -96,7 +103,7 @@ class Step:
         for batch, weight, position in batches:
             seed = key(self._seed, step, position)
             seed_model(self.group.device, seed)
-            self._host_random.begin(seed, check=with_norm)
+            self._host_random.begin(seed, check=step % LOOK_EVERY == 0)
             objective = self._forward(batch, weight, size, counts)
             objective.backward()
         self._host_random.end()
@@ -105,7 +112,8 @@ class Step:
                 self._slots[slot].fill_(1.0)
         self.strategy.reduce()
         self._update(size, bool(counts), with_norm)
-        return self._used
+        assert self.ledger is not None and self.figures is not None
+        self.ledger.note(step, None if self._tail is None else self._tail[: self.figures.used])
 
     def _batch(self, micro: Micro, epoch: int) -> Any:
         return micro.batch if self._augment is None else self._augment(micro, epoch)
@@ -162,7 +170,10 @@ class Step:
         everyone = self.group.gather((figures.names, sorted(figures.count)))
         if any(other != everyone[0] for other in everyone):
             raise Problem(f"loss() gave other names on other processes: {everyone}; they must be the same in every batch")
-        self.figures, self._used = figures, self.strategy.tail[: figures.used]
+        self.figures = figures
+        self.ledger = Ledger(figures.used, self.group.device)
+        if self._tail is None:
+            self._slots = self.ledger.slots(self._step)
         return figures
 
     def _global_counts(self, batches: list[tuple[Any, int]]) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from drivetrain.engine.observe import Observer
 from drivetrain.runs import Run, read_lines, write_atomic
 
 FLUSH_SECONDS = 1.0
+ROW_SECONDS = 0.1  # TensorBoard's files get ten rows a second at most: its page shows no more, and they are slow to write
 
 
 class MetricsFile(Observer):
@@ -71,7 +72,7 @@ class TensorBoard(Observer):
         self._file: Any = None
         self._records: Any = None
         self._waiting: list[tuple[float, dict[str, Any]]] = []
-        self._last = time.monotonic()
+        self._last = self._taken = time.monotonic()
 
     def resumed(self, step: int) -> None:
         if step:
@@ -98,8 +99,13 @@ class TensorBoard(Observer):
         self._records.write(event.SerializeToString())
 
     def row(self, row: dict[str, Any]) -> None:
+        now = time.monotonic()
+        if self._waiting and now - self._taken < ROW_SECONDS and not any(name.startswith("eval/") for name in self._waiting[-1][1]):
+            self._waiting.pop()  # a newer one takes its place
+        else:
+            self._taken = now
         self._waiting.append((time.time(), row))
-        if time.monotonic() - self._last > FLUSH_SECONDS:
+        if now - self._last > FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:

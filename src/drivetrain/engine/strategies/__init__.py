@@ -14,7 +14,10 @@ from drivetrain.engine.strategies.single import Single
 class Strategy(Protocol):
     """What a step asks of the gradients."""
 
-    tail: Tensor
+    @property
+    def tail(self) -> Tensor | None:
+        """Where a step's figures and requests travel with the gradients, if they travel."""
+        ...
 
     def zero(self) -> None: ...
     def reduce(self) -> None: ...

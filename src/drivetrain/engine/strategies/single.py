@@ -20,11 +20,9 @@ class Single:
 
     def __init__(self, model: nn.Module, group: Group, tail: int) -> None:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.tail = torch.zeros(tail, device=group.device)
-        """The step's figures and requests."""
+        self.tail = None  # there is nobody to send figures to
 
     def zero(self) -> None:
-        self.tail.zero_()
         for parameter in self.parameters:
             parameter.grad = None  # backward then need not add to zeros
 
