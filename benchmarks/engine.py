@@ -70,7 +70,7 @@ def by_hand(net: str, steps: int) -> float:
             optimizer.step()
             schedule.step()
             done += 1
-            if done % 10 == 0:
+            if done % 50 == 0:
                 loss.item()
             if done == steps:
                 break

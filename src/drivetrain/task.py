@@ -119,7 +119,7 @@ class Task:
     """Begin from the weights of this run or .safetensors file."""
     best: str | None = None
     """Keep the checkpoint with the best value of this metric (max:NAME or min:NAME; accuracies rise, losses fall)."""
-    log_every: Duration = 10
+    log_every: Duration = 50
     """Steps between logged rows."""
     eval_every: Duration = "1ep"
     """Steps (or 1ep, 10min) between evaluations; the end always evaluates."""

@@ -82,6 +82,8 @@ class Step:
         self._tail = strategy.tail
         self._slots: tuple[Tensor, ...] = () if self._tail is None else self._tail.unbind(0)
         self._step = 0
+        self._plain: int | None = None
+        """The slot of the loss, where it is all there is: a scalar mean over samples."""
 
     def __call__(self, step: int, with_norm: bool = True) -> None:
         """Take step number `step` (from 0); its figures go to the ledger."""
@@ -121,7 +123,21 @@ class Step:
     def _forward(self, batch: Any, weight: int, size: int, counts: dict[str, Tensor]) -> Tensor:
         """This micro-batch's share of the objective; its figures go to the tail."""
         with self.precision.forward():
-            parts, logged = read_loss(self.task.loss(self.model, batch))
+            value = self.task.loss(self.model, batch)
+        if self._plain is not None and isinstance(value, Tensor) and value.dim() == 0:  # the common case, by the shortest way
+            self._slots[self._plain].add_(value.detach(), alpha=weight)
+            objective = value if weight == size else value * (weight / size)
+        else:
+            objective = self._forward_parts(value, weight, size, counts)
+        if not objective.requires_grad:
+            raise Problem(
+                "loss() gave a value without a gradient: it must depend on parameters that require one"
+                " (no .item(), .detach() or torch.no_grad() on the way)"
+            )
+        return objective if self.loss_scale is None else objective * self.loss_scale.scale
+
+    def _forward_parts(self, value: Any, weight: int, size: int, counts: dict[str, Tensor]) -> Tensor:
+        parts, logged = read_loss(value)
         figures = self.figures or self._agree_on_figures(parts, logged, counts)
         objective: Tensor | None = None
         names = figures.names
@@ -132,13 +148,13 @@ class Step:
                 raise Problem(
                     f"loss() gave {[p.name for p in (*parts, *logged)]}, but {names} in the first batch: names must stay the same"
                 )
-            value = part.value.detach()
+            total = part.value.detach()
             if part.count is None:
-                self._slots[figures.total[part.name]].add_(value, alpha=weight)
+                self._slots[figures.total[part.name]].add_(total, alpha=weight)
                 share = weight / size
             else:
                 counted = 1 if weight else 0
-                self._slots[figures.total[part.name]].add_(value, alpha=counted)
+                self._slots[figures.total[part.name]].add_(total, alpha=counted)
                 self._slots[figures.count[part.name]].add_(part.count, alpha=counted)
                 share = counted / size
             if place < len(parts):
@@ -148,12 +164,7 @@ class Step:
                     term = part.value if share == 1.0 else part.value * share
                 objective = term if objective is None else objective + term
         assert objective is not None
-        if not objective.requires_grad:
-            raise Problem(
-                "loss() gave a value without a gradient: it must depend on parameters that require one"
-                " (no .item(), .detach() or torch.no_grad() on the way)"
-            )
-        return objective if self.loss_scale is None else objective * self.loss_scale.scale
+        return objective
 
     def _agree_on_figures(self, parts: list[Part], logged: list[Part], counts: dict[str, Tensor]) -> Figures:
         figures = Figures(parts, logged)
@@ -171,6 +182,8 @@ class Step:
         if any(other != everyone[0] for other in everyone):
             raise Problem(f"loss() gave other names on other processes: {everyone}; they must be the same in every batch")
         self.figures = figures
+        if figures.names == ["loss"] and not figures.count:
+            self._plain = figures.total["loss"]
         self.ledger = Ledger(figures.used, self.group.device)
         if self._tail is None:
             self._slots = self.ledger.slots(self._step)

@@ -29,10 +29,11 @@ class Single:
     def reduce(self) -> None:
         """Make gradients whole: a parameter that took no part has a gradient of zeros, whatever the plan."""
         for parameter in self.parameters:
-            if parameter.grad is None:
+            gradient = parameter.grad
+            if gradient is None:
                 parameter.grad = torch.zeros_like(parameter)
-            elif parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_dense()
+            elif gradient.is_sparse:
+                parameter.grad = gradient.to_dense()
 
     def norm(self) -> Tensor:
         """The norm of all gradients."""
