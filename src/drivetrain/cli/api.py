@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.cli import launch
+from drivetrain.cli import ending, launch
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.recipe import Recipe, TaskRef, find_task, instantiate, make
 from drivetrain.runs import Run, find
@@ -44,7 +44,7 @@ def train(
         run, ended = _train_by_value(task, recipe, request, screen)
     else:
         run, ended = launch.train_recipe(recipe, request, screen)
-    launch.raise_failure(ended, run)
+    ending.raise_failure(ended, run)
     if ended.interrupted and ended.outcome is not Outcome.OK:
         raise KeyboardInterrupt
     return run
@@ -71,8 +71,8 @@ def _train_by_value(task: Task, recipe: Recipe, request: launch.Request, screen:
     machine = launch.look_at_machine(request)
     opened = launch.open_run(recipe, request)
     if opened.finished:
-        return opened.run, launch._already_finished(opened, screen)
-    with launch._held(opened):
+        return opened.run, launch.already_finished(opened, screen)
+    with launch.held(opened):
         place = local_place(machine.procs)
         plan = launch.make_plan(recipe, machine, place, 1, opened.before)
         file = opened.run.path / "task" / "task.pkl"
@@ -81,7 +81,7 @@ def _train_by_value(task: Task, recipe: Recipe, request: launch.Request, screen:
             cloudpickle.dump(task, stream)
         if text := class_source(type(task)):
             file.with_name("task.py").write_text(text + "\n")  # for people to read
-        return opened.run, launch._train(recipe, request, opened, machine, place, plan, screen)
+        return opened.run, launch.train_opened(recipe, request, opened, machine, place, plan, screen)
 
 
 def _digest(task: Task) -> str:

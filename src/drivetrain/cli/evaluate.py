@@ -23,7 +23,7 @@ def run(verb: str, words: list[str]) -> int:
     args = parser.parse(words)
 
     from drivetrain import runs
-    from drivetrain.cli import launch
+    from drivetrain.cli import ending, launch
     from drivetrain.supervise import local_place, run_workers
     from drivetrain.watch.screen import Screen, number
 
@@ -36,12 +36,12 @@ def run(verb: str, words: list[str]) -> int:
     plan = launch.make_plan(recipe, machine, place, 1, info)
     screen = Screen(quiet=args.quiet or args.json)
     if not recipe.task.built_in:
-        screen.notice(f"running the code kept in {launch._shown(found)}/task")
+        screen.notice(f"running the code kept in {ending.shown(found)}/task")
     job = launch.make_job(recipe, found, plan, "eval", info["folder"])
     ended = run_workers(job, plan, place, screen, machine.gpus, args.verbose)
-    launch.raise_failure(ended, found)
+    ending.raise_failure(ended, found)
     if ended.outcome is not Outcome.OK:
-        return launch.exit_code(ended)
+        return ending.exit_code(ended)
     result = ended.result
     kept = {k: result[k] for k in ("metrics", "samples", "figures")}
     runs.write_atomic(found.path / "eval.json", json.dumps({"format": runs.FORMAT} | kept, indent=1) + "\n")
@@ -52,7 +52,7 @@ def run(verb: str, words: list[str]) -> int:
     if "confusion" in result["figures"]:
         path = found.path / "confusion.png"
         draw_confusion(result["figures"]["confusion"], result["classes"], str(path), found.name)
-        screen.line("", f"confusion matrix: {launch._shown(found)}/{path.name}")
+        screen.line("", f"confusion matrix: {ending.shown(found)}/{path.name}")
     return 0
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain import hardware, runs
-from drivetrain.cli import launch
+from drivetrain.cli import ending, launch
 from drivetrain.cli.launch import Machine, Opened, Request
 from drivetrain.cli.worker import StopFlag, work
 from drivetrain.outcomes import Outcome, Problem
@@ -118,7 +118,7 @@ def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tup
         try:
             opened = _open(recipe, request)
             if opened.finished:
-                launch._already_finished(opened, screen)
+                launch.already_finished(opened, screen)
                 told = {"finished": str(opened.run.path.resolve())}
             else:
                 place = Place(0, machine.procs, world, ("", 0))
@@ -147,7 +147,7 @@ def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tup
     if opened is not None:
         from drivetrain.plan import Plan
 
-        launch.finish(opened, recipe, Plan.from_json(job["plan"]), ended, screen)
+        ending.finish(opened.run, opened.before, recipe, Plan.from_json(job["plan"]), ended, screen)
     return run, ended
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from drivetrain import __version__, hardware, runs
 from drivetrain import plan as planning
 from drivetrain import recipe as recipes
+from drivetrain.cli import ending
 from drivetrain.hardware import Hardware
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
@@ -21,7 +22,7 @@ from drivetrain.recipe import MAY_CHANGE, Recipe, TaskRef
 from drivetrain.runs import Lock, Run
 from drivetrain.settings import nearest
 from drivetrain.supervise import Ended, Place, local_place, run_workers
-from drivetrain.watch.screen import Screen, duration, number, size
+from drivetrain.watch.screen import Screen
 
 
 @dataclass(frozen=True)
@@ -228,11 +229,11 @@ def train_recipe(recipe: Recipe, request: Request, screen: Screen) -> tuple[Run,
         return _train_on_nodes(recipe, request, machine, screen)
     opened = open_run(recipe, request)
     if opened.finished:
-        return opened.run, _already_finished(opened, screen)
-    with _held(opened):
+        return opened.run, already_finished(opened, screen)
+    with held(opened):
         place = local_place(machine.procs)
         plan = make_plan(recipe, machine, place, 1, opened.before)
-        return opened.run, _train(recipe, request, opened, machine, place, plan, screen)
+        return opened.run, train_opened(recipe, request, opened, machine, place, plan, screen)
 
 
 def resume_run(recipe: Recipe, request: Request, screen: Screen) -> tuple[Run, Ended]:
@@ -242,8 +243,8 @@ def resume_run(recipe: Recipe, request: Request, screen: Screen) -> tuple[Run, E
     run = Run(str(request.run_dir))
     opened = _go_on(recipe, run, run.read())
     if opened.finished:
-        return run, _already_finished(opened, screen)
-    with _held(opened):
+        return run, already_finished(opened, screen)
+    with held(opened):
         machine = look_at_machine(request)
         was = opened.before["plan"] if opened.before else {}
         if request.procs is None and request.gpus is None and (machine.device, 1) == (was["device"], was["nodes"]):
@@ -253,13 +254,13 @@ def resume_run(recipe: Recipe, request: Request, screen: Screen) -> tuple[Run, E
         place = local_place(machine.procs)
         plan = make_plan(recipe, machine, place, 1, opened.before)
         if not recipe.task.built_in:
-            screen.notice(f"running the code kept in {_shown(run)}/task")
+            screen.notice(f"running the code kept in {ending.shown(run)}/task")
         if not run.steps():
             screen.notice(f"{run.name} has no checkpoint yet: starting at step 0")
-        return run, _train(recipe, request, opened, machine, place, plan, screen)
+        return run, train_opened(recipe, request, opened, machine, place, plan, screen)
 
 
-def _already_finished(opened: Opened, screen: Screen) -> Ended:
+def already_finished(opened: Opened, screen: Screen) -> Ended:
     screen.line(
         "run", f"{opened.run.name} is finished (a fresh one: --name NAME; more epochs: drivetrain resume {opened.run.name} epochs=N)"
     )
@@ -293,7 +294,7 @@ def _train_on_nodes(recipe: Recipe, request: Request, machine: Machine, screen: 
             return run, Ended(Outcome.OK, f"{offered['run']} is finished")
         plan = Plan.from_json(offered["plan"])
         if opened is not None:
-            return run, _train(recipe, request, opened, machine, place, plan, screen)
+            return run, train_opened(recipe, request, opened, machine, place, plan, screen)
         job = make_job(recipe, run, plan, "train") | {"task": asdict(recipe.task)}  # known to be the same code, and surely here
         return run, run_workers(job, plan, place, screen, machine.gpus, request.verbose)
     finally:
@@ -302,7 +303,7 @@ def _train_on_nodes(recipe: Recipe, request: Request, machine: Machine, screen: 
 
 
 @contextlib.contextmanager
-def _held(opened: Opened) -> Iterator[None]:
+def held(opened: Opened) -> Iterator[None]:
     try:
         yield
     finally:
@@ -310,116 +311,24 @@ def _held(opened: Opened) -> Iterator[None]:
             opened.lock.release()
 
 
-def _train(recipe: Recipe, request: Request, opened: Opened, machine: Machine, place: Place, plan: Plan, screen: Screen) -> Ended:
+def train_opened(recipe: Recipe, request: Request, opened: Opened, machine: Machine, place: Place, plan: Plan, screen: Screen) -> Ended:
     header(recipe, machine, plan, screen, opened.why)
     record(recipe, opened, plan, machine)
     opened.run.event("started", world_size=place.world_size, device=plan.device)
     folder = opened.before["folder"] if opened.before else None
     job = make_job(recipe, opened.run, plan, "train", folder)
     ended = run_workers(job, plan, place, screen, machine.gpus, request.verbose)
-    finish(opened, recipe, plan, ended, screen)
+    ending.finish(opened.run, opened.before, recipe, plan, ended, screen)
     return ended
-
-
-def finish(opened: Opened, recipe: Recipe, plan: Plan, ended: Ended, screen: Screen) -> None:
-    """Note and show how the run ended; a mistaken resume leaves it as it was."""
-    if ended.outcome is Outcome.USAGE and opened.before is not None:
-        opened.run.write(opened.before)
-        return
-    conclude(opened.run, recipe, plan, ended)
-    footer(opened.run, ended, screen)
 
 
 def header(recipe: Recipe, machine: Machine, plan: Plan, screen: Screen, why: str = "") -> None:
     if not screen.quiet:
-        screen._put(f"drivetrain {__version__}   {recipe.task.label}   {machine.hardware.sentence()}")
+        screen.put(f"drivetrain {__version__}   {recipe.task.label}   {machine.hardware.sentence()}")
     screen.line("plan", plan.sentence())
     for notice in (*recipe.notices, why):
         if notice:
             screen.notice(notice)
-
-
-def conclude(run: Run, recipe: Recipe, plan: Plan, ended: Ended) -> None:
-    """Write how the run ended: run.json, events, and for a finished one its summary."""
-    try:
-        run.update(**runs.stop_info(ended.outcome, ended.message))
-        if ended.outcome is Outcome.OK:
-            runs.write_atomic(run.path / "model" / "task.json", json.dumps(_model_card(recipe, ended), indent=1) + "\n")
-            runs.write_atomic(run.path / "summary.txt", summary(recipe, plan, ended))
-    except OSError as error:
-        raise Problem(
-            f"{run.name}: {error.strerror}; the run's end could not be noted (drivetrain resume {run.name})", Outcome.INFRA
-        ) from None
-    finally:
-        run.event("finished" if ended.outcome is Outcome.OK else "stopped", outcome=str(ended.outcome), message=ended.message[:500])
-
-
-def _model_card(recipe: Recipe, ended: Ended) -> dict[str, Any]:
-    return {
-        "format": runs.FORMAT, "task": recipe.task.label, "class": recipe.task.class_name,
-        "settings": recipe.settings, "step": ended.result.get("step"), "metrics": ended.result.get("metrics"),
-    }  # fmt: skip
-
-
-def summary(recipe: Recipe, plan: Plan, ended: Ended) -> str:
-    """The fields people note of a run, as plain text."""
-    facts, metrics, values = ended.result["facts"], ended.result["metrics"], recipe.settings
-    train = facts["train"]
-
-    def percent(value: float | None) -> str:
-        return "not measured" if value is None else f"{100 * value:.2f} %"
-
-    rows = {
-        "Dataset": facts["dataset"],
-        "Model": facts["model"],
-        "Classes": "-" if facts["classes"] is None else facts["classes"],
-        "Channels": "-" if facts["channels"] is None else facts["channels"],
-        "Training Accuracy": percent(train.get("accuracy")),
-        "Test Accuracy": percent(metrics.get("accuracy")),
-        "Test Loss": f"{metrics['loss']:.4f}" if "loss" in metrics else "not measured",
-        "Epochs": facts["epochs"],
-        "Batch Size": plan.global_batch,
-        "Learning Rate": values["learning_rate"],
-        "Mixed Precision": plan.precision if plan.precision in ("bf16", "fp16") else f"no ({plan.precision})",
-        "World Size": plan.world_size,
-        "Device": facts["device"],
-        "Total Parameters": f"{facts['parameters']:,}",
-        "Steps": f"{ended.result['step']:,}",
-        "Training Time": duration(facts["time"]),
-        "Peak Memory": size(facts["peak_memory_bytes"]),
-    }
-    return "".join(f"{name + ':':<20}{value}\n" for name, value in rows.items())
-
-
-def footer(run: Run, ended: Ended, screen: Screen) -> None:
-    result = ended.result
-    if ended.outcome is Outcome.OK:
-        metrics, facts = result["metrics"], result["facts"]
-        if metrics:
-            screen.line("eval", "   ".join(number(k, v) for k, v in metrics.items()) + f"   ({facts['test_samples']:,} samples)")
-        screen.line("done", f"{result['step']:,} steps in {duration(facts['time'])}, peak memory {size(facts['peak_memory_bytes'])}")
-        screen.line("run", f"{_shown(run)}   next: drivetrain eval {run.name} | drivetrain status {run.name}")
-    elif ended.outcome is Outcome.PREEMPTED:
-        screen.line("stopped", f"after step {result['step']:,}, saved; go on with: drivetrain resume {run.name}")
-    elif ended.interrupted:
-        screen.line("stopped", f"at once; go on with: drivetrain resume {run.name}")
-
-
-def _shown(run: Run) -> str:
-    return os.path.relpath(run.path)
-
-
-def exit_code(ended: Ended) -> int:
-    """130 for Ctrl-C, as shells expect; else the outcome's."""
-    return 130 if ended.interrupted and ended.outcome is not Outcome.OK else ended.outcome.code
-
-
-def raise_failure(ended: Ended, run: Run) -> None:
-    """Turn a failed end into the one message that the user sees."""
-    if ended.outcome in (Outcome.OK, Outcome.PREEMPTED) or ended.interrupted:
-        return
-    hint = f"\nGo on with: drivetrain resume {run.name}" if ended.outcome.retryable and "resume" not in ended.message else ""
-    raise Problem(ended.message + hint, ended.outcome)
 
 
 def wait_for_lock(path: Path, seconds: float) -> Lock:

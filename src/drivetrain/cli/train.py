@@ -90,7 +90,7 @@ def run(verb: str, words: list[str]) -> int:
 def train_stages(recipes: list[Recipe], request: Request, screen: Screen, started: str | None) -> int:
     """One run after another, each from the weights of the one before; finished ones are not run again."""
     from drivetrain import runs
-    from drivetrain.cli import foreign, launch
+    from drivetrain.cli import ending, foreign, launch
 
     before: runs.Run | None = None
     for recipe in recipes:
@@ -105,21 +105,21 @@ def train_stages(recipes: list[Recipe], request: Request, screen: Screen, starte
             where = replace(request, name=None, run_dir=str(base / recipe.name.rpartition("/")[2]))
         train = launch.train_recipe if started is None else lambda r, q, s: foreign.train(r, q, s, str(started))
         before, ended = train(recipe, where, screen)
-        launch.raise_failure(ended, before)
+        ending.raise_failure(ended, before)
         if ended.outcome is not Outcome.OK:
-            return launch.exit_code(ended)
+            return ending.exit_code(ended)
     return 0
 
 
 def _resume(recipe: Recipe, request: Request, screen: Screen, started: str | None) -> int:
-    from drivetrain.cli import foreign, launch
+    from drivetrain.cli import ending, foreign, launch
 
     if started is not None:
         found, ended = foreign.train(recipe, request, screen, started)
     else:
         found, ended = launch.resume_run(recipe, request, screen)
-    launch.raise_failure(ended, found)
-    return launch.exit_code(ended)
+    ending.raise_failure(ended, found)
+    return ending.exit_code(ended)
 
 
 def dry_run(recipe: Recipe, request: Request) -> None:
@@ -144,7 +144,7 @@ def dry_run(recipe: Recipe, request: Request) -> None:
 
 def smoke(recipe: Recipe, request: Request, screen: Screen) -> int:
     """Everything a run does, in seconds, in a folder that is thrown away."""
-    from drivetrain.cli import launch
+    from drivetrain.cli import ending, launch
     from drivetrain.cli.worker import SMOKE_BATCH, SMOKE_STEPS
     from drivetrain.supervise import local_place, run_workers
 
@@ -163,10 +163,10 @@ def smoke(recipe: Recipe, request: Request, screen: Screen) -> int:
         launch.record(recipe, opened, plan, machine)
         job = launch.make_job(recipe, opened.run, plan, "smoke") | {"limit": SMOKE_STEPS * batch, "whole": whole}
         ended = run_workers(job, plan, place, screen, machine.gpus, request.verbose)
-        launch.raise_failure(ended, opened.run)
+        ending.raise_failure(ended, opened.run)
         if ended.outcome is Outcome.OK:
             screen.line("smoke", "train, save, resume and eval work; nothing was kept")
-        return launch.exit_code(ended)
+        return ending.exit_code(ended)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

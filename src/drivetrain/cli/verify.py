@@ -64,7 +64,7 @@ def run(verb: str, words: list[str]) -> int:
 
 def _train(recipe: Recipe, args: argparse.Namespace, folder: Path, kill: bool) -> Path:
     """Train in child processes, as the command does; with `kill`, end them all once a checkpoint is out, and resume."""
-    from drivetrain.cli import launch
+    from drivetrain.cli import ending, launch
     from drivetrain.runs import Run
     from drivetrain.supervise import local_place, run_workers
     from drivetrain.watch.screen import Screen
@@ -85,7 +85,7 @@ def _train(recipe: Recipe, args: argparse.Namespace, folder: Path, kill: bool) -
             raise Problem(f"the kill did not come: {done.stderr.strip() or done.stdout.strip()}", Outcome.INFRA)
         (folder / "fingerprint.jsonl").rename(folder / "before.jsonl")
     ended = run_workers(job, plan, local_place(machine.procs), Screen(quiet=True), machine.gpus)
-    launch.raise_failure(ended, Run(opened.run.path))
+    ending.raise_failure(ended, Run(opened.run.path))
     return folder
 
 

@@ -59,9 +59,9 @@ class Screen(Observer):
         head = f"{label:<{LABEL}}"
         if self.colour and label:
             head = f"\x1b[1m{head}\x1b[0m"
-        self._put(head + text)
+        self.put(head + text)
 
-    def _put(self, text: str) -> None:
+    def put(self, text: str) -> None:
         if self._drawn:
             self.stream.write("\r\x1b[2K")
             self._drawn = False
@@ -73,7 +73,7 @@ class Screen(Observer):
 
     def passed_on(self, text: str) -> None:
         """A line that the user's own code printed."""
-        self._put(text)
+        self.put(text)
 
     def notice(self, text: str) -> None:
         first, *more = text.splitlines() or [""]
@@ -121,7 +121,7 @@ class Screen(Observer):
             self.stream.flush()
             self._drawn = True
         else:
-            self._put(text)
+            self.put(text)
 
     def _pieces(self, facts: dict[str, Any]) -> list[tuple[int, str]]:
         """(importance, text): a narrow terminal loses the least important first."""
