@@ -87,6 +87,7 @@ class _Supervisor:
             try:
                 for local in range(self.place.local_procs):
                     self._start(local)
+                self.screen.busy("loading torch and the task ...")
                 while any(w.process.poll() is None for w in self.workers) or self.selector.get_map():
                     self._listen(0.2)
                     self._watch()

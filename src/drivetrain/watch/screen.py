@@ -45,7 +45,7 @@ class Screen(Observer):
         self.live = self.stream.isatty() and os.environ.get("TERM") != "dumb"
         self.colour = self.live and not os.environ.get("NO_COLOR")
         self._facts: dict[str, Any] = {}
-        self._drawn = False
+        self._drawn = self._passing = False
         self._last = 0.0
         self._evaluated: dict[str, float] = {}
         self._start: tuple[float, int] | None = None
@@ -70,6 +70,13 @@ class Screen(Observer):
             self.stream.flush()
         except BrokenPipeError:
             self.quiet = True  # the reader left; the training goes on
+
+    def busy(self, text: str) -> None:
+        """Something that takes a moment, shown until the next line; only where it can be wiped again."""
+        if self.live and not self.quiet:
+            self.stream.write(f"\r\x1b[2K{'start':<{LABEL}}{text}")
+            self.stream.flush()
+            self._drawn = self._passing = True
 
     def passed_on(self, text: str) -> None:
         """A line that the user's own code printed."""
@@ -119,7 +126,7 @@ class Screen(Observer):
         if self.live and not final:
             self.stream.write("\r\x1b[2K" + text)
             self.stream.flush()
-            self._drawn = True
+            self._drawn, self._passing = True, False
         else:
             self.put(text)
 
@@ -157,7 +164,7 @@ class Screen(Observer):
 
     def close(self) -> None:
         if self._drawn:
-            self.stream.write("\n")
+            self.stream.write("\r\x1b[2K" if self._passing else "\n")  # the last progress stays
             self.stream.flush()
             self._drawn = False
 
