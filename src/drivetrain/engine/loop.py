@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.engine import state
+from drivetrain.engine.best import Best
 from drivetrain.engine.checkpoint import Checkpoint, Damaged, Writer, folder, newest_good, verify
 from drivetrain.engine.control import Agreement, Every
 from drivetrain.engine.data import Feed, OrderedFeed, SourceFeed, eval_feed, train_feed
@@ -384,33 +385,3 @@ class Training:
                     Outcome.INFRA,
                 ) from None
         return Result(Outcome.OK, self.done, self.metrics, facts)
-
-
-class Best:
-    """The best evaluation so far, by the metric that `best` names."""
-
-    def __init__(self, setting: str | None) -> None:
-        direction, _, name = (setting or "").rpartition(":")
-        self.name = name
-        falling = ("loss", "perplexity", "error")
-        self.sign = {"max": 1, "min": -1}.get(direction) or (-1 if any(w in name for w in falling) else 1)
-        self.value: float | None = None
-        self.step: int | None = None
-
-    def update(self, metrics: dict[str, float], step: int) -> bool:
-        if not self.name:
-            return False
-        if self.name not in metrics:
-            raise Problem(f"best={self.name}: the evaluation gives {', '.join(metrics)}")
-        value = metrics[self.name]
-        if math.isnan(value) or (self.value is not None and self.sign * value <= self.sign * self.value):
-            return False
-        self.value, self.step = value, step
-        return True
-
-    def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "value": self.value, "step": self.step}
-
-    def load(self, values: dict[str, Any]) -> None:
-        if values["name"] == self.name:
-            self.value, self.step = values["value"], values["step"]
