@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -437,9 +436,3 @@ def _alive(run: str) -> list[int]:
             except OSError:
                 continue
     return [p for p in found if p != os.getpid()]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

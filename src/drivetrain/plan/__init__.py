@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from drivetrain.hardware import Hardware
@@ -152,8 +152,3 @@ def _precision(asked: str, device: str, hardware: Hardware) -> tuple[Any, str]:
     if oldest >= (8, 0):
         return "bf16", f"compute capability {oldest[0]}.{oldest[1]} has it"
     return "fp16", f"compute capability {oldest[0]}.{oldest[1]} has no bf16"
-
-
-def replan(plan: Plan, **changes: Any) -> Plan:
-    """The same plan with some choices changed."""
-    return replace(plan, **changes)
