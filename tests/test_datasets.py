@@ -1,11 +1,13 @@
-"""IDX files: found, checked, fetched once and resumed; and what happens without a network."""
+"""IDX and CIFAR-10 files: found, checked, fetched once and resumed; and what happens without a network."""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
 import http.server
+import io
 import multiprocessing
+import tarfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.tasks import datasets
@@ -152,3 +155,114 @@ def test_processes_that_ask_together_fetch_once(server: tuple[str, type[_Server]
 def test_no_server_names_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(Problem, match=r"could not be fetched.*bring it"):
         datasets.fetch("http://127.0.0.1:9/file.gz", tmp_path / "file.gz", "0" * 32, "bring it")
+
+
+# --- CIFAR-10 ----------------------------------------------------------------------------------
+
+
+def cifar_files(records: int = 20) -> dict[str, bytes]:
+    """CIFAR-10's binary files, short ones: image i of a file is i everywhere in red, file number in green, 7 in blue."""
+    files = {}
+    for number, name in enumerate([*datasets.CIFAR10_FILES["train"], *datasets.CIFAR10_FILES["test"]]):
+        rows = [bytes([i % 10]) + bytes([i]) * 1024 + bytes([number]) * 1024 + bytes([7]) * 1024 for i in range(records)]
+        files[name] = b"".join(rows)
+    return files
+
+
+def write_cifar(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in cifar_files().items():
+        (folder / name).write_bytes(data)
+
+
+def write_archive(path: Path, files: dict[str, bytes], zipped: str = "w:gz") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, zipped) as tar:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+
+
+def assert_cifar(folder: Path) -> None:
+    x, y = datasets.cifar10("train", str(folder))[:]
+    assert (x.shape, x.dtype, y.dtype) == ((100, 3, 32, 32), torch.uint8, torch.int64)
+    assert [int(v) for v in x[47, :, 5, 6]] == [7, 2, 7]
+    assert int(y[47]) == 7
+    assert int(datasets.cifar10("test", str(folder))[:][0][3, 1, 0, 0]) == 5
+
+
+@pytest.mark.parametrize("place", [".", "cifar10", "cifar-10-batches-bin", "cifar10/cifar-10-batches-bin"])
+def test_cifar_is_found(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRIVETRAIN_OFFLINE", "1")
+    write_cifar(tmp_path / place)
+    assert_cifar(tmp_path)
+
+
+@pytest.mark.parametrize("place", [".", "cifar10"])
+def test_cifar_is_unpacked(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRIVETRAIN_OFFLINE", "1")
+    files = {f"cifar-10-batches-bin/{name}": data for name, data in cifar_files().items()}
+    write_archive(tmp_path / place / datasets.CIFAR10_ARCHIVE, files | {"../escaped.txt": b"x", "cifar-10-batches-bin/readme.html": b"x"})
+    assert_cifar(tmp_path)
+    unpacked = tmp_path / place / "cifar-10-batches-bin"
+    assert sorted(p.name for p in unpacked.iterdir()) == sorted(cifar_files())
+    assert not (tmp_path.parent / "escaped.txt").exists()
+    (tmp_path / place / datasets.CIFAR10_ARCHIVE).unlink()
+    assert_cifar(tmp_path)
+
+
+def test_cifar_is_fetched(server: tuple[str, type[_Server]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address, handler = server
+    write_archive(tmp_path / "published.tar.gz", cifar_files())
+    handler.content = (tmp_path / "published.tar.gz").read_bytes()
+    monkeypatch.setattr(datasets, "CIFAR10_ADDRESS", address)
+    monkeypatch.setattr(datasets, "CIFAR10_MD5", hashlib.md5(handler.content).hexdigest())
+    assert_cifar(tmp_path / "data")
+    assert len(handler.requests) == 1
+
+
+@pytest.mark.parametrize("name", ["cifar-10-python.tar.gz", "cifar10/cifar-10-python.tar.gz", "cifar-10-batches-py/data_batch_1"])
+def test_pickled_cifar_is_refused(name: str, folder: Path) -> None:
+    path = Path("data", name)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"cos\nsystem\n(S'touch harmed'\ntR.")
+    message = bad("train", "cifar10", DRIVETRAIN_OFFLINE="1")
+    assert "pickle" in message
+    assert "cifar-10-binary.tar.gz" in message
+    assert f"{folder}/data/cifar10" in message
+    assert not Path("harmed").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "why"),
+    [
+        ("data_batch_3.bin", bytes(3073 * 2 - 1), "data_batch_3.bin is no file of CIFAR-10: its 6,145 bytes"),
+        ("data_batch_5.bin", b"", "data_batch_5.bin is no file of CIFAR-10: its 0 bytes"),
+        ("data_batch_1.bin", bytes([10]) + bytes(3072), "data_batch_1.bin is no file of CIFAR-10: it has a label 10"),
+    ],
+)
+def test_a_file_that_is_not_cifars(name: str, data: bytes, why: str, tmp_path: Path) -> None:
+    write_cifar(tmp_path)
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(Problem, match=why):
+        datasets.cifar10("train", str(tmp_path))
+
+
+@pytest.mark.parametrize(("harm", "why"), [("cut", "is damaged"), ("short", r"lacks data_batch_4\.bin"), ("html", "is damaged")])
+def test_a_damaged_archive(harm: str, why: str, tmp_path: Path) -> None:
+    archive = tmp_path / datasets.CIFAR10_ARCHIVE
+    files = cifar_files()
+    write_archive(archive, {n: d for n, d in files.items() if harm != "short" or "_4" not in n})
+    if harm != "short":
+        archive.write_bytes(archive.read_bytes()[:900] if harm == "cut" else b"<html>404</html>")
+    with pytest.raises(Problem, match=why):
+        datasets.cifar10("train", str(tmp_path))
+    assert [p.name for p in tmp_path.iterdir() if not p.name.endswith(".lock")] == [archive.name]
+
+
+def test_cifar_trains_from_files(folder: Path) -> None:
+    write_cifar(Path("data/cifar10"))
+    output = good("train", "cifar10", "net=cnn", "steps=2", "global_batch=10", DRIVETRAIN_OFFLINE="1")
+    assert "step 2/2" in output
+    assert "Channels:           3" in Path("runs/cifar10-001/summary.txt").read_text()

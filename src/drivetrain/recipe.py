@@ -24,6 +24,8 @@ BUILT_IN = {
     "digits": "vision/digits.py:Digits",
     "mnist": "vision/mnist.py:Mnist",
     "fashion-mnist": "vision/mnist.py:FashionMnist",
+    "cifar10": "vision/cifar.py:Cifar10",
+    "folder": "vision/folder.py:Folder",
 }
 RESERVED = ("task", "name", "plan", "stages")
 VARIABLES = ("OFFLINE", "FAULTS")  # DRIVETRAIN_<these> are not settings

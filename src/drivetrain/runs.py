@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -176,6 +177,14 @@ def find(text: str | os.PathLike[str]) -> Run:
         return Run(stages[-1].parent)
     names = [r.name for r in all_runs()]
     raise Problem(f"there is no run {str(text)!r}{nearest(str(text), names)} (drivetrain runs lists them; looked in {RUNS.absolute()})")
+
+
+def record_plan(run: Run, facts: dict[str, Any]) -> None:
+    """Note choices of the plan that the first steps settled."""
+    with contextlib.suppress(OSError, Problem, KeyError):  # a full disk must not stop the training
+        plan = run.read()["plan"]
+        settled = {k: v for k, v in facts.items() if k in plan and k != "reasons"}
+        run.update(plan=plan | settled | {"reasons": plan["reasons"] | facts["reasons"]})
 
 
 def all_runs(root: Path | None = None) -> list[Run]:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from drivetrain.outcomes import Outcome, outcome_of_code
 from drivetrain.plan import Plan
-from drivetrain.runs import Run
+from drivetrain.runs import Run, record_plan
 from drivetrain.watch.screen import Screen, replay
 
 WIRE = "_DRIVETRAIN_WIRE"  # tells a worker the handle of its wire, and who its parent is
@@ -77,6 +77,7 @@ class _Supervisor:
     def __init__(self, file: Path, job: dict[str, Any], plan: Plan, place: Place, screen: Screen, gpus: list[str], verbose: bool) -> None:
         self.file, self.plan, self.place, self.screen, self.gpus, self.verbose = file, plan, place, screen, gpus, verbose
         self.run_dir = Run(job["run"])
+        self.records = job["mode"] == "train"
         self.workers: list[_Worker] = []
         self.signals = 0
         self.failed_at: float | None = None
@@ -196,6 +197,8 @@ class _Supervisor:
         if what == "result":
             worker.said = value
         elif worker.rank == 0:
+            if what == "planned" and self.records:
+                record_plan(self.run_dir, value)
             replay(self.screen, what, value)
 
     # --- the end ---

@@ -43,8 +43,8 @@ def test_every_sample_is_seen_once_an_epoch(samples: int, batch: int, world: int
             for index in range(feed.steps_per_epoch):
                 for part in feed.micro_batches(epoch, index):
                     if part.weight:
-                        seen += part.batch["id"].tolist()
-                        assert part.batch["id"].tolist() == part.ids.tolist()
+                        seen += part.given["id"].tolist()
+                        assert part.given["id"].tolist() == part.ids.tolist()
         assert sorted(seen) == list(range(samples))
 
 
@@ -55,7 +55,7 @@ def test_loader_workers_give_what_no_workers_give() -> None:
     def batches(workers: int, first: int) -> list[Any]:
         feed = train_feed(task, task.train_data(), Plan(global_batch=8, micro_batch=4, workers=workers), Group(0, 1, CPU))
         feed.open(first)
-        found = [part.batch["inputs"]["x"] for s in range(first, 14) for part in feed.micro_batches(*divmod(s, feed.steps_per_epoch))]
+        found = [part.given["inputs"]["x"] for s in range(first, 14) for part in feed.micro_batches(*divmod(s, feed.steps_per_epoch))]
         feed.close()
         return found
 

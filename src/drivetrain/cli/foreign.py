@@ -106,7 +106,9 @@ def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tup
     screen.quiet |= rank != 0
     machine = _machine(request, local_world)
 
+    from drivetrain.cli.recorder import Recorder
     from drivetrain.engine.group import join
+    from drivetrain.engine.observe import Observers
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # while torch waits for the others, no handler of Python's runs
     group = join(machine.device, "nccl" if machine.device == "cuda" else "gloo")
@@ -138,7 +140,8 @@ def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tup
         return Run(told["finished"]), Ended(Outcome.OK)
     job, run = told["job"], Run(told["job"]["run"])
     try:
-        result = work(job | {"task": _task_here(job, told["code"], recipe)}, group, screen, stop)
+        watchers = Observers([screen, Recorder(run)]) if group.main else screen
+        result = work(job | {"task": _task_here(job, told["code"], recipe)}, group, watchers, stop)
     except Problem as problem:
         result = {"outcome": problem.outcome, "message": str(problem)}
     result = _cause(result, group)

@@ -157,6 +157,11 @@ def explain(error: BaseException, job: dict[str, Any]) -> tuple[Outcome, str]:
     if "Expected more than 1 value per channel" in text:
         share = "a last batch or a process's share of one sample"
         return Outcome.USAGE, f"BatchNorm cannot train on a single sample ({share}): choose another global_batch, or fewer processes"
+    if "does not have a deterministic implementation" in text:
+        return (
+            Outcome.USAGE,
+            f"deterministic=true: {text.split(' does not have')[0]} has no deterministic form; leave it out, or change that part",
+        )
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
     lost = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "Connection refused")
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and not frames and any(w in text for w in lost)):

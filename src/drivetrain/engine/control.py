@@ -49,7 +49,7 @@ class Agreement:
         self._quiet = [0, 0, 0]
 
     def read(self, step: int, tail: Tensor | None, asked: list[bool]) -> list[bool]:
-        if tail is None:
+        if tail is None or self.group.size == 1:
             return asked
         flags = tail[STOP : EVALUATE + 1]
         if self.group.device.type != "cuda":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from drivetrain.engine.group import Group
-from drivetrain.engine.rand import KeyedRand, key, permutation, seed_everything, seed_model
+from drivetrain.engine.rand import Draws, KeyedRand, key, permutation, seed_everything, seed_model
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
 from drivetrain.runs import die_with_parent
@@ -32,11 +33,12 @@ TRAIN, EVAL, ORDER, GROUP = 1, 2, 3, 4  # streams of keyed randomness
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """One micro-batch of this rank, on the device."""
+    """One micro-batch of this rank: what came from the data set, on the device; `Feed.assemble` makes the batch of it."""
 
-    batch: Any
+    given: Any
+    """What a loader gave; None where the samples are on the device and their numbers suffice."""
     ids: Tensor
-    """Sample numbers, for keyed randomness."""
+    """Sample numbers, to gather and for keyed randomness."""
     weight: int
     """Samples that count: all, or 0 where this rank had none left and runs one for company."""
     position: int
@@ -60,6 +62,8 @@ class Feed:
     """What the loop asks of its data."""
 
     steps_per_epoch: int
+    length: int
+    """Samples in an epoch."""
 
     def open(self, step: int) -> None:
         """Get ready to give the batches from this step on."""
@@ -73,6 +77,10 @@ class Feed:
 
     def micro_batches(self, epoch: int, index: int) -> Iterator[Micro]:
         raise NotImplementedError
+
+    def assemble(self, given: Any, ids: Tensor) -> Any:
+        """The batch of a micro-batch's parts: device work alone, so that it can be captured with the step."""
+        return given
 
     def close(self) -> None:
         """End workers, if any."""
@@ -90,7 +98,7 @@ class OrderedFeed(Feed):
     def order(self, epoch: int) -> Tensor:
         if self._order is None or self._order[0] != epoch:
             rows = torch.arange(self.length) if self.seed is None else permutation(self.length, self.seed, epoch, ORDER)
-            self._order = epoch, rows.to(self._device)
+            self._order = epoch, _to(rows, self._device)
         return self._order[1]
 
     def size(self, index: int) -> int:
@@ -119,10 +127,14 @@ class TensorFeed(OrderedFeed):
 
     def micro_batches(self, epoch: int, index: int) -> Iterator[Micro]:
         for ids, weight, position in self.spans(epoch, index):
-            batch = self.data.batch([column.index_select(0, ids) for column in self.columns])
+            given = None
             if self._move:
-                batch, ids = to_device(batch, self.group.device), ids.to(self.group.device)
-            yield Micro(batch, ids, weight, position)
+                rows = [_to(column.index_select(0, ids), self.group.device) for column in self.columns]
+                given, ids = self.data.batch(rows), _to(ids, self.group.device)
+            yield Micro(given, ids, weight, position)
+
+    def assemble(self, given: Any, ids: Tensor) -> Any:
+        return given if self._move else self.data.batch([column.index_select(0, ids) for column in self.columns])
 
 
 class LoaderFeed(OrderedFeed):
@@ -130,16 +142,18 @@ class LoaderFeed(OrderedFeed):
 
     def __init__(self, data: Any, collate: Callable[[list[Any]], Any] | None, plan: Plan, stream: int, *order: Any, seed: int) -> None:
         super().__init__(len(data), *order)
-        self.plan = plan
+        self.plan, self.workers = plan, plan.workers
         self._samples = _KeyedSamples(data, key(seed, stream))
         self._collate = _Collate(collate or default_collate)
         self._batches: Iterator[Any] | None = None
         self._next = 0
+        self._reopen = False
+        self._side = torch.cuda.Stream(self.group.device) if self.group.device.type == "cuda" else None
 
     def open(self, step: int) -> None:
         self.close()
-        self._next = step
-        workers = self.plan.workers
+        self._next, self._reopen = step, False
+        workers = self.workers
         loader: DataLoader[Any] = DataLoader(
             self._samples,  # type: ignore[arg-type]
             batch_sampler=_Schedule(self, step),
@@ -155,13 +169,38 @@ class LoaderFeed(OrderedFeed):
 
     def micro_batches(self, epoch: int, index: int) -> Iterator[Micro]:
         step = epoch * self.steps_per_epoch + index
-        if self._batches is None or step != self._next:
+        if self._batches is None or step != self._next or self._reopen:
             self.open(step)
         assert self._batches is not None
         self._next = step + 1
         for ids, weight, position in self.spans(epoch, index):
-            batch = to_device(next(self._batches), self.group.device)
-            yield Micro(batch, ids.to(self.group.device), weight, position)
+            yield Micro(self._arrive(next(self._batches)), _to(ids, self.group.device), weight, position)
+
+    def _arrive(self, batch: Any) -> Any:
+        """The batch on the device, copied beside the step that is still running there."""
+        if self._side is None:
+            return to_device(batch, self.group.device)
+        now = torch.cuda.current_stream()
+        with torch.cuda.stream(self._side):
+            moved = to_device(batch, self.group.device)
+        now.wait_stream(self._side)
+        for tensor in tensors_in(moved):
+            tensor.record_stream(now)
+        return moved
+
+    def loading_seconds(self, limit: float = 0.25) -> float:
+        """How long one process takes to make a micro-batch, measured on a few of its samples."""
+        wanted = min(self.micro, self.length)
+        samples: list[Any] = []
+        begun = time.perf_counter()
+        while len(samples) < wanted and (not samples or time.perf_counter() - begun < limit):
+            samples.append(self._samples[0, len(samples)])
+        self._collate(samples)
+        return (time.perf_counter() - begun) / len(samples) * wanted
+
+    def use(self, workers: int) -> None:
+        """Go on with another number of workers from the next step on; what they load stays the same."""
+        self.workers, self._reopen = workers, workers != self.workers
 
     def close(self) -> None:
         self._batches = None
@@ -238,6 +277,7 @@ class SourceFeed(Feed):
     def __init__(self, source: Source, plan: Plan, group: Group, seed: int) -> None:
         self.source, self.plan, self.group, self.seed = source, plan, group, seed
         total, groups = len(source), source.groups
+        self.length = total
         if groups < 1 or total % groups:
             raise Problem(f"the source's {total} samples do not divide into {groups} groups")
         if plan.global_batch % groups or plan.global_batch > total:
@@ -265,8 +305,13 @@ class SourceFeed(Feed):
         expected = (self.high - self.low) * self.per_group
         if len(data) != expected:
             raise Problem(f"collect() gave {len(data)} samples; this rank's {self.high - self.low} groups make {expected}")
-        self._data = Tensors.__new__(Tensors)
-        self._data.names, self._data.columns = data.names, [_as_tensor(c).to(self.group.device) for c in data.columns]
+        columns = [_as_tensor(c).to(self.group.device) for c in data.columns]
+        if self._data is not None and [_form(c) for c in columns] == [_form(c) for c in self._data.columns]:
+            for kept, new in zip(self._data.columns, columns, strict=True):
+                kept.copy_(new)  # a captured step reads them there
+        else:
+            self._data = Tensors.__new__(Tensors)
+            self._data.names, self._data.columns = data.names, [c.clone() for c in columns]
         self._orders, self._epoch = {}, epoch
 
     def _total(self, value: Tensor) -> Tensor:
@@ -302,8 +347,12 @@ class SourceFeed(Feed):
         for i in range(count):
             low, high = len(rows) * i // count, len(rows) * (i + 1) // count
             chosen, weight = (rows[low:high], high - low) if high > low else (rows[:1], 0)
-            batch = self._data.batch([column.index_select(0, chosen) for column in self._data.columns])
-            yield Micro(batch, chosen + self.low * self.per_group, weight, base + low)
+            yield Micro(None, chosen + self.low * self.per_group, weight, base + low)
+
+    def assemble(self, given: Any, ids: Tensor) -> Any:
+        assert self._data is not None
+        rows = ids - self.low * self.per_group
+        return self._data.batch([column.index_select(0, rows) for column in self._data.columns])
 
 
 def train_feed(task: Task, data: Any, plan: Plan, group: Group) -> Feed:
@@ -349,6 +398,17 @@ def _fits(data: Tensors, device: torch.device) -> bool:
     return size < torch.cuda.mem_get_info(device)[0] // 2
 
 
+def _form(column: Tensor) -> tuple[Any, ...]:
+    return column.shape, column.dtype
+
+
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device; the host does not wait for the copy."""
+    if device.type != "cuda" or tensor.device == device:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def _as_tensor(column: Any) -> Tensor:
     if isinstance(column, Tensor):
         return column
@@ -379,9 +439,6 @@ def tensors_in(batch: Any) -> Sequence[Tensor]:
     return []
 
 
-def augmenter(task: Task) -> Callable[[Micro, int], Any] | None:
-    """The task's augmentation of a micro-batch in an epoch, or None where it has none."""
-    if not overrides(task, "augment"):
-        return None
-    seed = int(task.seed)
-    return lambda micro, epoch: task.augment(micro.batch, KeyedRand(micro.ids, seed, epoch, TRAIN))
+def draws_of(task: Task, feed: Feed, device: torch.device) -> Draws | None:
+    """The random numbers of the task's augmentation, or None where it has none."""
+    return Draws(feed.length, device, int(task.seed), TRAIN) if overrides(task, "augment") else None

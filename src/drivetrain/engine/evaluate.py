@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
+from drivetrain.engine.capture import Graphs, form_of
 from drivetrain.engine.data import EVAL, OrderedFeed
 from drivetrain.engine.group import Group
 from drivetrain.engine.precision import Precision
@@ -24,8 +26,16 @@ class Evaluation:
     samples: int
 
 
-def evaluate(task: Task, model: nn.Module, feed: OrderedFeed, precision: Precision, group: Group) -> Evaluation:
+def evaluate(
+    task: Task, model: nn.Module, feed: OrderedFeed, precision: Precision, group: Group, graphs: Graphs | None = None
+) -> Evaluation:
+    """With `graphs`, which the training step has proven, forward passes are replayed."""
     training = model.training
+
+    def metrics_of(inputs: tuple[Any, Tensor]) -> Any:
+        with precision.forward():
+            return task.metrics(model, feed.assemble(*inputs))
+
     model.eval()
     feed.open(0)
     values: dict[str, list[Tensor]] = {}
@@ -35,14 +45,21 @@ def evaluate(task: Task, model: nn.Module, feed: OrderedFeed, precision: Precisi
         with torch.no_grad():
             for micro in feed.micro_batches(0, 0):
                 seed_model(group.device, key(int(task.seed), EVAL, micro.position))
-                with precision.forward():
-                    metrics = task.metrics(model, micro.batch)
+                inputs = micro.given, micro.ids
+                if graphs is None:
+                    metrics = metrics_of(inputs)
+                else:  # what a graph gave is overwritten by its next replay
+                    metrics = tree_map(_kept, graphs(("evaluate", form_of(micro.given), len(micro.ids)), metrics_of, inputs))
                 _add(metrics, micro.weight, len(micro.ids), values, sums)
                 order |= dict.fromkeys(metrics)
     finally:
         feed.close()
         model.train(training)
     return _finish(task, values, sums, list(order), feed.length, group)
+
+
+def _kept(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _add(metrics: Any, weight: int, samples: int, values: dict[str, list[Tensor]], sums: dict[str, Tensor]) -> None:

@@ -44,6 +44,10 @@ class Ledger:
             slots = self._slots[place] = self._ring[place].unbind(0)
         return slots
 
+    def write(self, step: Tensor, figures: Tensor) -> None:
+        """Write the row of the step whose number the device holds."""
+        self._ring.index_copy_(0, torch.remainder(step, LENGTH), figures[None])
+
     def note(self, step: int, figures: Tensor | None = None) -> None:
         """The step's row is written; or copy these figures into it."""
         if figures is not None:

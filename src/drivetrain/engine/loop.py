@@ -26,6 +26,7 @@ from drivetrain.engine.ledger import Block, Ledger
 from drivetrain.engine.memory import peak_memory
 from drivetrain.engine.observe import Observer
 from drivetrain.engine.optim import Rates, make_optimizer, schedule_of
+from drivetrain.engine.pace import Pace
 from drivetrain.engine.precision import LEAST_SCALE, Precision
 from drivetrain.engine.setup import build_model, prepare
 from drivetrain.engine.step import NORM, SCALE, SKIPPED, TAIL, Step
@@ -67,14 +68,15 @@ class Training:
             raise Problem(f"best={task.best} needs an evaluation, but the task has no eval_data()")
         self.source: Source | None = data if isinstance(data, Source) else None
         state.model_tensors(self.model)  # what cannot be saved is said now, not at the first save
-        self.strategy = spread(self.model, group, TAIL)
-        self.optimizer = make_optimizer(task, self.model)
+        self.strategy = spread(self.model, group, TAIL, plan.accumulation)
+        self.optimizer = make_optimizer(task, self.model, group.device)
         per_epoch = self.feed.steps_per_epoch
         self.total = int(task.steps or task.epochs * per_epoch)
         self.rates = Rates(self.optimizer, schedule_of(task, self.total, per_epoch), self.total, group.device)
         self.step = Step(task, self.model, self.feed, self.strategy, self.optimizer, self.rates, self.precision, group)
         self.writer = Writer(run, task.keep, observer.moment, observer.notice) if group.main else None
         self.log, self.evaluate_every, self.save_every = (Every(s, per_epoch) for s in (task.log_every, task.eval_every, task.save_every))
+        self.compiled_from: int | None = (plan.compile_from or 0) if plan.compile == "on" else None
         self.done = 0
         self.best = Best(task.best)
         self.metrics: dict[str, float] = {}
@@ -89,6 +91,8 @@ class Training:
 
     def run_to_end(self, stop_after: int | None = None) -> Result:
         self._restore()
+        pace = Pace(self.step, self.plan, self.group, self.total, self.observer, self.compiled_from)
+        self.pace = self.step.pace = pace
         self.observer.started(self._facts())
         self.observer.moment("start")
         agreement = Agreement(self.group)
@@ -101,6 +105,7 @@ class Training:
         self.model.train()
         while self.done < self.total:
             if self.done % per_epoch == 0:
+                self.step.rest()
                 self.feed.begin_epoch(self.done // per_epoch, self.model)
             if not (clocked or save_late or evaluate_late or stop_after):
                 self._take_quiet_steps(ticking)
@@ -266,8 +271,9 @@ class Training:
 
     def evaluation(self) -> Evaluation:
         assert self.test is not None
+        self.step.rest()
         self.strategy.share_buffers()
-        return evaluate(self.task, self.model, self.test, self.precision, self.group)
+        return evaluate(self.task, self.model, self.test, self.precision, self.group, self.step.graphs)
 
     def _elapsed(self) -> float:
         return round(self._before + time.monotonic() - self._begun, 3)
@@ -287,13 +293,13 @@ class Training:
             parts["source"] = {k: torch.cat([one[k] for one in everyone]) for k in everyone[0]}
         extra = {
             "aliases": aliases, "optimizer": plain, "time": self._elapsed(), "metrics": self.metrics,
-            "best": self.best.to_json(), "epoch_sums": self.epoch_sums, "train": self._means(), "world_size": self.group.size,
+            "compiled_from": self.pace.compiled_from, "best": self.best.to_json(), "epoch_sums": self.epoch_sums, "train": self._means(), "world_size": self.group.size,
         }  # fmt: skip
         return state.pack(parts), extra
 
     def _save(self, wait: bool) -> None:
         self.observer.flush()
-        if self.step.loss_scale is None and not math.isfinite(float(self.strategy.norm())):
+        if not state.all_finite(self.model):
             raise self._not_a_number(self.done - 1)  # the loss was finite, but the update was not
         self._sum_epoch()
         tensors, extra = self._tensors()
@@ -335,6 +341,7 @@ class Training:
             self.source.load({k: v[rows].to(self.group.device) for k, v in state.unpack(tensors, "source").items()})
         self.done, self._before, self.metrics = step, extra["time"], extra["metrics"]
         self.best.load(extra["best"])
+        self.compiled_from = extra.get("compiled_from")
         self.epoch_sums, self._loaded_means = extra["epoch_sums"], extra["train"]
         self._marked_step = step
         self.run.event("resumed", step=step, world_size=self.group.size, was=extra["world_size"]) if self.group.main else None

@@ -20,6 +20,9 @@ class Observer:
     def row(self, row: dict[str, Any]) -> None:
         """One logged row of metrics."""
 
+    def planned(self, facts: dict[str, Any]) -> None:
+        """Choices of the plan that the first steps settled, and in `sentence` what to tell the user of them."""
+
     def notice(self, text: str) -> None:
         """A sentence for the user."""
 
@@ -55,6 +58,10 @@ class Observers(Observer):
     def row(self, row: dict[str, Any]) -> None:
         for member in self.members:
             member.row(row)
+
+    def planned(self, facts: dict[str, Any]) -> None:
+        for member in self.members:
+            member.planned(facts)
 
     def notice(self, text: str) -> None:
         for member in self.members:

@@ -14,7 +14,16 @@ from drivetrain.settings import Length
 from drivetrain.task import Task, overrides
 
 
-def make_optimizer(task: Task, model: torch.nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(task: Task, model: torch.nn.Module, device: torch.device) -> torch.optim.Optimizer:
+    optimizer = _make(task, model)
+    if device.type == "cuda" and type(optimizer).__module__.startswith("torch.optim"):
+        for group in optimizer.param_groups:
+            if "capturable" in group:
+                group["capturable"] = True  # its counts of steps live on the device, where a graph finds them
+    return optimizer
+
+
+def _make(task: Task, model: torch.nn.Module) -> torch.optim.Optimizer:
     if overrides(task, "optimizer"):
         own = task.optimizer(model)
         if own is not None:
@@ -36,6 +45,11 @@ def make_optimizer(task: Task, model: torch.nn.Module) -> torch.optim.Optimizer:
 def takes_factor(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's own kernel divides gradients and skips overflowed steps."""
     return all(group.get("fused") for group in optimizer.param_groups)
+
+
+def capturable(optimizer: torch.optim.Optimizer, scaled: bool) -> bool:
+    """Whether the optimizer's step can be part of a graph; with fp16's scale it must skip steps by itself."""
+    return takes_factor(optimizer) or (not scaled and all(group.get("capturable") for group in optimizer.param_groups))
 
 
 def schedule_of(task: Task, steps: int, steps_per_epoch: int) -> Callable[[int], float]:
@@ -64,17 +78,23 @@ class Rates:
         self.groups = optimizer.param_groups
         self.peaks = [float(group["lr"]) for group in self.groups]
         self.factor = factor
-        self.table: Tensor | None = None
-        if device.type == "cuda" and takes_factor(optimizer):
-            # A tensor that the kernel reads: changing it needs no host sync and survives capture.
-            self.table = torch.tensor([factor(step) for step in range(steps)], device=device)
+        self._tables: list[tuple[Tensor, Tensor]] = []
+        """Of each group on a GPU: all its rates, and the place from which the optimizer's kernel reads the present one."""
+        if device.type == "cuda" and capturable(optimizer, False):
+            factors = torch.tensor([factor(step) for step in range(steps)], device=device)
             for group, peak in zip(self.groups, self.peaks, strict=True):
-                group["lr"] = torch.tensor(peak, device=device)
+                place = torch.full((1,), peak, device=device)
+                group["lr"] = place.view(())
+                self._tables.append((factors * peak, place))
+
+    def follow(self, step: Tensor) -> None:
+        """Set the rates of the step whose number the device holds: nothing of it passes through the host."""
+        for rates, place in self._tables:
+            torch.index_select(rates, 0, step, out=place)
 
     def set(self, step: int) -> None:
-        if self.table is not None:
-            for group, peak in zip(self.groups, self.peaks, strict=True):
-                torch.mul(self.table[step], peak, out=group["lr"])
+        """Set the rates of a step where optimizers read plain numbers."""
+        if self._tables:
             return
         factor = self.factor(step)
         for group, peak in zip(self.groups, self.peaks, strict=True):

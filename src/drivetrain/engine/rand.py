@@ -93,23 +93,99 @@ class KeyedRand:
         return _uniform(self.ids, k, key(*self._parts, self._calls))
 
     def normal(self, k: int = 1) -> Tensor:
-        u = self.uniform(2 * k)
-        radius = torch.sqrt(-2.0 * torch.log1p(-u[:, :k]))
-        return radius * torch.cos(2.0 * math.pi * u[:, k:])
+        return _normal(self.uniform(2 * k))
 
 
-def _uniform(ids: Tensor, k: int, stream: int) -> Tensor:
+TABLE = 1 << 24  # numbers of a call that are drawn for a whole epoch at once
+
+
+class Draws:
+    """The keyed numbers of all samples of a data set, epoch by epoch.
+
+    A call's numbers are drawn for the whole epoch at once where they are few enough: a step then looks its
+    rows up with one kernel. They stay at their place in memory, where a captured step finds the next epoch's.
+    """
+
+    def __init__(self, length: int, device: torch.device, seed: int, stream: int) -> None:
+        self.length, self.device, self.seed, self.stream = length, device, seed, stream
+        self._epoch = -1
+        self._tables: dict[tuple[int, int, bool], Tensor] = {}
+        self._streams: dict[int, Tensor] = {}
+
+    def begin(self, epoch: int) -> None:
+        """Move on to an epoch."""
+        if epoch == self._epoch:
+            return
+        self._epoch = epoch
+        for (call, k, normal), table in self._tables.items():
+            table.copy_(self._draw(call, k, normal))
+        for call, stream in self._streams.items():
+            stream.fill_(_signed(self._key(call)))
+
+    def of(self, ids: Tensor) -> BatchRand:
+        return BatchRand(ids, self)
+
+    def look_up(self, ids: Tensor, call: int, k: int, normal: bool) -> Tensor:
+        if self.length * k * (1 + normal) <= TABLE:
+            table = self._tables.get((call, k, normal))
+            if table is None:
+                table = self._tables[call, k, normal] = self._draw(call, k, normal)
+            return table.index_select(0, ids)
+        if self.device.type == "cpu":
+            drawn = _uniform(ids, k * (1 + normal), self._key(call))
+        else:
+            if call not in self._streams:
+                self._streams[call] = torch.tensor(_signed(self._key(call)), device=self.device)
+            drawn = _uniform(ids, k * (1 + normal), self._streams[call])
+        return _normal(drawn) if normal else drawn
+
+    def _draw(self, call: int, k: int, normal: bool) -> Tensor:
+        drawn = _uniform(torch.arange(self.length, device=self.device), k * (1 + normal), self._key(call))
+        return _normal(drawn) if normal else drawn
+
+    def _key(self, call: int) -> int:
+        return key(self.seed, self._epoch, self.stream, call)
+
+
+class BatchRand:
+    """What `augment` gets: the numbers of one batch's samples; each call is a stream of its own."""
+
+    def __init__(self, ids: Tensor, draws: Draws) -> None:
+        self.ids = ids
+        self._draws = draws
+        self._calls = 0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def uniform(self, k: int = 1) -> Tensor:
+        self._calls += 1
+        return self._draws.look_up(self.ids, self._calls, k, False)
+
+    def normal(self, k: int = 1) -> Tensor:
+        self._calls += 1
+        return self._draws.look_up(self.ids, self._calls, k, True)
+
+
+def _normal(uniform: Tensor) -> Tensor:
+    k = uniform.shape[1] // 2
+    radius = torch.sqrt(-2.0 * torch.log1p(-uniform[:, :k]))
+    return radius * torch.cos(2.0 * math.pi * uniform[:, k:])
+
+
+def _uniform(ids: Tensor, k: int, stream: int | Tensor) -> Tensor:
     """The same splitmix64 on both paths, so that a CPU and a GPU draw equal numbers."""
     if ids.device.type == "cpu":
         with np.errstate(over="ignore"):
             h = ids.numpy().astype(np.uint64)[:, None] * np.uint64(_MIX2) + np.arange(k, dtype=np.uint64) * np.uint64(_GOLDEN)
-            h += np.uint64(stream)
+            h += np.uint64(int(stream))
             for shift, factor in ((30, _MIX1), (27, _MIX2)):
                 h ^= h >> np.uint64(shift)
                 h *= np.uint64(factor)
             h ^= h >> np.uint64(31)
         return torch.from_numpy((h >> np.uint64(40)).astype(np.float32) * np.float32(2**-24))
-    x = ids[:, None] * _signed(_MIX2) + torch.arange(k, device=ids.device) * _signed(_GOLDEN) + _signed(stream)
+    x = ids[:, None] * _signed(_MIX2) + torch.arange(k, device=ids.device) * _signed(_GOLDEN)
+    x = x + (_signed(stream) if isinstance(stream, int) else stream)
     for shift, factor in ((30, _MIX1), (27, _MIX2)):
         x = (x ^ _shift(x, shift)) * _signed(factor)
     return _shift(x ^ _shift(x, 31), 40).float() * 2**-24

@@ -22,6 +22,9 @@ from drivetrain.task import Task
 def prepare(plan: Plan, group: Group) -> None:
     """Everything process-wide that the results depend on."""
     torch.set_num_threads(plan.threads)
+    if group.device.type == "cuda":  # graphs cannot be captured on the default stream: all work has one of its own
+        torch.cuda.synchronize(group.device)
+        torch.cuda.set_stream(torch.cuda.Stream(group.device))
     if plan.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=False)
@@ -45,6 +48,11 @@ def build_model(task: Task, plan: Plan, run: Run, group: Group, observer: Observ
         aliases = group.share(found[1] if found else None)
         state.load_model(model, state.share(found[0] if found else None, group), aliases, task.start)
     model = model.to(group.device)
+    if plan.channels_last and any(isinstance(m, nn.Conv2d) for m in model.modules()):
+        for parameter in model.parameters():
+            if parameter.dim() == 4:
+                # By strides: with one channel a tensor counts as both, and a convolution would take it for the other.
+                parameter.data = torch.empty_like(parameter, memory_format=torch.channels_last).copy_(parameter)
     return _batchnorm(model, task, plan, group, observer)
 
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from drivetrain.engine.group import Group
 from drivetrain.outcomes import Problem
 
+_OF_THE_DEVICE = ("fused", "foreach", "capturable")  # how an optimizer computes, not what
+
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The model's tensors by name, each stored once, and which other names share them (tied weights)."""
@@ -55,7 +57,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tup
     plain["groups"] = []
     for number, group in enumerate(optimizer.param_groups):
         # What an optimizer keeps beside its parameters' state; rates follow from the schedule.
-        kept = {k: v for k, v in group.items() if k not in ("params", "lr")}
+        kept = {k: v for k, v in group.items() if k not in ("params", "lr", *_OF_THE_DEVICE)}
         tensors |= {f"#{number}/{k}": v for k, v in kept.items() if isinstance(v, Tensor)}
         plain["groups"].append({k: _plain(k, v) for k, v in kept.items() if not isinstance(v, Tensor)})
     for parameter, state in optimizer.state.items():
@@ -94,7 +96,15 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
         parameter = parameters[owner]
         if isinstance(value, Tensor):
             value = value.to("cpu" if name in on_cpu else parameter.device)
+            if value.shape == parameter.shape:
+                value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)  # in the parameter's memory format
         optimizer.state[parameter][entry] = value
+
+
+def all_finite(model: nn.Module) -> bool:
+    """Whether every trained parameter is a number; one wait for the device."""
+    found = [torch.isfinite(p).all() for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+    return not found or bool(torch.stack(found).all())
 
 
 def pack(parts: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -128,7 +138,20 @@ def write_weights(path: Path, tensors: dict[str, Tensor], aliases: dict[str, str
     path.parent.mkdir(parents=True, exist_ok=True)
     hidden = path.with_name(f".{path.name}")
     save_file({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, hidden, {"format": "pt"} | aliases)
+    _order_header(hidden)
     hidden.replace(path)
+
+
+def _order_header(path: Path) -> None:
+    """safetensors writes metadata in an order that changes from run to run: equal weights shall be equal files."""
+    with open(path, "r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length)
+        if len(text) == length:
+            file.seek(8)
+            file.write(text)
 
 
 def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

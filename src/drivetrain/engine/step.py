@@ -2,21 +2,28 @@
 
 Every term of the loss is divided by its count over the *global* batch, so micro-batches, ranks and the
 last partial batch all give the gradient of the same mean.
+
+A step is made of pieces of device work that depend on the step's number only through tensors: one piece for
+all of it where one process takes the batch at once, else one a micro-batch and one for the update, with
+the sum over ranks between them. `Graphs` replays a piece; without it, the piece is simply called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from drivetrain.engine.data import Feed, Micro, augmenter
+from drivetrain.engine.capture import Graphs, form_of
+from drivetrain.engine.compiled import Compiled
+from drivetrain.engine.data import Feed, Micro, draws_of
 from drivetrain.engine.group import Group
 from drivetrain.engine.ledger import Ledger
 from drivetrain.engine.losses import Part, read_loss
-from drivetrain.engine.optim import Rates, takes_factor
+from drivetrain.engine.optim import Rates, capturable, takes_factor
 from drivetrain.engine.precision import LossScale, Precision
 from drivetrain.engine.rand import HostRandom, key, seed_model
 from drivetrain.engine.strategies import Strategy
@@ -28,6 +35,8 @@ from drivetrain.task import Task, overrides
 TAIL = 64
 NORM, STOP, SAVE, EVALUATE, SCALE, SKIPPED, FIGURES = range(7)
 LOOK_EVERY = 1000  # steps between looks at whether a task draws from Python's or numpy's generators
+
+Inputs = tuple[Any, Tensor]  # what a loader gave, and the samples' numbers
 
 
 class Figures:
@@ -63,6 +72,19 @@ class Figures:
         return values
 
 
+class Form(NamedTuple):
+    """What is fixed about a micro-batch: between two of one form only the values of tensors differ."""
+
+    samples: int
+    weight: int
+    size: int
+    """Samples of the global batch."""
+    ready: bool
+    """Whether what is given is the batch itself, made and augmented."""
+    given: Hashable
+    """The layout of what a loader gave."""
+
+
 class Step:
     def __init__(
         self, task: Task, model: nn.Module, feed: Feed, strategy: Strategy, optimizer: torch.optim.Optimizer,
@@ -73,62 +95,168 @@ class Step:
         self.loss_scale = LossScale(group.device) if precision.name == "fp16" else None
         self.figures: Figures | None = None
         self.requests = [False, False, False]
+        self.graphs: Graphs | None = None
+        """Replays pieces of the step; None calls them."""
+        self.compiled: Compiled | None = None
+        self.pace: Callable[[int, Inputs, Form], None] | None = None
+        """Looks on while the first steps are measured."""
+        self.host_random = HostRandom()
+        self.ledger: Ledger | None = None
         self._seed, self._clip = int(task.seed), float(task.clip)
         self._fused = takes_factor(optimizer)
-        self._augment = augmenter(task)
-        self._has_counts = overrides(task, "counts")
-        self._host_random = HostRandom()
-        self.ledger: Ledger | None = None
+        self._draws = draws_of(task, feed, group.device)
+        self.has_counts = overrides(task, "counts")
         self._tail = strategy.tail
         self._slots: tuple[Tensor, ...] = () if self._tail is None else self._tail.unbind(0)
-        self._step = 0
+        self.number = 0
+        self._at = torch.zeros(1, dtype=torch.int64, device=group.device) if group.device.type == "cuda" else None
+        """The step's number on a GPU, where captured work reads it."""
+        self._device_number = 0
         self._plain: int | None = None
         """The slot of the loss, where it is all there is: a scalar mean over samples."""
 
     def __call__(self, step: int, with_norm: bool = True) -> None:
         """Take step number `step` (from 0); its figures go to the ledger."""
         epoch, index = divmod(step, self.feed.steps_per_epoch)
+        self.number = step
         self.rates.set(step)
-        self.strategy.zero()
-        self._step = step
+        if self._at is not None and self._device_number != step:
+            self._at.fill_(step)
+        if self._draws is not None:
+            self._draws.begin(epoch)
         if self._tail is None and self.ledger is not None:
             self._slots = self.ledger.slots(step)
         size = self.feed.size(index)
-        batches: Iterable[tuple[Any, int, int]] = (
-            (self._batch(m, epoch), m.weight, m.position) for m in self.feed.micro_batches(epoch, index)
-        )
+        micros = self.feed.micro_batches(epoch, index)
+        if self.strategy.whole:
+            self._take_at_once(next(micros), size, with_norm)
+        else:
+            self._take_in_pieces(micros, size, with_norm)
+        assert self.ledger is not None and self.figures is not None
+        self._device_number = step + 1
+        self.ledger.note(step, None if self._tail is None or self._at is not None else self._tail[: self.figures.used])
+
+    # --- pieces ---
+
+    def _take_at_once(self, micro: Micro, size: int, with_norm: bool) -> None:
+        """One process, one micro-batch: all of the step is one piece."""
+        inputs, form = (micro.given, micro.ids), Form(len(micro.ids), micro.weight, size, False, form_of(micro.given))
+        self._begin(micro.position, inputs, form)
+        if self.graphs is not None:
+            self.graphs(("step", form, with_norm), self._whole_step, inputs, form, with_norm)
+        else:
+            self._whole_step(inputs, form, with_norm)
+        self.host_random.end()
+
+    def _whole_step(self, inputs: Inputs, form: Form, with_norm: bool) -> None:
+        self.strategy.zero()
         counts: dict[str, Tensor] = {}
-        if self._has_counts:
-            ready = list(batches)
-            counts = self._global_counts([(batch, weight) for batch, weight, _ in ready])
-            batches = ready
-        for batch, weight, position in batches:
-            seed = key(self._seed, step, position)
-            seed_model(self.group.device, seed)
-            self._host_random.begin(seed, check=step % LOOK_EVERY == 0)
-            objective = self._forward(batch, weight, size, counts)
-            objective.backward()
-        self._host_random.end()
+        if self.has_counts:
+            batch = self.make_batch(*inputs)
+            counts = self._counts([(batch, form.weight)])
+            inputs, form = (batch, inputs[1]), form._replace(ready=True)
+        self.backward(inputs, form, counts)
+        self.strategy.reduce()
+        self._update(form.size, bool(counts), with_norm)
+
+    def _take_in_pieces(self, micros: Iterator[Micro], size: int, with_norm: bool) -> None:
+        self.strategy.zero()
+        counts: dict[str, Tensor] = {}
+        if self.has_counts:  # all batches must be seen before the first backward
+            ready = [(replace(m, given=self.make_batch(m.given, m.ids)), m.weight) for m in micros]
+            counts = self._counts([(m.given, weight) for m, weight in ready])
+            micros = iter([m for m, _ in ready])
+        for micro in micros:
+            inputs, form = (micro.given, micro.ids), Form(len(micro.ids), micro.weight, size, self.has_counts, form_of(micro.given))
+            self._begin(micro.position, inputs, form)
+            if self.graphs is not None:
+                self.graphs(("micro", form), self._micro_step, (*inputs, counts), form)
+            else:
+                self.backward(inputs, form, counts)
+        self.host_random.end()
         for slot, asked in enumerate(self.requests, STOP):
             if asked:
                 self._slots[slot].fill_(1.0)
         self.strategy.reduce()
-        self._update(size, bool(counts), with_norm)
-        assert self.ledger is not None and self.figures is not None
-        self.ledger.note(step, None if self._tail is None else self._tail[: self.figures.used])
+        if self.graphs is not None and capturable(self.optimizer, self.loss_scale is not None):
+            self.graphs(("update", size, bool(counts), with_norm), self._update_step, (), size, bool(counts), with_norm)
+        else:
+            self._update(size, bool(counts), with_norm)
 
-    def _batch(self, micro: Micro, epoch: int) -> Any:
-        return micro.batch if self._augment is None else self._augment(micro, epoch)
+    def _micro_step(self, inputs: tuple[Any, Tensor, dict[str, Tensor]], form: Form) -> None:
+        given, ids, counts = inputs
+        self.backward((given, ids), form, counts)
 
-    def _forward(self, batch: Any, weight: int, size: int, counts: dict[str, Tensor]) -> Tensor:
-        """This micro-batch's share of the objective; its figures go to the tail."""
+    def _update_step(self, _: Any, size: int, counted: bool, with_norm: bool) -> None:
+        self._update(size, counted, with_norm)
+
+    def _begin(self, position: int, inputs: Inputs, form: Form) -> None:
+        """Seed the model's own randomness for a micro-batch."""
+        seed = key(self._seed, self.number, position)
+        if self.pace is not None:
+            self.pace(seed, inputs, form)
+        seed_model(self.group.device, seed)
+        if self.graphs is None:  # a task that uses the host's generators is never captured
+            self.host_random.begin(seed, check=self.number % LOOK_EVERY == 0)
+
+    # --- trying out ---
+
+    def rehearse(self, inputs: Inputs, form: Form) -> None:
+        """Forward and backward of a micro-batch by itself, without an update."""
+        self.clear()
+        counts: dict[str, Tensor] = {}
+        if self.has_counts:
+            batch = inputs[0] if form.ready else self.make_batch(*inputs)
+            counts = self._counts([(batch, form.weight)], over_ranks=False)
+            inputs, form = (batch, inputs[1]), form._replace(ready=True)
+        self.backward(inputs, form, counts)
+
+    def rehearsed(self) -> Tensor:
+        """What it left behind: the loss, the gradient's norm, all figures."""
+        assert self.figures is not None
+        slots = torch.stack([slot.detach() for slot in self._slots[FIGURES : self.figures.used]]).cpu()
+        norm = self.strategy.norm().cpu().reshape(1)
+        return torch.cat([slots[:1], norm, slots[1:]])
+
+    def rest(self) -> None:
+        """Before anything else uses the model: its blocks run as they were written."""
+        if self.compiled is not None:
+            self.compiled.switch(False)
+
+    def clear(self) -> None:
+        """Gradients and figures of nothing."""
+        self.strategy.zero()
+        if self._tail is None:
+            for slot in self._slots:
+                slot.zero_()
+
+    # --- forward and backward ---
+
+    def make_batch(self, given: Any, ids: Tensor) -> Any:
+        batch = self.feed.assemble(given, ids)
+        return batch if self._draws is None else self.task.augment(batch, self._draws.of(ids))
+
+    def loss_value(self, given: Any, ids: Tensor, ready: bool) -> Any:
+        """What the task's loss gives for a micro-batch; this is what gets compiled."""
+        batch = given if ready else self.make_batch(given, ids)
         with self.precision.forward():
-            value = self.task.loss(self.model, batch)
+            return self.task.loss(self.model, batch)
+
+    def backward(self, inputs: Inputs, form: Form, counts: dict[str, Tensor]) -> None:
+        """Add a micro-batch's gradients, and its figures to the tail."""
+        if self.compiled is None:
+            value = self.loss_value(*inputs, form.ready)
+        else:
+            value = self.compiled(form, *inputs, form.ready)
+        self._objective(value, form.weight, form.size, counts).backward()
+
+    def _objective(self, value: Any, weight: int, size: int, counts: dict[str, Tensor]) -> Tensor:
+        """This micro-batch's share of the objective; its figures go to the tail."""
         if self._plain is not None and isinstance(value, Tensor) and value.dim() == 0:  # the common case, by the shortest way
             self._slots[self._plain].add_(value.detach(), alpha=weight)
             objective = value if weight == size else value * (weight / size)
         else:
-            objective = self._forward_parts(value, weight, size, counts)
+            objective = self._objective_of_parts(value, weight, size, counts)
         if not objective.requires_grad:
             raise Problem(
                 "loss() gave a value without a gradient: it must depend on parameters that require one"
@@ -136,7 +264,7 @@ class Step:
             )
         return objective if self.loss_scale is None else objective * self.loss_scale.scale
 
-    def _forward_parts(self, value: Any, weight: int, size: int, counts: dict[str, Tensor]) -> Tensor:
+    def _objective_of_parts(self, value: Any, weight: int, size: int, counts: dict[str, Tensor]) -> Tensor:
         parts, logged = read_loss(value)
         figures = self.figures or self._agree_on_figures(parts, logged, counts)
         objective: Tensor | None = None
@@ -169,12 +297,12 @@ class Step:
     def _agree_on_figures(self, parts: list[Part], logged: list[Part], counts: dict[str, Tensor]) -> Figures:
         figures = Figures(parts, logged)
         own = [p.name for p in parts if p.count is not None]
-        if own and len(parts) > 1 and not self._has_counts:
+        if own and len(parts) > 1 and not self.has_counts:
             raise Problem(
                 f"the loss has {len(parts)} parts and {', '.join(own)} has a count of its own: define counts(batch) ->"
                 f" {{{', '.join(f'{n!r}: ...' for n in own)}}}, so that each is divided by its global count"
             )
-        missing = [name for name in own if self._has_counts and name not in counts]
+        missing = [name for name in own if self.has_counts and name not in counts]
         unknown = [name for name in counts if name not in own]
         if missing or unknown:
             raise Problem(f"counts() gave {list(counts)}, but the parts of the loss with a count of their own are {own}")
@@ -186,16 +314,18 @@ class Step:
             self._plain = figures.total["loss"]
         self.ledger = Ledger(figures.used, self.group.device)
         if self._tail is None:
-            self._slots = self.ledger.slots(self._step)
+            self._slots = self.ledger.slots(self.number)
         return figures
 
-    def _global_counts(self, batches: list[tuple[Any, int]]) -> dict[str, Tensor]:
+    def _counts(self, batches: list[tuple[Any, int]], over_ranks: bool = True) -> dict[str, Tensor]:
+        """What each part of the loss is divided by, over these micro-batches."""
         totals: dict[str, Tensor] = {}
         for batch, weight in batches:
             for name, count in (self.task.counts(batch) or {}).items():
-                value = torch.as_tensor(count, dtype=torch.float32, device=self.group.device) * (1.0 if weight else 0.0)
+                value = count.float() if isinstance(count, Tensor) else torch.full((), float(count), device=self.group.device)
+                value = value.to(self.group.device) * (1.0 if weight else 0.0)
                 totals[name] = totals[name] + value if name in totals else value
-        if totals and self.group.size > 1:
+        if totals and over_ranks and self.group.size > 1:
             packed = torch.stack(list(totals.values()))
             self.group.all_reduce(packed)
             totals = dict(zip(totals, packed.unbind(0), strict=True))
@@ -204,6 +334,8 @@ class Step:
     def _update(self, size: int, counted: bool, with_norm: bool) -> None:
         """Norm, clip, unscale and the optimizer's step."""
         assert self.figures is not None
+        if self._at is not None:
+            self.rates.follow(self._at)
         factor: Tensor | None = None
         overflow: Tensor | None = None
         if self.figures.count and not counted and self.figures.parts[0] in self.figures.count:
@@ -224,6 +356,9 @@ class Step:
             self.loss_scale.update(overflow)
             self._slots[SCALE].copy_(self.loss_scale.scale)
             self._slots[SKIPPED].copy_(self.loss_scale.skipped)
+        if self._at is not None and self._tail is not None and self.ledger is not None:
+            self.ledger.write(self._at, self._tail[: self.figures.used])
+            self._at.add_(1)
 
     def _apply(self, factor: Tensor | None, overflow: Tensor | None) -> None:
         optimizer: Any = self.optimizer

@@ -27,14 +27,19 @@ class Plan:
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     deterministic: bool = False
     threads: int = 1
-    capture: Literal["off"] = "off"
-    compile: Literal["off"] = "off"
+    capture: Literal["auto", "on", "off"] = "auto"
+    compile: Literal["auto", "on", "off"] = "auto"
+    compile_from: int | None = None
+    """The step from which on compiled code ran, where that was decided on the way."""
     data: Literal["auto", "device", "loader"] = "auto"
     workers: int = 0
     prefetch: int = 2
     pin_memory: bool = False
+    channels_last: bool = False
     env: dict[str, str] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    rejected: list[dict[str, str]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -61,8 +66,9 @@ PINNABLE = {
     "data": "Literal['auto', 'device', 'loader']",
     "workers": "Annotated[int, Range(0, 256)]",
     "prefetch": "Annotated[int, Range(1, 64)]",
-    "capture": "Literal['off']",
-    "compile": "Literal['off']",
+    "capture": "Literal['auto', 'on', 'off']",
+    "compile": "Literal['auto', 'on', 'off']",
+    "channels_last": "bool",
 }
 
 
@@ -118,6 +124,9 @@ def choose(
     reasons["accumulation"] = f"{share} samples a process in micro-batches of at most {micro_batch}"
     cores = max(1, hardware.cpu_cores // max(1, local_procs))
     gpu = device == "cuda"
+    half = gpu and precision in ("bf16", "fp16")
+    if not gpu:
+        reasons["capture"] = "graphs are a GPU's"
     return Plan(
         strategy=strategy,
         device=device,
@@ -131,12 +140,15 @@ def choose(
         precision=precision,
         deterministic=bool(settings["deterministic"]),
         threads=pinned("threads", cores, f"{hardware.cpu_cores} cores over {local_procs} local processes"),
-        capture=pinned("capture", "off", "eager steps"),
-        compile=pinned("compile", "off", "eager steps"),
+        capture=pinned("capture", "auto", "the first steps show") if gpu else "off",
+        compile=pinned("compile", "auto", "the first steps show"),
         data=pinned("data", "auto", "tensors stay on the device, data sets go through the loader"),
         workers=pinned("workers", min(GPU_LOADER_WORKERS, cores) if gpu else 0, "of a GPU's host" if gpu else "the CPU is busy training"),
         prefetch=pinned("prefetch", 2, "two batches ahead a worker"),
         pin_memory=gpu,
+        channels_last=pinned(
+            "channels_last", half, "convolutions in half precision run faster so" if half else "no gain in full precision"
+        ),
         reasons=reasons,
     )
 

@@ -1,4 +1,4 @@
-"""Data sets: digits (embedded) and IDX files such as MNIST's, found, fetched and checked."""
+"""Data sets: digits (embedded), IDX files such as MNIST's, and CIFAR-10; found, fetched and checked."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import gzip
 import hashlib
 import os
 import sys
+import tarfile
+import tempfile
 import time
 import urllib.error
 import urllib.request
+import zlib
 from importlib import resources
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 import numpy as np
@@ -45,6 +48,14 @@ IDX_SOURCES: dict[str, tuple[str, dict[str, str]]] = {
     ),
 }
 
+CIFAR10_ARCHIVE = "cifar-10-binary.tar.gz"
+CIFAR10_ADDRESS = f"https://www.cs.toronto.edu/~kriz/{CIFAR10_ARCHIVE}"
+CIFAR10_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
+CIFAR10_FOLDER = "cifar-10-batches-bin"
+CIFAR10_FILES: dict[Split, tuple[str, ...]] = {"train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)), "test": ("test_batch.bin",)}
+CIFAR10_RECORD = 1 + 3 * 32 * 32
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
 
 def digits(split: Split) -> Tensors:
     """1,797 handwritten digits, 8x8 in [0, 1]: 1,347 to train, 450 to test. Licence: digits.md beside the file."""
@@ -58,9 +69,9 @@ def digits(split: Split) -> Tensors:
 
 def idx(name: str, split: Split, data_dir: str) -> Tensors:
     """Images [n, 1, height, width] as uint8 and labels of MNIST or Fashion-MNIST."""
-    prefix = "train" if split == "train" else "t10k"
-    images = read_idx(_locate(name, f"{prefix}-images-idx3-ubyte", Path(data_dir)), dimensions=3)
-    labels = read_idx(_locate(name, f"{prefix}-labels-idx1-ubyte", Path(data_dir)), dimensions=1)
+    prefix, folder = "train" if split == "train" else "t10k", Path(data_dir).expanduser()
+    images = read_idx(_locate(name, f"{prefix}-images-idx3-ubyte", folder), dimensions=3)
+    labels = read_idx(_locate(name, f"{prefix}-labels-idx1-ubyte", folder), dimensions=1)
     if len(images) != len(labels):
         raise Problem(f"{name} in {data_dir}: {len(images)} {split} images but {len(labels)} labels")
     return Tensors(torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels).long())
@@ -103,6 +114,74 @@ def _locate(name: str, file: str, folder: Path) -> Path:
     wanted = ", ".join(f"{f}[.gz]" for f in checksums)
     advice = f"put {wanted} into {(folder / name).absolute()}, or say data_dir=FOLDER"
     fetch(f"{address}/{file}.gz", target, checksums[file], advice)
+    return target
+
+
+def cifar10(split: Split, data_dir: str) -> Tensors:
+    """Images [n, 3, 32, 32] as uint8 and labels of CIFAR-10, from its binary version."""
+    folder = _locate_cifar10(Path(data_dir).expanduser())
+    records = np.concatenate([_read_cifar10(folder / name) for name in CIFAR10_FILES[split]])
+    images = np.ascontiguousarray(records[:, 1:]).reshape(-1, 3, 32, 32)
+    return Tensors(torch.from_numpy(images), torch.from_numpy(records[:, 0].astype(np.int64)))
+
+
+def _read_cifar10(path: Path) -> np.ndarray:
+    """Records of a label and the red, green and blue plane."""
+    size, fix = path.stat().st_size, "put the original there, or delete it to have it unpacked again"
+    if size == 0 or size % CIFAR10_RECORD:
+        raise Problem(f"{path} is no file of CIFAR-10: its {size:,} bytes are no whole records of {CIFAR10_RECORD:,}; {fix}")
+    records = np.fromfile(path, dtype=np.uint8).reshape(-1, CIFAR10_RECORD)
+    if (highest := records[:, 0].max()) > 9:
+        raise Problem(f"{path} is no file of CIFAR-10: it has a label {highest}, which should be at most 9; {fix}")
+    return records
+
+
+def _locate_cifar10(folder: Path) -> Path:
+    """The folder with all of its files, unpacked or even fetched if need be."""
+    homes = (folder, folder / "cifar10")
+    wanted = [name for names in CIFAR10_FILES.values() for name in names]
+    for place in (folder, *(h / CIFAR10_FOLDER for h in homes), folder / "cifar10"):
+        if all((place / name).is_file() for name in wanted):
+            return place
+    archive = next((h / CIFAR10_ARCHIVE for h in homes if (h / CIFAR10_ARCHIVE).is_file()), None)
+    bring = f"put {CIFAR10_ARCHIVE} (or its *.bin files) into {(folder / 'cifar10').absolute()}, or say data_dir=FOLDER"
+    if archive is None:
+        for home in homes:
+            for pickled in ("cifar-10-python.tar.gz", "cifar-10-batches-py", "data_batch_1"):
+                if (home / pickled).exists():
+                    raise Problem(
+                        f"{home / pickled} is CIFAR-10's Python version: it is pickle, which can run code when read, and is refused;"
+                        f" the binary version has the same images: {bring}"
+                    )
+        archive = folder / "cifar10" / CIFAR10_ARCHIVE
+        fetch(CIFAR10_ADDRESS, archive, CIFAR10_MD5, bring)
+    return _unpack(archive, wanted, archive.parent / CIFAR10_FOLDER)
+
+
+def _unpack(archive: Path, wanted: list[str], target: Path) -> Path:
+    """Take the wanted files out of an archive, once for all processes; a file is there whole or not at all."""
+    try:
+        with open(archive.with_name(f".{archive.name}.lock"), "w") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+            if all((target / name).is_file() for name in wanted):
+                return target
+            with tempfile.TemporaryDirectory(dir=archive.parent, prefix=".unpack-") as temporary, tarfile.open(archive) as tar:
+                for member in tar:
+                    name = PurePosixPath(member.name).name
+                    if member.isfile() and name in wanted:
+                        tar.extract(member.replace(name=name, deep=False), temporary, filter="data")
+                missing = [name for name in wanted if not Path(temporary, name).is_file()]
+                if missing:
+                    raise Problem(f"{archive} lacks {', '.join(missing)}: put the original there, or delete it to fetch it again")
+                target.mkdir(exist_ok=True)
+                for name in wanted:
+                    Path(temporary, name).replace(target / name)
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise Problem(f"{archive} is damaged ({error}): put the original there, or delete it to fetch it again") from None
+    except OSError as error:
+        raise Problem(
+            f"{archive} could not be unpacked to {target} ({error.strerror or error}): unpack it yourself", Outcome.DATA
+        ) from None
     return target
 
 

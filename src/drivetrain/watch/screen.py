@@ -88,6 +88,13 @@ class Screen(Observer):
         for line in more:
             self.line("", line)
 
+    def planned(self, facts: dict[str, Any]) -> None:
+        if facts["sentence"]:
+            first, *more = facts["sentence"].split("; ")
+            self.line("plan", first)
+            for line in more:
+                self.line("", line)
+
     def started(self, facts: dict[str, Any]) -> None:
         self._facts = facts
         self._start = None
@@ -200,6 +207,9 @@ class Wire(Observer):
 
     def notice(self, text: str) -> None:
         self.send("notice", text)
+
+    def planned(self, facts: dict[str, Any]) -> None:
+        self.send("planned", facts)
 
 
 def replay(screen: Screen, kind: str, value: Any) -> None:

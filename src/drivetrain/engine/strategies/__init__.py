@@ -14,6 +14,9 @@ from drivetrain.engine.strategies.single import Single
 class Strategy(Protocol):
     """What a step asks of the gradients."""
 
+    whole: bool
+    """Whether a step is one micro-batch of one process, so that nothing lies between its backward and its update."""
+
     @property
     def tail(self) -> Tensor | None:
         """Where a step's figures and requests travel with the gradients, if they travel."""
@@ -26,5 +29,5 @@ class Strategy(Protocol):
     def share_buffers(self) -> None: ...
 
 
-def spread(model: nn.Module, group: Group, tail: int) -> Strategy:
-    return Single(model, group, tail) if group.size == 1 else Replicated(model, group, tail)
+def spread(model: nn.Module, group: Group, tail: int, accumulation: int) -> Strategy:
+    return Single(model, group, tail) if group.size == accumulation == 1 else Replicated(model, group, tail)

@@ -1,4 +1,4 @@
-"""Every process holds the whole model, and gradients are summed over them.
+"""Every process holds the whole model, and gradients are summed over micro-batches and processes.
 
 Gradients live in flat buffers with a fixed layout, so that a resumed run sums in the same order (torch's
 DDP rebuilds its buckets after the first step). The tail of the last one carries the step's figures and
@@ -18,6 +18,8 @@ ALIGN = 32  # elements: kernels read vectors
 
 
 class Replicated:
+    whole = False
+
     def __init__(self, model: nn.Module, group: Group, tail: int) -> None:
         self.model, self.group = model, group
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -44,6 +46,8 @@ class Replicated:
 
     def reduce(self) -> None:
         """Sum gradients and tail over all ranks."""
+        if self.group.size == 1:
+            return
         for work in [dist.all_reduce(flat, async_op=True) for flat in self.flats]:
             work.wait()
 

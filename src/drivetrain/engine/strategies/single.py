@@ -20,9 +20,14 @@ class Single:
 
     def __init__(self, model: nn.Module, group: Group, tail: int) -> None:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.tail = None  # there is nobody to send figures to
+        # There is nobody to send figures to; but a captured step needs one place for them.
+        self.tail = torch.zeros(tail, device=group.device) if group.device.type == "cuda" else None
+
+    whole = True
 
     def zero(self) -> None:
+        if self.tail is not None:
+            self.tail.zero_()
         for parameter in self.parameters:
             parameter.grad = None  # backward then need not add to zeros
 

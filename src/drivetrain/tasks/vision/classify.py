@@ -1,20 +1,55 @@
-"""What all image classifiers share: cross-entropy, accuracy and the confusion matrix."""
+"""What image classifiers share: cross-entropy, accuracy, the confusion matrix, nets, augmentation and normalisation."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drivetrain.task import Task
+from drivetrain.settings import Range
+from drivetrain.task import Rand, Task
+from drivetrain.tasks.vision import augment, nets
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """The mean and standard deviation of each channel, for pixels of 0 to 1."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """Images of 0 to 255 (bytes or floats) as floats with mean 0 and standard deviation 1."""
+        scale, shift = self._factors(images.device)
+        return images * scale + shift
+
+    def _factors(self, device: torch.device) -> tuple[float | Tensor, float | Tensor]:
+        if len(self.mean) == 1:
+            return 1.0 / (255.0 * self.std[0]), -self.mean[0] / self.std[0]
+        if torch.compiler.is_compiling():
+            return self._tensors(device)  # the compiler folds them in, and a first use that fills a dict would compile twice
+        if (self, device) not in _FACTORS:
+            _FACTORS[self, device] = self._tensors(device)
+        return _FACTORS[self, device]
+
+    def _tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Made on the device: no step copies them there."""
+        scale = [torch.full((1, 1, 1, 1), 1.0 / (255.0 * std), device=device) for std in self.std]
+        shift = [torch.full((1, 1, 1, 1), -mean / std, device=device) for mean, std in zip(self.mean, self.std, strict=True)]
+        return torch.cat(scale, 1), torch.cat(shift, 1)
+
+
+_FACTORS: dict[tuple[Pixels, torch.device], tuple[Tensor, Tensor]] = {}
 
 
 class Classifier(Task):
     """An image classifier on (images, labels) batches."""
 
     classes = tuple(str(i) for i in range(10))
+    label_smoothing = 0.0
 
     def prepare(self, images: Tensor) -> Tensor:
         """Raw images as the net wants them; on the device."""
@@ -23,7 +58,7 @@ class Classifier(Task):
     def loss(self, model: nn.Module, batch: Any) -> Any:
         images, labels = batch
         logits = model(self.prepare(images))
-        return F.cross_entropy(logits, labels), {"accuracy": logits.argmax(-1) == labels}
+        return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing), {"accuracy": logits.argmax(-1) == labels}
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         images, labels = batch
@@ -37,3 +72,43 @@ class Classifier(Task):
         count = len(self.classes)
         cells = torch.bincount(values["label"] * count + values["predicted"], minlength=count * count)
         return {"confusion": cells.reshape(count, count)}
+
+
+class ImageClassifier(Classifier):
+    """A classifier of square images given as bytes [n, channels, size, size], with a choice of nets and augmentation."""
+
+    net: Literal["cnn", "conv4", "mlp", "resnet18", "vit-s"] = "cnn"
+    """The network: guide 000's small CNN, guide 001's four convolutions, a two-layer net, ResNet-18 or a small ViT."""
+    dropout: Annotated[float, Range(0, 1)] = 0.0
+    """Dropout before the last linear layers (the mlp has none)."""
+    hidden: Annotated[int, Range(1, 65536)] = 256
+    """Width of the mlp's hidden layer."""
+    rotation: Annotated[float, Range(0, 180)] = 0.0
+    """Training images are turned by up to so many degrees, either way."""
+    translation: Annotated[float, Range(0, 1)] = 0.0
+    """Training images are moved by up to this fraction of their width and height."""
+    flip: bool = False
+    """Half of the training images are mirrored left to right."""
+    label_smoothing: Annotated[float, Range(0, 1)] = 0.0
+    """The share of a training target that is spread over all classes; evaluation is not smoothed."""
+
+    channels = 1
+    size = 28
+    pixels = Pixels((0.0,), (1.0,))
+
+    def model(self) -> nn.Module:
+        return nets.build(self.net, self.channels, self.size, len(self.classes), self.dropout, self.hidden)
+
+    def augment(self, batch: Any, rand: Rand) -> Any:
+        if not (self.rotation or self.translation or self.flip):
+            return batch
+        images, labels = batch
+        draws = rand.uniform(4)
+        if self.flip:
+            images = augment.flip(images, draws[:, 3:])
+        if self.rotation or self.translation:
+            images = augment.affine(images, self.rotation, self.translation, draws[:, :3])
+        return images, labels
+
+    def prepare(self, images: Tensor) -> Tensor:
+        return self.pixels.normalise(images)

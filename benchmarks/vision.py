@@ -1,0 +1,488 @@
+"""Training speed of guide 001's net: the guide's own loop, Lightning, Accelerate and drivetrain in one run.
+
+    python benchmarks/vision.py                              # on a GPU; about four minutes
+    python benchmarks/vision.py --cpu                        # on any machine
+    python benchmarks/vision.py --accuracy --data-dir data   # MNIST and Fashion-MNIST: accuracy, and the time to it
+
+All train the same net (Conv4, 463,882 parameters) with AdamW on 60,000 images of 28x28 bytes. Every figure is the
+median of three windows after a warm-up. drivetrain runs as `drivetrain train` runs a long training; below it stand
+the same steps with parts of that switched off, so that one sees where the gain comes from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from drivetrain import __version__
+from drivetrain.engine.group import Group
+from drivetrain.engine.loop import Training
+from drivetrain.engine.observe import Observer, Observers
+from drivetrain.hardware import cpu_cores, detect
+from drivetrain.plan import choose
+from drivetrain.runs import Run
+from drivetrain.task import Rand, Tensors
+from drivetrain.tasks.vision.mnist import Mnist
+from drivetrain.tasks.vision.nets import Conv4
+from drivetrain.watch.files import MetricsFile, TensorBoard
+
+MEAN, STD = 0.1307, 0.3081
+IMAGES = 60_000
+WINDOWS = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contestant's figure."""
+
+    work: str
+    name: str
+    batch: int
+    images_per_second: float
+    spread: float
+    """Largest over smallest window, less one."""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def images(count: int = IMAGES) -> tuple[Tensor, Tensor]:
+    """Bytes like MNIST's (a fifth of the pixels set) that carry their label."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(10, (count,), generator=generator)
+    pixels = torch.randint(0, 256, (count, 28, 28), generator=generator, dtype=torch.uint8)
+    pixels[torch.rand(count, 28, 28, generator=generator) < 0.8] = 0
+    pixels[torch.arange(count), labels * 2 + 4] = 255
+    return pixels, labels
+
+
+class Window:
+    """Times windows of steps: called once a step, it says when it has seen enough."""
+
+    def __init__(self, device: torch.device, warm: int, seconds: float) -> None:
+        self.device, self.warm, self.seconds = device, warm, seconds
+        self.speeds: list[float] = []
+        self._seen = self._steps = 0
+        self._begun = 0.0
+
+    def __call__(self) -> bool:
+        self._seen += 1
+        if self._seen < self.warm:
+            return False
+        if self._seen == self.warm:
+            self._start()
+            return False
+        self._steps += 1
+        if time.perf_counter() - self._begun >= self.seconds and self._steps >= 3:
+            self._sync()
+            self.speeds.append(self._steps / (time.perf_counter() - self._begun))
+            self._start()
+        return len(self.speeds) == WINDOWS
+
+    def _start(self) -> None:
+        self._sync()
+        self._begun, self._steps = time.perf_counter(), 0
+
+    def _sync(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def row(self, work: str, name: str, batch: int, **facts: Any) -> Row:
+        speed = statistics.median(self.speeds) * batch
+        return Row(work, name, batch, round(speed, 1), round(max(self.speeds) / min(self.speeds) - 1, 3), facts)
+
+
+# --- the peers ----------------------------------------------------------------------------------
+
+
+class PilImages(Dataset[Any]):
+    """As the guide reads MNIST: a PIL image a sample, torchvision's transforms on it."""
+
+    def __init__(self) -> None:
+        from PIL import Image
+
+        self.pixels, self.labels = images()
+        self.open = lambda i: Image.fromarray(self.pixels[i].numpy())
+        try:
+            from torchvision import transforms
+        except (ImportError, RuntimeError):
+            self.transform, self.how = _transform_by_pil, "the same transforms by PIL (no torchvision here)"
+        else:
+            self.how = "torchvision's transforms"
+            self.transform = transforms.Compose(
+                [
+                    transforms.RandomRotation(10),
+                    transforms.RandomAffine(degrees=0, translate=(0.1, 0.1)),
+                    transforms.ToTensor(),
+                    transforms.Normalize((MEAN,), (STD,)),
+                ]
+            )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return self.transform(self.open(i)), int(self.labels[i])
+
+
+def _transform_by_pil(image: Any) -> Tensor:
+    from PIL import Image
+
+    angle, right, down = torch.rand(3).tolist()
+    image = image.rotate(20 * angle - 10)
+    image = image.transform(image.size, Image.Transform.AFFINE, (1, 0, round(5.6 * right - 2.8), 0, 1, round(5.6 * down - 2.8)))
+    return (torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(1, 28, 28).float() / 255 - MEAN) / STD
+
+
+def guide(device: torch.device, batch: int, workers: int, window: Window) -> Row:
+    """Guide 001's loop: loader workers, DDP's wrapper, AMP with a GradScaler, loss and accuracy read every step."""
+    data = PilImages()
+    loader = DataLoader(data, batch, shuffle=True, num_workers=workers, pin_memory=device.type == "cuda", persistent_workers=workers > 0)
+    with _process_group(device):
+        model: nn.Module = Conv4(10, 0.5).to(device)
+        model = nn.parallel.DistributedDataParallel(model, device_ids=[0] if device.type == "cuda" else None)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-4)
+        scaler = torch.amp.GradScaler(device.type, enabled=device.type == "cuda")
+        total = correct = 0
+        while True:
+            for x, y in loader:
+                x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+                optimizer.zero_grad()
+                with torch.autocast(device.type, torch.float16, enabled=device.type == "cuda"):
+                    outputs = model(x)
+                    loss = F.cross_entropy(outputs, y)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                total += loss.item()
+                correct += outputs.argmax(1).eq(y).sum().item()
+                if window():
+                    return window.row("augmented", f"the guide's loop, {workers} workers", batch, transforms=data.how)
+
+
+@contextlib.contextmanager
+def _process_group(device: torch.device) -> Iterator[None]:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        torch.distributed.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1
+        )
+        try:
+            yield
+        finally:
+            torch.distributed.destroy_process_group()
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+
+
+def _ready_loader(device: torch.device, batch: int, workers: int) -> DataLoader[Any]:
+    """Samples that need no more than collating: normalised floats in memory."""
+    pixels, labels = images()
+    data = TensorDataset(((pixels.float() / 255 - MEAN) / STD).unsqueeze(1), labels)
+    return DataLoader(data, batch, shuffle=True, num_workers=workers, pin_memory=device.type == "cuda", persistent_workers=workers > 0)
+
+
+def accelerate(device: torch.device, batch: int, workers: int, window: Window) -> Row:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(mixed_precision="bf16" if device.type == "cuda" else "no", cpu=device.type == "cpu")
+    model = Conv4(10, 0.5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, _ready_loader(device, batch, workers))
+    model.train()
+    while True:
+        for x, y in loader:
+            optimizer.zero_grad()
+            with accelerator.autocast():
+                loss = F.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            if window():
+                return window.row("not augmented", "Accelerate", batch, workers=workers)
+
+
+def lightning(device: torch.device, batch: int, workers: int, window: Window) -> Row:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Conv4(10, 0.5)
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            x, y = batch
+            return F.cross_entropy(self.net(x), y)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=1e-4)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            if window():
+                self.trainer.should_stop = True
+
+    trainer = lightning.Trainer(
+        accelerator="gpu" if device.type == "cuda" else "cpu", devices=1, precision="bf16-mixed" if device.type == "cuda" else "32-true",
+        max_epochs=1000, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        barebones=False, min_epochs=0,
+    )  # fmt: skip
+    trainer.fit(Module(), _ready_loader(device, batch, workers))
+    return window.row("not augmented", "Lightning", batch, workers=workers)
+
+
+# --- drivetrain ---------------------------------------------------------------------------------
+
+
+class Bench(Mnist):
+    """The mnist task on images in memory, with guide 001's settings."""
+
+    net: str = "conv4"
+    dropout: float = 0.5
+    weight_decay: float = 1e-4
+    global_batch: int = 128
+    save_every: str = "10000ep"
+    eval_every: str = "10000ep"
+    keyed: bool = True
+
+    def train_data(self) -> Tensors:
+        pixels, labels = images()
+        return Tensors(pixels.unsqueeze(1), labels)
+
+    def eval_data(self) -> None:
+        return None
+
+    def augment(self, batch: Any, rand: Rand) -> Any:
+        return super().augment(batch, rand if self.keyed else _Still(rand.ids))
+
+
+class _Still:
+    """Numbers that cost nothing, to see what keyed ones cost."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
+
+    def uniform(self, k: int = 1) -> Tensor:
+        return torch.full((len(self.ids), k), 0.3, device=self.ids.device)
+
+
+class Clock(Observer):
+    """Times the steps once the engine has settled how they run; then asks to stop."""
+
+    def __init__(self, window: Window, profile: bool, settles: bool) -> None:
+        self.window, self.profile, self.settled = window, profile, not settles
+        self.plan: dict[str, Any] = {}
+        self.trace: dict[str, float] = {}
+        self._done = False
+        self._profiler: Any = None
+        self._steps = 0
+
+    def __bool__(self) -> bool:
+        return self._done
+
+    def planned(self, facts: dict[str, Any]) -> None:
+        self.plan, self.settled = facts, True
+
+    def moment(self, name: str) -> None:
+        if name != "step" or not self.settled or self._done:
+            return
+        if self._profiler is None:
+            if not self.window():
+                return
+            if not self.profile:
+                self._done = True
+                return
+            torch.cuda.synchronize()
+            self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self._profiler.start()
+            return
+        self._steps += 1
+        if self._steps == 40:  # no log, no evaluation among them: `log_every` is 50
+            torch.cuda.synchronize()
+            self._profiler.stop()
+            self.trace = read_trace(self._profiler, self._steps)
+            self._done = True
+
+
+def read_trace(profiler: Any, steps: int) -> dict[str, float]:
+    """From a profile of whole steps: host syncs a step, kernels a step, and how long the device had nothing to do."""
+    with tempfile.TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
+    waits = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+    device = sorted((e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")), key=lambda e: e["ts"])
+    launches = [e for e in events if e.get("name") == "cudaGraphLaunch"]
+    last_wait = max((e["ts"] for e in events if e.get("name") == "cudaDeviceSynchronize"), default=float("inf"))
+    syncs = sum(e.get("name") in waits for e in events if e.get("cat") == "cuda_runtime" and e["ts"] < last_wait)
+    graph_ids = {e["args"]["correlation"] for e in launches}
+    span = device[-1]["ts"] + device[-1]["dur"] - device[0]["ts"]
+    end, idle, between = device[0]["ts"], 0.0, 0.0
+    previous = device[0]["args"].get("correlation")
+    for event in device:
+        gap, mine = max(0.0, event["ts"] - end), event["args"].get("correlation")
+        idle += gap
+        if mine != previous or mine not in graph_ids:  # not inside of one graph
+            between += gap
+        end, previous = max(end, event["ts"] + event["dur"]), mine
+    return {
+        "host_syncs_per_step": syncs / steps,
+        "device_operations_per_step": round(len(device) / steps, 1),
+        "device_idle_between_steps_percent": round(100 * between / span, 2),
+        "device_idle_percent": round(100 * idle / span, 2),
+    }
+
+
+def ours(
+    device: torch.device, batch: int, augmented: bool, name: str, window: Window,
+    pins: dict[str, Any] | None = None, profile: bool = False, keyed: bool = True,
+) -> Row:  # fmt: skip
+    """`drivetrain train` of a training long enough for every means to pay, with its files, until it is timed."""
+    task = Bench(
+        global_batch=batch, rotation=10.0 if augmented else 0.0, translation=0.1 if augmented else 0.0, keyed=keyed,
+        epochs=2000 * batch // 128 if device.type == "cuda" else 20,
+    )  # fmt: skip
+    plan = choose(task.settings(), detect(), device=device.type, world_size=1, local_procs=1, pins=pins)
+    clock = Clock(window, profile, device.type == "cuda")
+    with tempfile.TemporaryDirectory() as folder:
+        observer = Observers([MetricsFile(Run(folder)), TensorBoard(Path(folder) / "tensorboard"), clock])
+        group = Group(0, 1, torch.device("cuda", 0) if device.type == "cuda" else device)
+        training = Training(task, plan, Run(folder), group, observer, clock)
+        training.run_to_end()
+        observer.close()
+    facts = {"plan": {k: v for k, v in clock.plan.items() if k != "sentence"}} if clock.plan else {}
+    return window.row("augmented" if augmented else "not augmented", name, batch, **facts, **clock.trace)
+
+
+# --- tables -------------------------------------------------------------------------------------
+
+
+def speed_rows(device: torch.device, quick: bool) -> Iterator[Row]:
+    gpu = device.type == "cuda"
+
+    def window(warm: int = 60) -> Window:
+        return Window(device, warm if gpu else 3, (0.4 if quick else 1.0) if gpu else (0.2 if quick else 4.0))
+
+    small = 128
+    workers = 4 if gpu else 0
+    plain = {"capture": "off", "compile": "off"}
+    yield guide(device, small, workers, window())
+    yield ours(device, small, True, "drivetrain", window(), profile=gpu)
+    if gpu:
+        yield ours(device, small, True, "  captured, not compiled", window(), {"compile": "off"}, profile=True)
+        yield ours(device, small, True, "  captured, random numbers not keyed", window(), {"compile": "off"}, keyed=False)
+        yield ours(device, small, True, "  eager", window(), plain)
+    yield lightning(device, small, workers, window())
+    yield accelerate(device, small, workers, window())
+    yield ours(device, small, False, "drivetrain", window())
+    if gpu:
+        yield ours(device, small, False, "  captured, not compiled", window(), {"compile": "off"})
+        yield ours(device, small, False, "  eager", window(), plain)
+        yield accelerate(device, 2048, 16, window(20))
+        yield ours(device, 2048, False, "drivetrain", window())
+        yield ours(device, 2048, True, "drivetrain", window())
+        yield ours(device, 8192, True, "drivetrain", window())
+
+
+def accuracy_rows(data_dir: str, device: str) -> Iterator[dict[str, Any]]:
+    """Guide 001's recipe on real data, through the command."""
+    import subprocess
+
+    for task in ("mnist", "fashion-mnist"):
+        with tempfile.TemporaryDirectory() as folder:
+            words = ["train", "recipes/guide-001.yaml", f"data_dir={data_dir}", "--run-dir", f"{folder}/run", "--device", device]
+            recipe = Path(folder) / "recipe.yaml"
+            recipe.write_text(Path("recipes/guide-001.yaml").read_text().replace("task: mnist", f"task: {task}"))
+            words[1] = str(recipe)
+            begun = time.perf_counter()
+            done = subprocess.run([sys.executable, "-m", "drivetrain", *words], text=True, capture_output=True)
+            wall = time.perf_counter() - begun
+            if done.returncode:
+                raise SystemExit(done.stdout + done.stderr)
+            rows = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+            evaluated = [(r["time"], r["eval/accuracy"]) for r in rows if "eval/accuracy" in r]
+            bar = {"mnist": 0.993, "fashion-mnist": 0.92}[task]
+            reached = next((t for t, a in evaluated if a >= bar), None)
+            yield {
+                "task": task, "accuracy": evaluated[-1][1], "best": max(a for _, a in evaluated), "bar": bar, "seconds_to_bar": reached,
+                "seconds_of_training": rows[-1]["time"], "seconds_of_the_command": round(wall, 1), "steps": rows[-1]["step"],
+                "plan": json.loads((Path(folder) / "run" / "run.json").read_text())["plan"]["measured"],
+            }  # fmt: skip
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": torch.cuda.get_device_name() if device.type == "cuda" else f"{cpu_cores()} CPU cores ({platform.machine()})",
+        "cpu_cores": cpu_cores(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "drivetrain": __version__,
+        "command": "python " + " ".join(["benchmarks/vision.py", *sys.argv[1:]]),
+    }
+    for name in ("lightning", "accelerate", "torchvision"):
+        with contextlib.suppress(Exception):
+            found[name] = __import__(name).__version__
+    return found
+
+
+def show(rows: list[Row]) -> None:
+    print(f"\n{'batch':>6}  {'images/s':>10}  {'spread':>6}  {'ratio':>6}")
+    for work in ("augmented", "not augmented"):
+        for batch in sorted({r.batch for r in rows if r.work == work}):
+            group = [r for r in rows if (r.work, r.batch) == (work, batch)]
+            best = next((r.images_per_second for r in group if r.name == "drivetrain"), None)
+            for r in group:
+                ratio = f"{best / r.images_per_second:.1f}x" if best else ""
+                print(f"{batch:>6}  {r.images_per_second:>10,.0f}  {100 * r.spread:>5.1f}%  {ratio:>6}  {work}: {r.name}")
+    for r in rows:
+        if "host_syncs_per_step" in r.facts:
+            traced = {k: v for k, v in r.facts.items() if k != "plan"}
+            print(f"{r.name.strip()} (batch {r.batch}): {traced}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpu", action="store_true", help="on the CPU, whatever this machine has")
+    parser.add_argument("--quick", action="store_true", help="short windows: to see that it runs")
+    parser.add_argument("--accuracy", action="store_true", help="guide 001's recipe on MNIST and Fashion-MNIST instead")
+    parser.add_argument("--data-dir", default="data")
+    parser.add_argument("--json", help="also write the figures to this file")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    device = torch.device("cuda" if torch.cuda.is_available() and not args.cpu else "cpu")
+    facts = environment(device)
+    if args.accuracy:
+        facts["rows"] = list(accuracy_rows(args.data_dir, device.type))
+        for r in facts["rows"]:
+            to_bar = "never" if r["seconds_to_bar"] is None else f"after {r['seconds_to_bar']:.1f} s"
+            print(
+                f"{r['task']:<14} {100 * r['accuracy']:.2f} % at the end, {100 * r['best']:.2f} % at best; {100 * r['bar']:.1f} % {to_bar};"
+                f" {r['seconds_of_training']:.1f} s of training, {r['seconds_of_the_command']:.1f} s for the command"
+            )
+    else:
+        rows = []
+        for row in speed_rows(device, args.quick):
+            rows.append(row)
+            print(f"{row.work}: {row.name}, batch {row.batch}: {row.images_per_second:,.0f} images/s", flush=True)
+        facts["rows"] = [asdict(r) for r in rows]
+        show(rows)
+    if args.json:
+        Path(args.json).write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""torch.compile on a task's loss: whole, or only the repeated blocks of a deep model, so that it stays quick."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+DEEP = 4  # blocks of one kind from which on a model is compiled by block
+
+
+class Compiled:
+    """Calls the compiled function for the form it was made for, and the plain one for all others (the last
+    partial batch): another form would be compiled anew, for longer than it ever runs."""
+
+    def __init__(self, function: Callable[..., Any], model: nn.Module, form: Hashable, deterministic: bool) -> None:
+        self._plain, self._form = function, form
+        self._blocks = repeated_blocks(model)
+        self.kind = f"its {len(self._blocks)} {type(self._blocks[0]).__name__} blocks" if self._blocks else "the whole loss"
+        if deterministic:
+            torch._inductor.config.deterministic = True
+        self._forwards = [torch.compile(block.forward, dynamic=False) for block in self._blocks]
+        self._whole = function if self._blocks else torch.compile(function, dynamic=False)
+        self._on = False
+
+    def __call__(self, form: Hashable, *args: Any) -> Any:
+        self.switch(form == self._form)
+        return self._whole(*args) if form == self._form else self._plain(*args)
+
+    def switch(self, on: bool) -> None:
+        """Whether blocks run compiled: in the backward pass too, which may run them again; never in evaluation."""
+        if on != self._on:
+            self._on = on
+            for block, forward in zip(self._blocks, self._forwards, strict=True):
+                if on:
+                    block.forward = forward
+                else:
+                    del block.forward  # the class's own is behind it
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The members of the list of like modules that holds most of the model, if there is one: compiled once for all."""
+    whole = sum(p.numel() for p in model.parameters())
+    for module in model.modules():
+        members = list(module.children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
+        alike = len(members) >= DEEP and len({_kind(m) for m in members}) == 1
+        if alike and sum(p.numel() for m in members for p in m.parameters()) > whole / 2:
+            return members
+    return []
+
+
+def _kind(module: nn.Module) -> Hashable:
+    own_forward = id(module) if "forward" in vars(module) else None  # replaced on the instance: like no other
+    return type(module), own_forward, tuple((name, p.shape) for name, p in module.named_parameters())

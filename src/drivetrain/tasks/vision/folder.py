@@ -1,0 +1,54 @@
+"""Your own images, one folder a class."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Literal
+
+from torch import nn
+
+from drivetrain.settings import Range
+from drivetrain.task import Tensors
+from drivetrain.tasks import imagecache
+from drivetrain.tasks.vision.classify import ImageClassifier, Pixels
+
+
+class Folder(ImageClassifier):
+    """Images of any size and format in data_dir/train/<class>/ and data_dir/test/<class>/."""
+
+    epochs: Annotated[int, Range(1)] = 30
+    """Passes over the training data."""
+    global_batch: Annotated[int, Range(1)] = 64
+    """Samples in one optimizer step, over all processes."""
+    data_dir: str = "data"
+    """Folder that holds train/<class>/ and test/<class>/; decoded images are kept in its .drivetrain-cache."""
+    size: Annotated[int, Range(16, 1024)] = 64
+    """Side of the images: the shorter side is resized to it, the longer one cropped about the centre."""
+    colour: Literal["auto", "rgb", "grey"] = "auto"
+    """Three channels or one; auto is grey where no image has a colour."""
+    net: Literal["cnn", "conv4", "mlp", "resnet18", "vit-s"] = "resnet18"
+    """The network: guide 000's small CNN, guide 001's four convolutions, a two-layer net, ResNet-18 or a small ViT."""
+    bad_samples: Literal["stop", "skip"] = "stop"
+    """What a file that cannot be read does: it stops the run, or is left out and named."""
+
+    classes = tuple[str, ...]()
+
+    @property
+    def dataset(self) -> str:
+        return self.data_dir
+
+    @cached_property
+    def _images(self) -> imagecache.Images:
+        found = imagecache.load(self.data_dir, self.size, self.colour, self.bad_samples)
+        self.classes, self.channels, self.pixels = found.classes, len(found.mean), Pixels(found.mean, found.std)
+        return found
+
+    def model(self) -> nn.Module:
+        self.train_data()  # tells the channels and classes
+        return super().model()
+
+    def train_data(self) -> Tensors:
+        return self._images.train
+
+    def eval_data(self) -> Tensors | None:
+        return self._images.test

@@ -1,0 +1,139 @@
+"""Captured and compiled steps on a real GPU: equal to eager ones, resumed exactly, and never in a user's way.
+
+python -m pytest -m gpu tests/gpu/test_capture.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain.engine.group import Group
+from tests.gpu.kinds import train
+from tests.samples import rows, weights
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+def apart(one: Path, two: Path, name: str = "train/loss") -> float:
+    """The largest relative difference of a figure over two runs."""
+    pairs = [(a[name], b[name]) for a, b in zip(rows(one), rows(two), strict=True)]
+    return max(abs(a - b) / max(abs(a), 1e-12) for a, b in pairs)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("decay", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("optim", ["adamw", "adam", "sgd"])
+def test_200_captured_steps_equal_eager_ones(optim: str, decay: str, clip: float, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"optim": optim, "decay": decay, "clip": clip, "warmup": 20, "steps": 200, "precision": "fp32"}
+    options |= {"learning_rate": 0.01, "save_every": 1000}
+    train("Augmented", tmp_path / "eager", pins={"capture": "off"}, **options)
+    facts = train("Augmented", tmp_path / "captured", **options)
+    assert facts.plan["capture"] == "on", facts.plan
+    assert apart(tmp_path / "captured", tmp_path / "eager") <= 1e-5
+    assert apart(tmp_path / "captured", tmp_path / "eager", "grad_norm") <= 1e-4
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("micro_batch", [16, 5])
+@pytest.mark.parametrize("name", ["Images", "Tokens", "Parts", "InPlace", "Loaded", "Walk", "OwnOptimizer"])
+def test_kinds_of_tasks_are_captured_exactly(name: str, micro_batch: int, precision: str, tmp_path: Path) -> None:
+    """Partial last batches, accumulation, counts, loaders, sources, fp16's scale, optimizers of the user's own."""
+    options: dict[str, Any] = {"precision": precision, "clip": 0.5, "epochs": 8, "deterministic": name == "Images"}
+    pins = {"micro_batch": micro_batch} | ({"workers": 2} if name == "Loaded" else {})
+    train(name, tmp_path / "eager", pins=pins | {"capture": "off"}, **options)
+    facts = train(name, tmp_path / "captured", pins=pins, **options)
+    assert facts.plan["capture"] == "on", facts.plan
+    assert rows(tmp_path / "captured") == rows(tmp_path / "eager")
+    assert weights(tmp_path / "captured") == weights(tmp_path / "eager")
+
+
+@pytest.mark.parametrize("name", ["Images", "Sequences", "Attention", "Frozen"])
+def test_captured_models_resume_exactly(name: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"epochs": 8, "clip": 1.0, "deterministic": True}
+    facts = train(name, tmp_path / "whole", **options)
+    assert facts.plan["capture"] == "on", facts.plan
+    for stop in (5, 23, None):
+        train(name, tmp_path / "broken", stop, **options)
+    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
+    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["Images", "Sequences", "Attention"])
+def test_compiled_models_learn_and_resume_exactly(name: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"epochs": 8, "clip": 1.0, "deterministic": True}
+    facts = train(name, tmp_path / "whole", pins={"compile": "on"}, **options)
+    assert facts.plan["compile"] == "on" and facts.plan["capture"] == "on", facts.plan
+    assert ("Block blocks" in facts.plan["reasons"]["compile"]) == (name == "Attention")
+    for stop in (23, None):
+        train(name, tmp_path / "broken", stop, pins={"compile": "on"}, **options)
+    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
+    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+    assert rows(tmp_path / "whole")[-1]["train/loss"] < 0.9 * rows(tmp_path / "whole")[0]["train/loss"]
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [("Waits", "x.abs().max().item()"), ("Branches", "if x.mean() > 0"), ("Selects", "x[kept]"), ("Counts", "calls of the task"),
+     ("HostDice", "Python's or numpy's generators"), ("Odd", "batches hold a Bag")],
+)  # fmt: skip
+def test_what_cannot_be_captured_trains_and_says_why(name: str, line: str, tmp_path: Path) -> None:
+    train(name, tmp_path / "eager", pins={"capture": "off", "compile": "off"}, epochs=8)
+    facts = train(name, tmp_path / "auto", epochs=8)
+    assert facts.plan["capture"] == "off"
+    assert line in facts.plan["sentence"], facts.plan["sentence"]
+    assert apart(tmp_path / "auto", tmp_path / "eager") <= 1e-4
+
+
+def test_pinned_off_is_off(tmp_path: Path) -> None:
+    facts = train("Augmented", tmp_path, pins={"capture": "off", "compile": "off"}, epochs=8)
+    assert (facts.plan["capture"], facts.plan["compile"]) == ("off", "off")
+    assert facts.plan["reasons"]["capture"] == "pinned"
+
+
+def test_bf16_stays_within_its_own_seed_spread(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"steps": 200, "precision": "bf16", "save_every": 1000}
+    train("Images", tmp_path / "eager", pins={"capture": "off"}, **options)
+    train("Images", tmp_path / "captured", **options)
+    train("Images", tmp_path / "compiled", pins={"compile": "on"}, **options)
+    ends = []
+    for seed in (1, 2, 3, 4):
+        train("Images", tmp_path / f"seed{seed}", pins={"capture": "off"}, seed=seed, **options)
+        ends.append(_end(tmp_path / f"seed{seed}"))
+    low, high = min(ends), max(ends)
+    for name in ("captured", "compiled"):
+        assert low - (high - low) <= _end(tmp_path / name) <= high + (high - low)
+
+
+def _end(folder: Path) -> float:
+    last = [r["train/loss"] for r in rows(folder)][-30:]
+    return sum(last) / len(last)
+
+
+def test_no_host_sync_in_the_step(tmp_path: Path) -> None:
+    """Once settled, an operation that waits for the device would be an error."""
+    from drivetrain.engine.loop import Training
+    from drivetrain.engine.observe import Observer, Observers
+    from drivetrain.hardware import detect
+    from drivetrain.plan import choose
+    from drivetrain.runs import Run
+    from tests.gpu.kinds import Images
+
+    class Strict(Observer):
+        steps = 0
+
+        def moment(self, name: str) -> None:
+            self.steps += name == "step"
+            torch.cuda.set_sync_debug_mode("error" if name == "step" and self.steps > 60 else "default")
+
+    task = Images(steps=200, log_every=10, save_every=1000, eval_every=1000, samples=1000)
+    plan = choose(task.settings(), detect(), device="cuda", world_size=1, local_procs=1)
+    strict = Strict()
+    try:
+        Training(task, plan, Run(tmp_path), Group(0, 1, torch.device("cuda", 0)), Observers([strict]), False).run_to_end()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert strict.steps == 200
