@@ -77,7 +77,7 @@ class _Supervisor:
     def __init__(self, file: Path, job: dict[str, Any], plan: Plan, place: Place, screen: Screen, gpus: list[str], verbose: bool) -> None:
         self.file, self.plan, self.place, self.screen, self.gpus, self.verbose = file, plan, place, screen, gpus, verbose
         self.run_dir = Run(job["run"])
-        self.records = job["mode"] == "train"
+        self.records = job["mode"] in ("train", "verify")
         self.workers: list[_Worker] = []
         self.signals = 0
         self.failed_at: float | None = None

@@ -5,6 +5,7 @@ python -m pytest -m gpu tests/gpu
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from drivetrain.hardware import detect
 from drivetrain.plan import choose
 from drivetrain.runs import Run
 from drivetrain.watch.files import MetricsFile
+from tests.command import drivetrain as command
 from tests.command import good, write_task
 from tests.samples import TASKS, rows, weights
 
@@ -64,3 +66,57 @@ def test_the_command_finds_the_gpu(folder: Path) -> None:
     output = good("train", "digits", "--procs", "1")
     assert "1 process on cuda:0, bf16" in output
     assert "bit-equal" in good("verify-resume", str(write_task()), "--steps", "8", "--procs", "1")
+
+
+CONV = '''
+import torch.nn as nn, torch.nn.functional as F
+from drivetrain import Task, Tensors, datasets
+
+class Conv(Task):
+    """A small convolutional net in fp32, where cuDNN adds in any order."""
+
+    precision: str = "fp32"
+
+    def model(self):
+        def block(a, b):
+            return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2))
+
+        return nn.Sequential(block(1, 8), block(8, 16), nn.Flatten(), nn.Linear(64, 10))
+
+    def train_data(self):
+        return datasets.digits("train")
+
+    def loss(self, model, batch):
+        x, y = batch
+        return F.cross_entropy(model(x.unsqueeze(1)), y)
+'''
+
+
+def test_verify_resume_names_what_does_not_repeat(folder: Path) -> None:
+    Path("conv.py").write_text(CONV)
+    output = command("verify-resume", "conv.py", "--procs", "1").stdout
+    if "bit-equal" not in output:  # whether cuDNN's choice repeats depends on the GPU
+        assert "training itself does not repeat" in output
+        assert "Conv2d's backward" in output, output
+    assert "bit-equal" in good("verify-resume", "conv.py", "deterministic=true", "--procs", "1")
+
+
+def test_an_operation_without_a_deterministic_form_is_named(folder: Path) -> None:
+    text = CONV.replace("F.cross_entropy(model(x.unsqueeze(1)), y)", "F.cross_entropy(model(x.unsqueeze(1))[:, :, None], y[:, None])")
+    Path("conv.py").write_text(text)
+    bad = command("train", "conv.py", "deterministic=true", "--procs", "1")
+    assert bad.returncode == 2
+    assert "nll_loss2d_forward_out_cuda_template has no deterministic form" in bad.stderr
+
+
+def test_guide_001_on_the_gpu(folder: Path) -> None:
+    """The recipe through the command: captured, and its plan is in run.json."""
+    from tests.test_datasets import write_mnist
+
+    write_mnist(Path("data"))
+    recipe = Path(__file__).parents[2] / "recipes" / "guide-001.yaml"
+    output = good("train", str(recipe), "data_dir=data", "global_batch=16", "--name", "g", "--procs", "1")
+    assert "steps run captured" in output
+    plan = json.loads(Path("runs/g/run.json").read_text())["plan"]
+    assert plan["capture"] == "on" and plan["channels_last"] and plan["measured"]["step_seconds"]["captured"] > 0
+    assert any(r["choice"] == "compile=on" and "not tried" in r["why"] for r in plan["rejected"])

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from drivetrain.watch.screen import Screen
 
 TEXT = """\
-Train K steps twice without a break and once with a kill -9 in the middle and a resume, and compare: every
-loss, every gradient norm and all final weights, bit for bit. Where they differ, it says whether training
-itself does not repeat or the resume is to blame, and at which step and in what it began."""
+Train K steps twice without a break and once with a kill -9 in the middle and a resume, as the plan has it, and
+compare: every loss, every gradient norm and all final weights, bit for bit. Where they differ, it trains again
+with a close look at every step, and says whether training itself does not repeat or the resume is to blame,
+at which step, and in which operation it began."""
+STEPS, GPU_STEPS = 12, 60  # on a GPU both sides of the kill shall be captured
 
 
 def run(verb: str, words: list[str]) -> int:
@@ -32,18 +34,24 @@ def run(verb: str, words: list[str]) -> int:
     parser.add_argument("target", metavar="TASK", help="as for train")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     parser.add_argument(
-        "--steps", type=int, default=12, metavar="K", help="steps to train (default 12; a checkpoint and the kill come after half)"
+        "--steps",
+        type=int,
+        metavar="K",
+        help=f"steps to train (default {STEPS}, on a GPU {GPU_STEPS}; a checkpoint and the kill come after half)",
     )
     add_placement(parser)
     add_common(parser)
     args = parser.parse(words)
-    if args.steps < 2:
+    if args.steps is not None and args.steps < 2:
         raise Problem("--steps: at least 2, so that some lie on either side of the kill")
 
+    from drivetrain.cli import launch
     from drivetrain.recipe import load
     from drivetrain.watch.screen import Screen
 
     recipe = load(args.target, args.settings)[0]
+    machine = launch.look_at_machine(launch.Request(procs=args.procs, gpus=args.gpus, device=args.device))
+    args.steps = args.steps or (GPU_STEPS if machine.device == "cuda" else STEPS)
     few = {"steps": args.steps, "log_every": 1, "save_every": args.steps // 2, "keep": 1000, "best": None}
     recipe = replace(recipe, settings=recipe.settings | few, name=None)
     screen = Screen(quiet=args.quiet)
@@ -57,13 +65,14 @@ def run(verb: str, words: list[str]) -> int:
         ):
             screen.line("verify", text)
             runs[name] = _train(recipe, args, folder / name, kill=name == "broken")
-        return _compare(runs, screen)
+        return _judge(runs, screen, recipe, args, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _train(recipe: Recipe, args: argparse.Namespace, folder: Path, kill: bool) -> Path:
-    """Train in child processes, as the command does; with `kill`, end them all once a checkpoint is out, and resume."""
+def _train(recipe: Recipe, args: argparse.Namespace, folder: Path, kill: bool, look: str = "") -> Path:
+    """Train in child processes, as the command does; with `kill`, end them all once a checkpoint is out, and resume.
+    With a `look` every step leaves its fingerprint."""
     from drivetrain.cli import ending, launch
     from drivetrain.runs import Run
     from drivetrain.supervise import local_place, run_workers
@@ -73,8 +82,13 @@ def _train(recipe: Recipe, args: argparse.Namespace, folder: Path, kill: bool) -
     machine = launch.look_at_machine(request)
     opened = launch.open_run(recipe, request)
     plan = launch.make_plan(recipe, machine, local_place(machine.procs), 1, None)
+    if look:
+        plan = replace(plan, capture="off", compile="off")  # nothing can be looked at inside of a graph
     launch.record(recipe, opened, plan, machine)
-    job = launch.make_job(recipe, opened.run, plan, "train") | {"fingerprint": str(folder / "fingerprint.jsonl")}
+    job = launch.make_job(recipe, opened.run, plan, "verify") | {
+        "fingerprint": str(folder / "fingerprint.jsonl") if look else "",
+        "look": look,
+    }
     if kill:
         file = folder / "killed.json"
         file.write_text(json.dumps([job, plan.to_json(), machine.procs, machine.gpus]))
@@ -83,7 +97,8 @@ def _train(recipe: Recipe, args: argparse.Namespace, folder: Path, kill: bool) -
         )
         if done.returncode >= 0:
             raise Problem(f"the kill did not come: {done.stderr.strip() or done.stdout.strip()}", Outcome.INFRA)
-        (folder / "fingerprint.jsonl").rename(folder / "before.jsonl")
+        if look:
+            (folder / "fingerprint.jsonl").rename(folder / "before.jsonl")
     ended = run_workers(job, plan, local_place(machine.procs), Screen(quiet=True), machine.gpus)
     ending.raise_failure(ended, Run(opened.run.path))
     return folder
@@ -101,12 +116,19 @@ print(run_workers(job, Plan.from_json(plan), local_place(procs), Screen(quiet=Tr
 """
 
 
-def _compare(folders: dict[str, Path], screen: Screen) -> int:
+def _judge(folders: dict[str, Path], screen: Screen, recipe: Recipe, args: argparse.Namespace, folder: Path) -> int:
     from drivetrain.runs import Run
+
+    def look_closer(kill: bool) -> str:
+        screen.line("verify", "they differ: again, with a close look at every step")
+        first = _train(recipe, args, folder / "look-first", False, "close")
+        return _first_difference(first, _train(recipe, args, folder / "look-second", kill, "close"))
 
     again = _first_difference(folders["first"], folders["second"])
     if again:
-        screen.line("no", f"training itself does not repeat: {again}")
+        screen.line("no", f"training itself does not repeat: {look_closer(False) or again}")
+        for operation in _operations(_train(recipe, args, folder / "look-operations", False, "operations")):
+            screen.line("", f"{operation} has no deterministic form on this device")
         screen.line(
             "",
             "two unbroken runs differ already; deterministic=true removes this on a GPU, keyed randomness (rand, torch's generators) elsewhere",
@@ -117,7 +139,7 @@ def _compare(folders: dict[str, Path], screen: Screen) -> int:
         raise Problem("the killed run did not go on from a checkpoint, so nothing is proven: raise --steps", Outcome.INFRA)
     resumed = _first_difference(folders["first"], folders["broken"])
     if resumed:
-        screen.line("no", f"resume is not exact: {resumed}")
+        screen.line("no", f"resume is not exact: {look_closer(True) or resumed}")
         screen.line(
             "", "state outside of the model, the optimizer and the data set is not saved: keep it in buffers, or derive it from the step"
         )
@@ -126,9 +148,14 @@ def _compare(folders: dict[str, Path], screen: Screen) -> int:
     return 0
 
 
+def _operations(folder: Path) -> list[str]:
+    """The operations that torch itself says to be without a deterministic form."""
+    return sorted({row["operation"] for row in _rows(folder / "fingerprint.jsonl") if "operation" in row})
+
+
 def _first_difference(one: Path, two: Path) -> str:
     """Where two runs part: the step, and the first thing in it that differs."""
-    marks = [{row["step"]: row for row in _rows(f / "fingerprint.jsonl")} for f in (one, two)]
+    marks = [{row["step"]: row for row in _rows(f / "fingerprint.jsonl") if "step" in row} for f in (one, two)]
     for step in sorted(marks[0].keys() & marks[1].keys()):
         a, b = marks[0][step], marks[1][step]
         if a["batch"] != b["batch"]:
@@ -152,4 +179,4 @@ def _first_difference(one: Path, two: Path) -> str:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []

@@ -76,12 +76,12 @@ def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag) ->
         task, plan = _smoke(task, plan, job)
         Training(task, plan, run, group, observer, stop).run_to_end(stop_after=SMOKE_STEPS // 2)
     training = Training(task, plan, run, group, observer, stop)
-    if "fingerprint" in job:
+    if job["mode"] == "verify":
         if training.source is not None:  # its state is saved at the end of an epoch: go over one
             task.steps = max(training.total, 2 * training.feed.steps_per_epoch)
             training = Training(task, plan, run, group, observer, stop)
-        if group.main:
-            Fingerprint(training, Path(job["fingerprint"]))
+        if group.main and job["fingerprint"]:
+            Fingerprint(training, Path(job["fingerprint"]), name_operations=job["look"] == "operations")
     try:
         result = training.run_to_end()
     finally:  # also of a failure: nothing that was logged or saved so far may be lost

@@ -19,8 +19,9 @@ class Compiled:
         self._plain, self._form = function, form
         self._blocks = repeated_blocks(model)
         self.kind = f"its {len(self._blocks)} {type(self._blocks[0]).__name__} blocks" if self._blocks else "the whole loss"
-        if deterministic:
-            torch._inductor.config.deterministic = True
+        from torch._inductor import config  # takes a second to import
+
+        config.deterministic = deterministic
         self._forwards = [torch.compile(block.forward, dynamic=False) for block in self._blocks]
         self._whole = function if self._blocks else torch.compile(function, dynamic=False)
         self._on = False

@@ -136,7 +136,11 @@ class Pace:
 
     def _compile_is_worth_it(self, captured: float | None) -> bool:
         if self.plan.compile != "auto":
-            self.found.reasons["compile"] = "pinned" if self.plan.compile == "off" else self.found.reasons.get("compile", "")
+            if self.plan.compile == "off":
+                self.found.reasons["compile"] = "pinned"
+            return False
+        if self._impure:
+            self.found.reject("compile=on", f"not tried: {self._impure} changes from step to step")
             return False
         step = self.found.step_seconds["eager"] if captured is None else captured * self.plan.accumulation
         left = float(self.group.share(step * (self.total - self._last)))

@@ -27,8 +27,8 @@ def prepare(plan: Plan, group: Group) -> None:
         torch.cuda.set_stream(torch.cuda.Stream(group.device))
     if plan.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=False)
-        torch.backends.cudnn.deterministic = True
+    torch.use_deterministic_algorithms(plan.deterministic)
+    torch.backends.cudnn.deterministic = plan.deterministic
     torch.backends.cudnn.benchmark = False
 
 

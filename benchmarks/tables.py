@@ -1,0 +1,76 @@
+"""Puts the figures of benchmarks/results into the README: `python benchmarks/tables.py` (`--check` only compares).
+
+A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`; it is made from results/NAME.json alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def vision(result: dict[str, Any]) -> list[str]:
+    """The peers of each kind of work and batch, and drivetrain beside them."""
+    lines = ["| guide 001's net | batch | images/s | drivetrain | |", "|---|--:|--:|--:|--:|"]
+    rows = result["rows"]
+    for row in rows:
+        if "drivetrain" in row["name"] or row["name"].startswith(" "):
+            continue
+        ours = next(r for r in rows if (r["work"], r["batch"], r["name"]) == (row["work"], row["batch"], "drivetrain"))
+        ratio = ours["images_per_second"] / row["images_per_second"]
+        lines.append(
+            f"| {row['name']}, {row['work']} | {row['batch']:,} | {row['images_per_second']:,.0f} |"
+            f" {ours['images_per_second']:,.0f} | **{ratio:.1f}x** |"
+        )
+    return lines
+
+
+def ways(result: dict[str, Any]) -> list[str]:
+    """drivetrain's own rows: where the gain comes from."""
+    lines = ["| drivetrain, batch 128, augmented | images/s |", "|---|--:|"]
+    for row in result["rows"]:
+        if row["batch"] == 128 and row["work"] == "augmented" and (row["name"] == "drivetrain" or row["name"].startswith(" ")):
+            name = "captured and compiled (what a long run gets)" if row["name"] == "drivetrain" else row["name"].strip()
+            lines.append(f"| {name} | {row['images_per_second']:,.0f} |")
+    return lines
+
+
+def accuracy(result: dict[str, Any]) -> list[str]:
+    lines = ["| recipes/guide-001.yaml | test accuracy | time to the bar | 20 epochs |", "|---|--:|--:|--:|"]
+    for row in result["rows"]:
+        reached = "not reached" if row["seconds_to_bar"] is None else f"{100 * row['bar']:.1f} % after {row['seconds_to_bar']:.1f} s"
+        lines.append(f"| {row['task']} | {100 * row['accuracy']:.2f} % | {reached} | {row['seconds_of_training']:.1f} s |")
+    return lines
+
+
+MAKERS = {"vision-h200": vision, "vision-h200-ways": ways, "accuracy-h200": accuracy, "vision-cpu": vision}
+
+
+def filled(text: str) -> str:
+    def table(place: re.Match[str]) -> str:
+        name = place[2]
+        result = json.loads((ROOT / "benchmarks" / "results" / f"{name.removesuffix('-ways')}.json").read_text())
+        origin = f"{result['hardware']}, torch {result['torch']}, {result['date']}, `{result['command']}`"
+        return f"{place[1]}\n" + "\n".join(MAKERS[name](result)) + f"\n\n{origin}\n\n{place[3]}"
+
+    return PLACE.sub(table, text)
+
+
+def main() -> None:
+    for page in (ROOT / "README.md", ROOT / "docs" / "speed.md"):
+        old = page.read_text()
+        new = filled(old)
+        if old != new:
+            if "--check" in sys.argv:
+                sys.exit(f"{page.name} does not show the figures of benchmarks/results: run python benchmarks/tables.py")
+            page.write_text(new)
+
+
+if __name__ == "__main__":
+    main()
