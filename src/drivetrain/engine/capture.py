@@ -106,8 +106,8 @@ class Graphs:
 
 
 def _tensors(inputs: Any) -> list[Tensor]:
-    if type(inputs) is tuple and len(inputs) == 2 and inputs[0] is None:  # the common case, by the shortest way
-        return [inputs[1]]
+    if type(inputs) is tuple and all(part is None for part in inputs):  # the common case, by the shortest way
+        return []
     return [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
 
 

@@ -78,6 +78,10 @@ class Feed:
     def micro_batches(self, epoch: int, index: int) -> Iterator[Micro]:
         raise NotImplementedError
 
+    def follow(self, step: Tensor, samples: int) -> Tensor | None:
+        """The sample numbers of the step whose number the device holds, if this feed can tell them there."""
+        return None
+
     def assemble(self, given: Any, ids: Tensor) -> Any:
         """The batch of a micro-batch's parts: device work alone, so that it can be captured with the step."""
         return given
@@ -98,8 +102,11 @@ class OrderedFeed(Feed):
     def order(self, epoch: int) -> Tensor:
         if self._order is None or self._order[0] != epoch:
             rows = torch.arange(self.length) if self.seed is None else permutation(self.length, self.seed, epoch, ORDER)
-            self._order = epoch, _to(rows, self._device)
+            self._order = epoch, self._placed(rows)
         return self._order[1]
+
+    def _placed(self, rows: Tensor) -> Tensor:
+        return _to(rows, self._device)
 
     def size(self, index: int) -> int:
         return min(self.batch, self.length - index * self.batch)
@@ -124,6 +131,20 @@ class TensorFeed(OrderedFeed):
         self._device = device if on_device else torch.device("cpu")
         self._move = self._device != device
         self.columns = [_as_tensor(c).to(self._device) for c in data.columns]
+        self._table: Tensor | None = None
+        """On a GPU: the order as rows of a global batch each, always at the same place."""
+        if self._device.type == "cuda":
+            self._table = torch.zeros(self.steps_per_epoch, self.batch, dtype=torch.int64, device=self._device)
+
+    def _placed(self, rows: Tensor) -> Tensor:
+        if self._table is None:
+            return super()._placed(rows)
+        return self._table.view(-1)[: self.length].copy_(_to(rows, self._device))
+
+    def follow(self, step: Tensor, samples: int) -> Tensor | None:
+        if self._table is None or self.group.size > 1 or self.micro < self.batch:
+            return None
+        return self._table.index_select(0, torch.remainder(step, self.steps_per_epoch))[0, :samples]
 
     def micro_batches(self, epoch: int, index: int) -> Iterator[Micro]:
         for ids, weight, position in self.spans(epoch, index):

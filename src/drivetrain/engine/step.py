@@ -36,7 +36,7 @@ TAIL = 64
 NORM, STOP, SAVE, EVALUATE, SCALE, SKIPPED, FIGURES = range(7)
 LOOK_EVERY = 1000  # steps between looks at whether a task draws from Python's or numpy's generators
 
-Inputs = tuple[Any, Tensor]  # what a loader gave, and the samples' numbers
+Inputs = tuple[Any, Any]  # what a loader gave, and the samples' numbers
 
 
 class Figures:
@@ -112,6 +112,7 @@ class Step:
         self._at = torch.zeros(1, dtype=torch.int64, device=group.device) if group.device.type == "cuda" else None
         """The step's number on a GPU, where captured work reads it."""
         self._device_number = 0
+        self._follows = self._at is not None and strategy.whole and feed.follow(self._at, 1) is not None
         self._plain: int | None = None
         """The slot of the loss, where it is all there is: a scalar mean over samples."""
 
@@ -143,12 +144,15 @@ class Step:
         inputs, form = (micro.given, micro.ids), Form(len(micro.ids), micro.weight, size, False, form_of(micro.given))
         self._begin(micro.position, inputs, form)
         if self.graphs is not None:
-            self.graphs(("step", form, with_norm), self._whole_step, inputs, form, with_norm)
+            handed = (None, None) if self._follows else inputs
+            self.graphs(("step", form, with_norm), self._whole_step, handed, form, with_norm)
         else:
             self._whole_step(inputs, form, with_norm)
         self.host_random.end()
 
     def _whole_step(self, inputs: Inputs, form: Form, with_norm: bool) -> None:
+        if self._follows and self._at is not None:  # which samples they are, the device knows by itself
+            inputs = inputs[0], self.feed.follow(self._at, form.samples)
         self.strategy.zero()
         counts: dict[str, Tensor] = {}
         if self.has_counts:
