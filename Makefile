@@ -1,13 +1,15 @@
 # make train        set up .venv and train the embedded digits task
 # make test         everything that needs neither a GPU nor system packages (pip only, no root)
 # make test-system  the tests with real system parts (installs packages: root)
+# make test-gpu     the tests that need a CUDA GPU
 # make lint         ruff and mypy
+# make bench        what is measured, on this machine
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup train test test-system lint bench clean
+.PHONY: setup train test test-system test-gpu lint bench clean
 
 setup: .venv/.ready
 
@@ -38,8 +40,12 @@ test-system: .venv/.ready-dev
 	tests/system/install
 	$(BIN)/python -m pytest -m system --durations=10
 
+test-gpu: .venv/.ready-dev
+	$(BIN)/python -m pytest -m gpu tests/gpu
+
 bench: .venv/.ready-dev
 	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/vision.py
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

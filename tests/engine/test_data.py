@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from drivetrain.engine.data import check_data, eval_feed, shares, train_feed
+from drivetrain.engine.data import check_data, eval_feed, train_feed
+from drivetrain.engine.feed import shares
 from drivetrain.engine.group import Group
 from drivetrain.engine.rand import KeyedRand, key, permutation
 from drivetrain.outcomes import Problem

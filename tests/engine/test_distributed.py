@@ -31,7 +31,7 @@ def test_gradients_are_summed_whatever_took_part(group: Group) -> None:
         "long": nn.Linear(4, 2).double(),
     }
     model = nn.ModuleDict(sizes)
-    strategy = spread(model, group, 8, 1)
+    strategy = spread(model, group, 8, False)
 
     def backward(net: nn.ModuleDict, rank: int) -> None:
         hidden = net["b"](net["a"](torch.full((2, 8), float(rank + 1))).relu())
@@ -66,7 +66,7 @@ def test_gradients_are_summed_whatever_took_part(group: Group) -> None:
 def test_buffers_and_tensors_are_rank_0s(group: Group) -> None:
     model = nn.BatchNorm1d(3)
     model.running_mean.fill_(group.rank)  # type: ignore[union-attr]
-    spread(model, group, 8, 1).share_buffers()
+    spread(model, group, 8, False).share_buffers()
     assert (model.running_mean == 0).all()  # type: ignore[union-attr]
     shared = share({"w": torch.arange(4), "s": torch.tensor(2.5)} if group.main else None, group)
     assert torch.equal(shared["w"], torch.arange(4))

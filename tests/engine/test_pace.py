@@ -15,6 +15,7 @@ from drivetrain.engine.capture import blame, changed, form_of, marks, opaque
 from drivetrain.engine.compiled import repeated_blocks
 from drivetrain.engine.group import Group
 from drivetrain.engine.observe import Observer, Observers
+from drivetrain.engine.step import Step
 from tests import samples
 from tests.samples import Bag, Listed, Loaded, Plain, rows, weights
 
@@ -152,3 +153,33 @@ def test_deep_models_are_compiled_by_block() -> None:
     assert len(repeated_blocks(deep)) == 5
     unlike = nn.Sequential(*(nn.Sequential(nn.Linear(n, n + 1), nn.ReLU()) for n in range(3, 9)))
     assert not repeated_blocks(unlike), "blocks of other sizes would each be compiled anew"
+
+
+@pytest.mark.parametrize("name", ["Augmented", "Tokens", "Parts", "Loaded", "Walk", "Plain", "OwnOptimizer"])
+@pytest.mark.parametrize("micro_batch", [16, 5])
+def test_a_step_that_finds_its_number_on_the_device_is_the_same_step(
+    name: str, micro_batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a captured step relies on, run on the CPU: rates, samples and figures follow from a counter in memory,
+    and the work is handed nothing that the host knows."""
+    options: dict[str, Any] = {"epochs": 4, "clip": 0.5, "warmup": 5, "log_every": 3}
+    pins = {"micro_batch": micro_batch, "workers": 0, "compile": "off"}
+    train(name, tmp_path / "usual", pins, **options)
+    monkeypatch.setattr(Group, "runs_ahead", True)
+    handed: list[Any] = []
+
+    def call(key: Any, work: Any, inputs: Any, *constants: Any) -> Any:
+        handed.append(inputs)
+        return work(inputs, *constants)
+
+    monkeypatch.setattr(Step, "graphs", property(lambda self: call, lambda self, value: None), raising=False)
+    for stop in (10, None):
+        job = samples.training(name, str(tmp_path / "ahead"), ALONE, options, pins)
+        job.run_to_end(stop)
+        job.observer.close()
+    if name in ("Augmented", "Plain") and micro_batch == 16:
+        assert handed[0] == (None, None)
+    for a, b in zip(rows(tmp_path / "usual"), rows(tmp_path / "ahead"), strict=True):
+        assert a["step"] == b["step"] and a["learning_rate"] == b["learning_rate"]
+        assert a["train/loss"] == pytest.approx(b["train/loss"], rel=2e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=2e-4)

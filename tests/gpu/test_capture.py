@@ -88,6 +88,16 @@ def test_what_cannot_be_captured_trains_and_says_why(name: str, line: str, tmp_p
     assert apart(tmp_path / "auto", tmp_path / "eager") <= 1e-4
 
 
+@pytest.mark.parametrize("micro_batch", [16, 5])
+def test_an_optimizer_that_cannot_be_captured_runs_after_a_captured_backward(micro_batch: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"kind": "counting", "epochs": 8, "clip": 0.5}
+    train("OwnOptimizer", tmp_path / "eager", pins={"micro_batch": micro_batch, "capture": "off"}, **options)
+    facts = train("OwnOptimizer", tmp_path / "captured", pins={"micro_batch": micro_batch}, **options)
+    assert facts.plan["capture"] == "on", facts.plan
+    assert rows(tmp_path / "captured") == rows(tmp_path / "eager")
+    assert weights(tmp_path / "captured") == weights(tmp_path / "eager")
+
+
 def test_pinned_off_is_off(tmp_path: Path) -> None:
     facts = train("Augmented", tmp_path, pins={"capture": "off", "compile": "off"}, epochs=8)
     assert (facts.plan["capture"], facts.plan["compile"]) == ("off", "off")

@@ -140,7 +140,7 @@ def explain(error: BaseException, job: dict[str, Any]) -> tuple[Outcome, str]:
     import torch
     from torch import distributed as dist
 
-    from drivetrain.engine.data import SampleError
+    from drivetrain.engine.loader import SampleError
 
     text = str(error)
     first = text.splitlines()[0] if text else type(error).__name__
@@ -149,7 +149,7 @@ def explain(error: BaseException, job: dict[str, Any]) -> tuple[Outcome, str]:
     if isinstance(error, SampleError):  # from a loader's worker it comes inside another traceback
         lines = text.splitlines(keepends=True)
         begin = max(i for i, line in enumerate(lines) if line.rstrip().endswith(" failed:"))
-        return Outcome.USER_ERROR, _as_users_see("".join(lines[begin:]).removeprefix("drivetrain.engine.data.SampleError: "), job)
+        return Outcome.USER_ERROR, _as_users_see("".join(lines[begin:]).removeprefix("drivetrain.engine.loader.SampleError: "), job)
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return Outcome.OOM, f"out of memory: {first}\nLower plan.micro_batch (now {job['plan']['micro_batch']})"
     if "DataLoader worker" in text:

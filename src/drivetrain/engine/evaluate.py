@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from drivetrain.engine.capture import Graphs, form_of
-from drivetrain.engine.data import EVAL, OrderedFeed
+from drivetrain.engine.feed import EVAL, OrderedFeed
 from drivetrain.engine.group import Group
 from drivetrain.engine.precision import Precision
 from drivetrain.engine.rand import key, seed_model

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.engine.data import tensors_in
+from drivetrain.engine.feed import tensors_in
 
 
 def digest(tensors: Any) -> str:

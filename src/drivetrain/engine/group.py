@@ -26,6 +26,11 @@ class Group:
     device: torch.device
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether the host runs ahead of the device: then a step finds its number and all that follows from it there."""
+        return self.device.type == "cuda"
+
+    @property
     def main(self) -> bool:
         return self.rank == 0
 

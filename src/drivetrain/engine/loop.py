@@ -19,13 +19,14 @@ from drivetrain.engine import state
 from drivetrain.engine.best import Best
 from drivetrain.engine.checkpoint import Checkpoint, Damaged, Writer, folder, newest_good, verify
 from drivetrain.engine.control import Agreement, Every
-from drivetrain.engine.data import Feed, OrderedFeed, SourceFeed, eval_feed, train_feed
+from drivetrain.engine.data import SourceFeed, eval_feed, train_feed
 from drivetrain.engine.evaluate import Evaluation, evaluate
+from drivetrain.engine.feed import Feed, OrderedFeed
 from drivetrain.engine.group import Group
 from drivetrain.engine.ledger import Block, Ledger
 from drivetrain.engine.memory import peak_memory
 from drivetrain.engine.observe import Observer
-from drivetrain.engine.optim import Rates, make_optimizer, schedule_of
+from drivetrain.engine.optim import Rates, capturable, make_optimizer, schedule_of
 from drivetrain.engine.pace import Pace
 from drivetrain.engine.precision import LEAST_SCALE, Precision
 from drivetrain.engine.setup import build_model, prepare
@@ -68,11 +69,13 @@ class Training:
             raise Problem(f"best={task.best} needs an evaluation, but the task has no eval_data()")
         self.source: Source | None = data if isinstance(data, Source) else None
         state.model_tensors(self.model)  # what cannot be saved is said now, not at the first save
-        self.strategy = spread(self.model, group, TAIL, plan.accumulation)
         self.optimizer = make_optimizer(task, self.model, group.device)
+        # One piece of work where nothing comes between backward and update: no further micro-batch, rank, or host.
+        at_once = group.size == plan.accumulation == 1 and (not group.runs_ahead or capturable(self.optimizer, plan.precision == "fp16"))
+        self.strategy = spread(self.model, group, TAIL, at_once)
         per_epoch = self.feed.steps_per_epoch
         self.total = int(task.steps or task.epochs * per_epoch)
-        self.rates = Rates(self.optimizer, schedule_of(task, self.total, per_epoch), self.total, group.device)
+        self.rates = Rates(self.optimizer, schedule_of(task, self.total, per_epoch), self.total, group)
         self.step = Step(task, self.model, self.feed, self.strategy, self.optimizer, self.rates, self.precision, group)
         self.writer = Writer(run, task.keep, observer.moment, observer.notice) if group.main else None
         self.log, self.evaluate_every, self.save_every = (Every(s, per_epoch) for s in (task.log_every, task.eval_every, task.save_every))

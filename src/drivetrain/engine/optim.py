@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drivetrain.engine.group import Group
 from drivetrain.outcomes import Problem
 from drivetrain.settings import Length
 from drivetrain.task import Task, overrides
@@ -74,17 +75,17 @@ def _factor(decay: str, step: int, steps: int, warmup: int) -> float:
 class Rates:
     """Sets each parameter group's learning rate: its own peak times the schedule's factor."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float], steps: int, device: torch.device) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float], steps: int, group: Group) -> None:
         self.groups = optimizer.param_groups
         self.peaks = [float(group["lr"]) for group in self.groups]
         self.factor = factor
         self._tables: list[tuple[Tensor, Tensor]] = []
         """Of each group on a GPU: all its rates, and the place from which the optimizer's kernel reads the present one."""
-        if device.type == "cuda" and capturable(optimizer, False):
-            factors = torch.tensor([factor(step) for step in range(steps)], device=device)
-            for group, peak in zip(self.groups, self.peaks, strict=True):
-                place = torch.full((1,), peak, device=device)
-                group["lr"] = place.view(())
+        if group.runs_ahead and capturable(optimizer, False):
+            factors = torch.tensor([factor(step) for step in range(steps)], device=group.device)
+            for options, peak in zip(self.groups, self.peaks, strict=True):
+                place = torch.full((1,), peak, device=group.device)
+                options["lr"] = place.view(())
                 self._tables.append((factors * peak, place))
 
     def follow(self, step: Tensor) -> None:

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from drivetrain.engine.capture import Graphs, blame, changed, marks, no_waiting, opaque
 from drivetrain.engine.compiled import Compiled
-from drivetrain.engine.data import LoaderFeed
 from drivetrain.engine.group import Group
+from drivetrain.engine.loader import LoaderFeed
 from drivetrain.engine.observe import Observer
 from drivetrain.engine.rand import seed_model
 from drivetrain.engine.step import Form, Inputs, Step
@@ -60,6 +60,7 @@ class Pace:
         self._marks: dict[str, object] = {}
         self._impure = ""
         self._chosen_at = 0
+        self._compiling = False
 
     def __call__(self, seed: int, inputs: Inputs, form: Form) -> None:
         """At the beginning of every micro-batch; acts on the first of a step."""
@@ -70,7 +71,7 @@ class Pace:
         if self.compiled_from is not None and self.step.compiled is None and self._last >= self.compiled_from:
             self._compile(seed, inputs, form, must=True)
         if not self.cuda and self.plan.compile != "auto":
-            self._settle()
+            self._conclude()
             return
         if self._count == UNTIMED - 1:
             self._marks = marks(self.step.task, self.step.model)
@@ -80,7 +81,7 @@ class Pace:
         elif self._count == UNTIMED + 1:
             self._start_clock()
         elif self._count == UNTIMED + 1 + TIMED:
-            self.found.step_seconds["eager"] = self._read_clock(TIMED)
+            self.found.step_seconds[self._kind()] = self._read_clock(TIMED)
             self._choose(seed, inputs, form)
             self._chosen_at = self._count
             if not self.cuda:
@@ -102,14 +103,8 @@ class Pace:
 
     def _capture(self, seed: int, inputs: Inputs, form: Form) -> float | None:
         """Try a graph of forward and backward against the plain call; on success steps are captured from now on."""
-        why = ""
-        if self.plan.capture == "off":
-            why = "pinned"
-        elif self.step.host_random.used:
-            why = "the loss draws from Python's or numpy's generators, which a graph cannot follow (use torch's)"
-        elif self._impure:
-            why = f"{self._impure} changes from step to step, which a graph cannot follow"
-        elif kind := opaque(inputs):
+        why = "pinned" if self.plan.capture == "off" else self._why_not()
+        if not why and (kind := opaque(inputs)):
             why = f"batches hold a {kind}, which a graph cannot be handed"
         if why:
             self.found.reject("capture=on", why)
@@ -134,13 +129,21 @@ class Pace:
         self.step.graphs = graphs
         return seconds
 
+    def _why_not(self) -> str:
+        """What neither a graph nor a compiler could follow, if there is such a thing."""
+        if self.step.host_random.used:
+            return "the loss draws from Python's or numpy's generators (use torch's)"
+        if any(isinstance(m, nn.SyncBatchNorm) for m in self.step.model.modules()):
+            return "SyncBatchNorm talks to the other processes in the forward pass"
+        return f"{self._impure} changes from step to step" if self._impure else ""
+
     def _compile_is_worth_it(self, captured: float | None) -> bool:
         if self.plan.compile != "auto":
             if self.plan.compile == "off":
                 self.found.reasons["compile"] = "pinned"
             return False
-        if self._impure:
-            self.found.reject("compile=on", f"not tried: {self._impure} changes from step to step")
+        if why := self._why_not():
+            self.found.reject("compile=on", f"not tried: {why}")
             return False
         step = self.found.step_seconds["eager"] if captured is None else captured * self.plan.accumulation
         left = float(self.group.share(step * (self.total - self._last)))
@@ -154,15 +157,18 @@ class Pace:
         step, found = self.step, self.found
         step_form = form._replace(ready=True) if step.has_counts else form
         compiled = Compiled(step.loss_value, step.model, step_form, self.plan.deterministic)
-        self.observer.notice(f"compiling {compiled.kind} (plan.compile=off leaves it out)") if self.group.main else None
+        self._compiling = True
+        if self.group.main:
+            self.observer.notice(f"compiling {compiled.kind} (plan.compile=off leaves it out)")
         why, plain, fast = "", 0.0, 0.0
         begun = time.perf_counter()
         with _Aside(step):
             expected = self._rehearse(seed, inputs, form)
             draws = self._draws_randomness(seed, inputs, form)
             if not must:
-                plain = found.work_seconds.get("captured") or self._time(seed, inputs, form)
-                found.work_seconds.setdefault("eager", plain) if "captured" not in found.work_seconds else None
+                if "captured" not in found.work_seconds:
+                    found.work_seconds["eager"] = self._time(seed, inputs, form)
+                plain = found.work_seconds.get("captured") or found.work_seconds["eager"]
             step.compiled = compiled
             try:
                 got = self._rehearse(seed, inputs, form)
@@ -231,7 +237,8 @@ class Pace:
         if self.plan.reasons.get("workers", "pinned").startswith(("pinned", "measured")):
             return
         load = feed.loading_seconds()
-        work = min(self.found.work_seconds.values(), default=self.found.step_seconds["eager"] / self.plan.accumulation)
+        per_micro = next(iter(self.found.step_seconds.values())) / self.plan.accumulation
+        work = min(self.found.work_seconds.values(), default=per_micro)
         needed = int(1.25 * load / max(1e-6, work)) + 1
         if self.cuda:
             workers = max(1, min(needed, self.plan.threads))
@@ -282,20 +289,20 @@ class Pace:
             "sentence": self.sentence(),
         }
         if isinstance(self.step.feed, LoaderFeed):
-            facts["workers"] = self.step.feed.workers
+            facts |= {"data": "loader", "workers": self.step.feed.workers}
         return facts
 
     def sentence(self) -> str:
-        """What was chosen and why, for the user; empty where there was nothing to choose."""
-        if not self.cuda and self.step.compiled is None:
+        """What was chosen and why, for the user, in lines; empty where there was nothing to choose."""
+        if not self.cuda and not self._compiling:
             return ""
-        kind, speeds = self._kind(), self.found.step_seconds
-        parts = [f"steps run {kind}: " + ", ".join(f"{1e3 * s:.2f} ms {name}" for name, s in speeds.items())]
+        speeds = ", ".join(f"{1e3 * seconds:.2f} ms {name}" for name, seconds in self.found.step_seconds.items())
+        lines = [f"steps run {self._kind()}" + (f": {speeds}" if speeds else "")]
         if self.step.graphs is None and self.cuda and self.plan.capture != "off":
-            parts.append(f"not captured: {self.found.reasons['capture']}")
-        if self.step.compiled is not None or self.plan.compile == "auto":
-            parts.append(("compiled: " if self.step.compiled else "not compiled: ") + self.found.reasons["compile"])
-        return "; ".join(parts)
+            lines.append(f"not captured: {self.found.reasons['capture']}")
+        if self._compiling or self.plan.compile == "auto":
+            lines.append(("compiled: " if self.step.compiled else "not compiled: ") + self.found.reasons["compile"])
+        return "\n".join(lines)
 
 
 class _Aside:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from drivetrain.engine.capture import Graphs, form_of
 from drivetrain.engine.compiled import Compiled
-from drivetrain.engine.data import Feed, Micro, draws_of
+from drivetrain.engine.data import draws_of
+from drivetrain.engine.feed import Feed, Micro
 from drivetrain.engine.group import Group
 from drivetrain.engine.ledger import Ledger
 from drivetrain.engine.losses import Part, read_loss
@@ -109,8 +110,8 @@ class Step:
         self._tail = strategy.tail
         self._slots: tuple[Tensor, ...] = () if self._tail is None else self._tail.unbind(0)
         self.number = 0
-        self._at = torch.zeros(1, dtype=torch.int64, device=group.device) if group.device.type == "cuda" else None
-        """The step's number on a GPU, where captured work reads it."""
+        self._at = torch.zeros(1, dtype=torch.int64, device=group.device) if group.runs_ahead else None
+        """The step's number on the device, where captured work reads it."""
         self._device_number = 0
         self._follows = self._at is not None and strategy.whole and feed.follow(self._at, 1) is not None
         self._plain: int | None = None

@@ -90,7 +90,7 @@ class Screen(Observer):
 
     def planned(self, facts: dict[str, Any]) -> None:
         if facts["sentence"]:
-            first, *more = facts["sentence"].split("; ")
+            first, *more = facts["sentence"].splitlines()
             self.line("plan", first)
             for line in more:
                 self.line("", line)

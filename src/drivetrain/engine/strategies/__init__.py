@@ -15,7 +15,7 @@ class Strategy(Protocol):
     """What a step asks of the gradients."""
 
     whole: bool
-    """Whether a step is one micro-batch of one process, so that nothing lies between its backward and its update."""
+    """Whether nothing lies between a step's backward and its update."""
 
     @property
     def tail(self) -> Tensor | None:
@@ -29,5 +29,5 @@ class Strategy(Protocol):
     def share_buffers(self) -> None: ...
 
 
-def spread(model: nn.Module, group: Group, tail: int, accumulation: int) -> Strategy:
-    return Single(model, group, tail) if group.size == accumulation == 1 else Replicated(model, group, tail)
+def spread(model: nn.Module, group: Group, tail: int, at_once: bool) -> Strategy:
+    return Single(model, group, tail) if at_once else Replicated(model, group, tail)

@@ -21,7 +21,7 @@ class Single:
     def __init__(self, model: nn.Module, group: Group, tail: int) -> None:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         # There is nobody to send figures to; but a captured step needs one place for them.
-        self.tail = torch.zeros(tail, device=group.device) if group.device.type == "cuda" else None
+        self.tail = torch.zeros(tail, device=group.device) if group.runs_ahead else None
 
     whole = True
 

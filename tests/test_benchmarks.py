@@ -1,0 +1,38 @@
+"""The published figures are those of benchmarks/results, and the programs behind them run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.command import environment
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_pages_show_the_results() -> None:
+    done = subprocess.run([sys.executable, "benchmarks/tables.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_result_says_how_it_was_made() -> None:
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        result = json.loads(path.read_text())
+        assert {"date", "torch", "python", "command", "rows"} <= result.keys(), path.name
+        assert (ROOT / result["command"].split()[1]).is_file(), path.name
+
+
+@pytest.mark.timeout(280)
+def test_the_vision_benchmark_runs_on_any_machine(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/vision.py", "--cpu", "--quick", "--json", str(tmp_path / "out.json")],
+        cwd=ROOT, capture_output=True, text=True, env=environment(PYTHONPATH=str(ROOT)),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [r["name"] for r in rows] == ["the guide's loop, 0 workers", "drivetrain", "Lightning", "Accelerate", "drivetrain"]
+    assert all(r["images_per_second"] > 0 for r in rows)
