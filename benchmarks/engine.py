@@ -1,8 +1,8 @@
 """What the engine costs over a loop written by hand, on this CPU: `python benchmarks/engine.py`.
 
 Both train the same net on the same tensors with the same fused AdamW and cosine schedule; the engine also
-shuffles by key, seeds dropout, guards against NaN, computes the gradient norm, and logs. Runs are
-interleaved and the median of each is printed.
+shuffles by key, seeds dropout, guards against NaN, computes the gradient norm, and logs. The two take turns every
+few steps, so that a neighbour's load meets both, and the medians of their turns are compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from drivetrain.engine.group import Group
 from drivetrain.engine.loop import Training
-from drivetrain.engine.observe import Observers
+from drivetrain.engine.observe import Observer, Observers
 from drivetrain.hardware import cpu_cores, detect
 from drivetrain.plan import choose
 from drivetrain.runs import Run
@@ -52,71 +52,77 @@ class Bench(Task):
         return F.cross_entropy(model(x), y)
 
 
-def by_hand(net: str, steps: int) -> float:
-    task = Bench(net=net)
-    torch.manual_seed(0)
-    model = task.model().train()
-    x, y = task.train_data().columns
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 0.5 * (1 + math.cos(math.pi * s / steps)))
-    begun, done = time.perf_counter(), 0
-    while done < steps:
-        order = torch.randperm(len(x))
-        for start in range(0, len(x), 64):
-            rows = order[start : start + 64]
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x[rows]), y[rows])
+class ByHand:
+    """A plain loop, a few steps at a time."""
+
+    def __init__(self, net: str, steps: int) -> None:
+        task = Bench(net=net)
+        torch.manual_seed(0)
+        self.model = task.model().train()
+        self.x, self.y = task.train_data().columns
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda s: 0.5 * (1 + math.cos(math.pi * s / steps)))
+        self.done = 0
+
+    def __call__(self, steps: int) -> None:
+        for _ in range(steps):
+            place = self.done * 64 % len(self.x)
+            if place == 0:
+                self.order = torch.randperm(len(self.x))
+            rows = self.order[place : place + 64]
+            self.optimizer.zero_grad()
+            loss = F.cross_entropy(self.model(self.x[rows]), self.y[rows])
             loss.backward()
-            optimizer.step()
-            schedule.step()
-            done += 1
-            if done % 50 == 0:
+            self.optimizer.step()
+            self.schedule.step()
+            self.done += 1
+            if self.done % 50 == 0:
                 loss.item()
-            if done == steps:
-                break
-    return (time.perf_counter() - begun) / steps
 
 
-def by_engine(net: str, steps: int) -> float:
-    """The loop of `drivetrain train` with its files; model building and the final save are not steps."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = Run(folder)
-        task = Bench(net=net, steps=steps)
-        plan = choose(task.settings(), detect(), device="cpu", world_size=1, local_procs=1)
-        clock = _Clock()
-        observer = Observers([MetricsFile(run), TensorBoard(Path(folder) / "tensorboard"), clock])
-        Training(task, plan, run, Group(0, 1, torch.device("cpu")), observer, False).run_to_end()
-        observer.close()
-        return (clock.ended - clock.begun) / steps
+class Turns(Observer):
+    """Lets the plain loop take a turn after every few of the engine's steps, and times both."""
 
-
-class _Clock(Observers):
-    begun = ended = 0.0
-
-    def __init__(self) -> None:
-        super().__init__([])
+    def __init__(self, hand: ByHand, block: int) -> None:
+        self.hand, self.block = hand, block
+        self.times: dict[str, list[float]] = {"hand": [], "engine": []}
+        self._steps = 0
+        self._begun = time.perf_counter()
 
     def moment(self, name: str) -> None:
-        if name == "start":
-            self.begun = time.perf_counter()
-        elif name == "save":
-            self.ended = time.perf_counter()
+        if name != "step":
+            return
+        if self._steps and self._steps % self.block == 0:
+            now = time.perf_counter()
+            self.hand(self.block)
+            then = time.perf_counter()
+            self.times["engine"].append((now - self._begun) / self.block)
+            self.times["hand"].append((then - now) / self.block)
+            self._begun = time.perf_counter()
+        self._steps += 1
+
+
+def compare(net: str, steps: int, block: int) -> dict[str, list[float]]:
+    """`drivetrain train` with its files, and the plain loop between its steps; the first turns are warm-up."""
+    with tempfile.TemporaryDirectory() as folder:
+        run, task = Run(folder), Bench(net=net, steps=steps)
+        plan = choose(task.settings(), detect(), device="cpu", world_size=1, local_procs=1)
+        turns = Turns(ByHand(net, steps), block)
+        observer = Observers([MetricsFile(run), TensorBoard(Path(folder) / "tensorboard"), turns])
+        Training(task, plan, run, Group(0, 1, torch.device("cpu")), observer, False).run_to_end()
+        observer.close()
+        return {name: times[3:] for name, times in turns.times.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--turns", type=int, default=150, help="how often the two take turns")
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
     torch.set_num_threads(cpu_cores())
     rows = []
-    for net, steps in (("mlp", 3000), ("cnn", 150)):
-        times: dict[str, list[float]] = {"hand": [], "engine": []}
-        for function in (by_hand, by_engine):
-            function(net, 20)
-        for _ in range(args.repeats):
-            times["hand"].append(by_hand(net, steps))
-            times["engine"].append(by_engine(net, steps))
+    for net, steps, block in (("mlp", 100 * args.turns, 100), ("cnn", 4 * args.turns, 4)):
+        times = compare(net, steps, block)
         hand, engine = (statistics.median(times[k]) * 1e6 for k in ("hand", "engine"))
         rows.append(
             {
@@ -133,10 +139,10 @@ def main() -> None:
         "machine": platform.machine(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "command": f"python benchmarks/engine.py --repeats {args.repeats}",
+        "command": f"python benchmarks/engine.py --turns {args.turns}",
         "rows": rows,
     }
-    print(f"{'net':<6}{'by hand':>12}{'engine':>12}{'more':>10}{'':>9}   (microseconds a step, batch 64, median of {args.repeats})")
+    print(f"{'net':<6}{'by hand':>12}{'engine':>12}{'more':>10}{'':>9}   (microseconds a step, batch 64, median of {args.turns} turns)")
     for r in rows:
         print(f"{r['net']:<6}{r['by_hand_us']:>12,.1f}{r['engine_us']:>12,.1f}{r['more_us']:>10,.1f}{r['more_percent']:>8.1f}%")
     if args.json:

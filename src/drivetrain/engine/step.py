@@ -76,8 +76,8 @@ class Figures:
 class Form(NamedTuple):
     """What is fixed about a micro-batch: between two of one form only the values of tensors differ."""
 
-    samples: int
     weight: int
+    """Samples that count; where it is 0, one runs for company."""
     size: int
     """Samples of the global batch."""
     ready: bool
@@ -131,7 +131,8 @@ class Step:
         size = self.feed.size(index)
         micros = self.feed.micro_batches(epoch, index)
         if self.strategy.whole:
-            self._take_at_once(next(micros), size, with_norm)
+            [micro] = micros
+            self._take_at_once(micro, size, with_norm)
         else:
             self._take_in_pieces(micros, size, with_norm)
         assert self.ledger is not None and self.figures is not None
@@ -142,7 +143,7 @@ class Step:
 
     def _take_at_once(self, micro: Micro, size: int, with_norm: bool) -> None:
         """One process, one micro-batch: all of the step is one piece."""
-        inputs, form = (micro.given, micro.ids), Form(len(micro.ids), micro.weight, size, False, form_of(micro.given))
+        inputs, form = (micro.given, micro.ids), Form(micro.weight, size, False, form_of(micro.given))
         self._begin(micro.position, inputs, form)
         if self.graphs is not None:
             handed = (None, None) if self._follows else inputs
@@ -153,7 +154,7 @@ class Step:
 
     def _whole_step(self, inputs: Inputs, form: Form, with_norm: bool) -> None:
         if self._follows and self._at is not None:  # which samples they are, the device knows by itself
-            inputs = inputs[0], self.feed.follow(self._at, form.samples)
+            inputs = inputs[0], self.feed.follow(self._at, form.weight)
         self.strategy.zero()
         counts: dict[str, Tensor] = {}
         if self.has_counts:
@@ -172,7 +173,7 @@ class Step:
             counts = self._counts([(m.given, weight) for m, weight in ready])
             micros = iter([m for m, _ in ready])
         for micro in micros:
-            inputs, form = (micro.given, micro.ids), Form(len(micro.ids), micro.weight, size, self.has_counts, form_of(micro.given))
+            inputs, form = (micro.given, micro.ids), Form(micro.weight, size, self.has_counts, form_of(micro.given))
             self._begin(micro.position, inputs, form)
             if self.graphs is not None:
                 self.graphs(("micro", form), self._micro_step, (*inputs, counts), form)
