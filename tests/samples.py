@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -286,6 +287,71 @@ class Gamble(Walk):
         return Gambler()
 
 
+class Taught(Plain):
+    """A teacher that follows the net by a moving average, kept up in the forward pass."""
+
+    def model(self) -> nn.Module:
+        return nn.ModuleDict({"net": super().model(), "teacher": super().model().requires_grad_(False)})
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        x, y = batch
+        with torch.no_grad():
+            for kept, now in zip(model["teacher"].parameters(), model["net"].parameters(), strict=True):
+                kept.data.mul_(0.9).add_(now.data, alpha=0.1)
+        logits = model["net"](x)
+        return F.cross_entropy(logits, y) + F.mse_loss(logits, model["teacher"](x))
+
+    def metrics(self, model: Any, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        return {"loss": F.cross_entropy(model["net"](x), y, reduction="none")}
+
+
+class RankLogs(Plain):
+    """Rank 0 alone keeps something in Python."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        if os.environ.get("RANK") == "0":
+            self.seen = getattr(self, "seen", 0) + 1
+        return super().loss(model, batch)
+
+
+class DerivedAdamW(torch.optim.AdamW):
+    """Derived from a fused optimizer: what is set on it for the kernel may never reach that."""
+
+    def step(self, closure: Any = None) -> Any:
+        for name in ("grad_scale", "found_inf"):
+            if hasattr(self, name):
+                delattr(self, name)
+        return super().step(closure)
+
+
+class Derived(Plain):
+    derived: bool = True
+
+    def optimizer(self, model: Any) -> Any:
+        kind = DerivedAdamW if self.derived else torch.optim.AdamW
+        return kind(model.parameters(), lr=self.learning_rate, weight_decay=0.01, fused=True)
+
+
+class Stretching(Walkers):
+    """Collects columns of another width, and in another order, each epoch."""
+
+    def collect(self, model: nn.Module, rand: Any, total: Any) -> Tensors:
+        found = super().collect(model, rand, total)
+        self.turn = getattr(self, "turn", 0) + 1
+        x, y = found.columns
+        padded = torch.cat([x, torch.zeros(len(x), self.turn % 3, device=x.device)], 1)
+        return Tensors(x=padded, y=y) if self.turn % 2 else Tensors(y=y, x=padded)
+
+
+class Stretched(Walk):
+    def train_data(self) -> Any:
+        return Stretching()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return F.cross_entropy(model(batch["x"][:, :4]), batch["y"])
+
+
 class Exploding(Plain):
     """The loss is too large for fp16 in some steps, and not a number from step 9 on where `bad` says so."""
 
@@ -299,7 +365,26 @@ class Exploding(Plain):
 
 
 TASKS = {
-    t.__name__: t for t in (Plain, Augmented, Loaded, Tokens, Parts, Walk, OwnOptimizer, InPlace, Double, Odd, HostDice, Gamble, Exploding)
+    t.__name__: t
+    for t in (
+        Plain,
+        Augmented,
+        Loaded,
+        Tokens,
+        Parts,
+        Walk,
+        OwnOptimizer,
+        InPlace,
+        Double,
+        Odd,
+        HostDice,
+        Gamble,
+        Exploding,
+        Taught,
+        RankLogs,
+        Derived,
+        Stretched,
+    )
 }
 
 

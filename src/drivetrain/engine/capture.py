@@ -1,33 +1,33 @@
 """CUDA graphs: pieces of device work, captured once for each form of their inputs and replayed from then on.
 
-A replay is the same kernels in the same order with the same numbers, launched all at once. What a graph
-cannot follow (waiting for the device, Python state that changes) is looked for before anything is captured.
+A replay is the same kernels in the same order with the same numbers, launched all at once. Code for which the
+host waits cannot be captured: it is found out while it runs plainly, because a capture that fails leaves the process
+in a state that is not to be relied on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
-import sys
+import sysconfig
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from drivetrain.engine.purity import PLAIN
 from drivetrain.settings import PACKAGE
 
 WARM = 2  # times a form is seen before it is worth a graph
 MOST = 24  # forms kept as graphs
 COUNTED = 1000  # forms looked at: beyond them, batches have no common form
-
-
-PLAIN = (int, float, str, bool, bytes, type(None))
 
 
 def form_of(given: Any) -> Hashable:
@@ -44,8 +44,14 @@ def _constant(leaf: Any) -> Hashable:
 
 
 def opaque(given: Any) -> str:
-    """The class of something in a batch that a graph cannot be handed anew, or nothing."""
-    return next((type(leaf).__name__ for leaf in tree_flatten(given)[0] if not isinstance(leaf, (Tensor, *PLAIN))), "")
+    """The kind of something in a batch that a graph cannot be handed anew, or nothing."""
+    for leaf in tree_flatten(given)[0]:
+        if isinstance(leaf, Tensor):
+            if leaf.layout is not torch.strided or leaf.is_nested:
+                return "tensor that is sparse or nested"
+        elif not isinstance(leaf, PLAIN):
+            return type(leaf).__name__
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,40 +63,67 @@ class Captured:
 
 
 class Graphs:
-    """Does work by replaying it, where it was seen before in the same form; else by calling it."""
+    """Does work by replaying it, where it was seen before in the same form; else by calling it.
 
-    def __init__(self, device: torch.device, notice: Callable[[str], None]) -> None:
-        self._device, self._notice = device, notice
+    `tight` memory: a form is captured at its first sight, in the graphs' own memory, rather than run beside it.
+    """
+
+    def __init__(self, device: torch.device, notice: Callable[[str], None], tight: bool = False) -> None:
+        self._device, self._notice, self._tight = device, notice, tight
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[Hashable, Captured] = {}
         self._seen: Counter[Hashable] = Counter()
         self._said = False
+        self.broken = ""
+        """Why nothing is captured any more."""
 
-    def __call__(self, key: Hashable, work: Callable[..., Any], inputs: Any, *constants: Any) -> Any:
+    def __call__(self, key: tuple[Hashable, ...], work: Callable[..., Any], inputs: Any, *constants: Any) -> Any:
         """`work(inputs, *constants)`; its output stands until the next call."""
         found = self._captured.get(key)
         if found is None:
-            if not self._ripe(key):
+            turn = self._turn(key)
+            if turn < 0:
                 return work(inputs, *constants)
+            if turn > 0:
+                return self._watch(key, work, inputs, *constants)
             try:
-                found = self.capture(work, inputs, *constants)
+                found = self._captured[key] = self.capture(work, inputs, *constants)
             except Exception as error:
-                self._notice(f"a batch of another form is not captured: {blame(error)}")
+                self.give_up(f"{key[0]}: {blame(error)}")
                 return work(inputs, *constants)
-            self._captured[key] = found
         for place, value in zip(found.places, _tensors(inputs), strict=True):
             place.copy_(value)
         found.graph.replay()
         return found.output
 
-    def _ripe(self, key: Hashable) -> bool:
-        if len(self._seen) >= COUNTED or len(self._captured) >= MOST:
-            if not self._said:
+    def holds(self, kind: str) -> bool:
+        return any(isinstance(key, tuple) and key[0] == kind for key in self._captured)
+
+    def forget(self) -> None:
+        """What was captured no longer holds: begin anew."""
+        self._captured.clear()
+        self._seen.clear()
+
+    def _turn(self, key: tuple[Hashable, ...]) -> int:
+        """What to do with a form that is not captured: 0 capture it, 1 run it under watch, -1 just run it."""
+        if self.broken or len(self._seen) >= COUNTED or len(self._captured) >= MOST:
+            if not self.broken and not self._said:
                 self._said = True
                 self._notice("batches come in many forms (shapes, or values that are no tensors): those beyond the first few run eager")
-            return False
+            return -1
         self._seen[key] += 1
-        return self._seen[key] == WARM + 1
+        warm = 0 if self._tight and self.holds(str(key[0])) else WARM
+        seen = self._seen[key]
+        return 0 if seen == warm + 1 else 1 if seen == warm else -1
+
+    def _watch(self, key: Hashable, work: Callable[..., Any], inputs: Any, *constants: Any) -> Any:
+        """Run it once more plainly; if the host waits in it, it is never captured."""
+        with host_waits() as waits:
+            output = work(inputs, *constants)
+        if waits:
+            self._seen[key] += WARM  # past its turn
+            self._notice(f"a part of the work is not captured: {waits[0]}")
+        return output
 
     def capture(self, work: Callable[..., Any], inputs: Any, *constants: Any) -> Captured:
         leaves, layout = tree_flatten(inputs)
@@ -100,9 +133,23 @@ class Graphs:
             with torch.cuda.graph(graph, self._pool, torch.cuda.current_stream(), "thread_local"):
                 output = work(tree_unflatten(fixed, layout), *constants)
         except BaseException:
-            _free_generator(self._device)
+            self._clean_up()
             raise
         return Captured(graph, [f for f in fixed if isinstance(f, Tensor)], output)
+
+    def give_up(self, why: str) -> None:
+        self.broken = why
+        self._captured.clear()  # they were captured with the generator's old state
+        self._notice(f"nothing is captured from here on: {why}")
+
+    def _clean_up(self) -> None:
+        """After a capture that failed: end the use of its memory, and give the generator, which believes that the
+        capture goes on, a fresh state."""
+        index = self._device.index or 0
+        with contextlib.suppress(Exception):
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+        generator = torch.cuda.default_generators[index]
+        generator.graphsafe_set_state(torch.Generator(self._device).graphsafe_get_state())
 
 
 def _tensors(inputs: Any) -> list[Tensor]:
@@ -111,24 +158,29 @@ def _tensors(inputs: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
 
 
-def _free_generator(device: torch.device) -> None:
-    """A capture that failed leaves the generator believing that it goes on: give it a fresh state."""
-    generator = torch.cuda.default_generators[device.index or 0]
-    generator.graphsafe_set_state(torch.Generator(device).graphsafe_get_state())
+# --- waiting ------------------------------------------------------------------------------------
 
 
-# --- what a graph cannot follow -----------------------------------------------------------------
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Inside, an operation for which the host waits for the device is an error that names it."""
+@contextlib.contextmanager
+def host_waits() -> Iterator[list[str]]:
+    """Collects a sentence for each operation inside for which the host waits for the device."""
+    found: list[str] = []
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+            for warning in caught:
+                if "called a synchronizing" in str(warning.message):
+                    found.append(_sentence(warning.filename, warning.lineno, WAITS))
+                elif "Synchronization debug mode" not in str(warning.message):
+                    warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+WAITS = "the host waits there for the device's result"
 
 
 def blame(error: BaseException) -> str:
@@ -136,54 +188,19 @@ def blame(error: BaseException) -> str:
     while error.__context__ is not None and "capture" in str(error):  # the end of a failed capture hides its cause
         error = error.__context__
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    if "synchroniz" in text or "capturing" in text:
-        text = "the host waits there for the device's result"
+    if "capturing" in text:
+        text = "this cannot be done while a graph is captured"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_library(f.filename)]
-    if not frames:
-        return text
-    place = frames[-1]
-    line = (place.line or linecache.getline(place.filename, place.lineno or 0)).strip()
-    return f"{os.path.basename(place.filename)}:{place.lineno}, `{line}`: {text}"
+    return _sentence(frames[-1].filename, frames[-1].lineno or 0, text) if frames else text
+
+
+def _sentence(filename: str, line: int, text: str) -> str:
+    code = linecache.getline(filename, line).strip()
+    return text if _is_library(filename) or not code else f"{os.path.basename(filename)}:{line}, `{code}`: {text}"
 
 
 def _is_library(filename: str) -> bool:
-    torch_folder = os.path.dirname(torch.__file__)
     ours = os.path.join(str(PACKAGE), "tasks")
-    return filename.startswith((torch_folder, "<", sys.prefix, sys.base_prefix)) or (
-        filename.startswith(str(PACKAGE)) and not filename.startswith(ours)
-    )
-
-
-def marks(task: Any, model: nn.Module) -> dict[str, object]:
-    """Everything of a task and a model that Python code may change beside parameters' and buffers' values."""
-    found: dict[str, object] = {}
-    owners: dict[str, dict[str, Any]] = {"the task": vars(task)}
-    classes: set[type] = {type(task)}
-    for name, module in model.named_modules():
-        owners[f"module {name or type(module).__name__}"] = vars(module) | module._buffers
-        classes.add(type(module))
-    own = {c for c in classes if not c.__module__.startswith(("torch.", "drivetrain."))}
-    owners |= {f"class {c.__name__}": dict(vars(c)) for c in own}
-    owners |= {f"file {m}": vars(sys.modules[m]) for m in {c.__module__ for c in own} if m in sys.modules}
-    for owner, values in owners.items():
-        for name, value in values.items():
-            if not name.startswith("__") and name not in _INNER:
-                found[f"{name} of {owner}"] = _mark(value, 2)
-    return found
-
-
-_INNER = set(vars(nn.Module()))
-
-
-def _mark(value: Any, depth: int) -> object:
-    if isinstance(value, PLAIN):
-        return value
-    if isinstance(value, (list, tuple, set, dict)) and depth:
-        items = list(value.items()) if isinstance(value, dict) else list(value)
-        return len(items), tuple(_mark(item, depth - 1) for item in items[:100])
-    return id(value)
-
-
-def changed(before: dict[str, object], after: dict[str, object]) -> str:
-    """The name of something that changes from step to step, or nothing."""
-    return next((name for name in after if name not in before or before[name] != after[name]), "")
+    folders = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | {os.path.dirname(torch.__file__)}
+    inside = any(filename.startswith(folder + os.sep) for folder in folders if folder)
+    return filename.startswith("<") or ((inside or filename.startswith(str(PACKAGE) + os.sep)) and not filename.startswith(ours + os.sep))

@@ -17,18 +17,32 @@ class Compiled:
 
     def __init__(self, function: Callable[..., Any], model: nn.Module, form: Hashable, deterministic: bool) -> None:
         self._plain, self._form = function, form
+        self.failure: Exception | None = None
         self._blocks = repeated_blocks(model)
         self.kind = f"its {len(self._blocks)} {type(self._blocks[0]).__name__} blocks" if self._blocks else "the whole loss"
-        from torch._inductor import config  # takes a second to import
+        from torch._dynamo import config as dynamo  # these take a second to import
+        from torch._inductor import config
 
         config.deterministic = deterministic
+        dynamo.recompile_limit = max(dynamo.recompile_limit, 8 + len(self._blocks))  # blocks that know their number
         self._forwards = [torch.compile(block.forward, dynamic=False) for block in self._blocks]
         self._whole = function if self._blocks else torch.compile(function, dynamic=False)
         self._on = False
 
     def __call__(self, form: Hashable, *args: Any) -> Any:
-        self.switch(form == self._form)
-        return self._whole(*args) if form == self._form else self._plain(*args)
+        """A compiler that fails is noted, and the plain function is called from then on."""
+        mine = form == self._form and self.failure is None
+        self.switch(mine)
+        if not mine:
+            return self._plain(*args)
+        try:
+            return self._whole(*args)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.failure = error
+            self.switch(False)
+            return self._plain(*args)
 
     def switch(self, on: bool) -> None:
         """Whether blocks run compiled: in the backward pass too, which may run them again; never in evaluation."""

@@ -90,10 +90,12 @@ class SourceFeed(Feed):
         if len(data) != expected:
             raise Problem(f"collect() gave {len(data)} samples; this rank's {self.high - self.low} groups make {expected}")
         columns = [as_tensor(c).to(self.group.device) for c in data.columns]
-        if self._data is not None and [_form(c) for c in columns] == [_form(c) for c in self._data.columns]:
-            for kept, new in zip(self._data.columns, columns, strict=True):
+        old = self._data
+        if old is not None and data.names == old.names and [_form(c) for c in columns] == [_form(c) for c in old.columns]:
+            for kept, new in zip(old.columns, columns, strict=True):
                 kept.copy_(new)  # a captured step reads them there
         else:
+            self.version += 1
             self._data = Tensors.__new__(Tensors)
             self._data.names, self._data.columns = data.names, [c.clone() for c in columns]
         self._orders, self._epoch = {}, epoch

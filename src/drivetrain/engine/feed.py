@@ -54,6 +54,8 @@ class Feed:
     steps_per_epoch: int
     length: int
     """Samples in an epoch."""
+    version: int = 0
+    """Changes whenever the samples on the device have moved to another place."""
 
     def open(self, step: int) -> None:
         """Get ready to give the batches from this step on."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from drivetrain.engine.capture import opaque
 from drivetrain.engine.feed import Micro, OrderedFeed, placed, tensors_in, to_device
 from drivetrain.engine.rand import key, seed_everything
 from drivetrain.outcomes import Problem
@@ -61,7 +62,7 @@ class LoaderFeed(OrderedFeed):
 
     def _arrive(self, batch: Any) -> Any:
         """The batch on the device, copied beside the step that is still running there."""
-        if self._side is None:
+        if self._side is None or opaque(batch):  # what is inside of other libraries' batches cannot be guarded on a second stream
             return to_device(batch, self.group.device)
         now = torch.cuda.current_stream()
         with torch.cuda.stream(self._side):
@@ -71,15 +72,33 @@ class LoaderFeed(OrderedFeed):
             tensor.record_stream(now)
         return moved
 
-    def loading_seconds(self, limit: float = 0.25) -> float:
-        """How long one process takes to make a micro-batch, measured on a few of its samples."""
+    def loading_seconds(self, limit: float = 0.25) -> float | None:
+        """How long one process takes to make a micro-batch, measured on a few of its samples; in a process of its own,
+        because files that a data set opens at its first read must not be shared with the workers to come."""
+        context = multiprocessing.get_context("fork")
+        here, there = context.Pipe(duplex=False)
+        child = context.Process(target=self._load_some, args=(limit, there), daemon=True)
+        child.start()
+        there.close()
+        try:
+            return float(here.recv()) if here.poll(20 * limit) else None
+        except EOFError:
+            return None
+        finally:
+            child.kill()
+            child.join()
+
+    def _load_some(self, limit: float, answer: Any) -> None:
+        _begin_worker(0)
+        torch.set_num_threads(1)
         wanted = min(self.micro, self.length)
+        self._samples[0, 0]  # what is read for the first time is slow
         samples: list[Any] = []
         begun = time.perf_counter()
         while len(samples) < wanted and (not samples or time.perf_counter() - begun < limit):
             samples.append(self._samples[0, len(samples)])
         self._collate(samples)
-        return (time.perf_counter() - begun) / len(samples) * wanted
+        answer.send((time.perf_counter() - begun) / len(samples) * wanted)
 
     def use(self, workers: int) -> None:
         """Go on with another number of workers from the next step on; what they load stays the same."""

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from drivetrain.engine import state
 from drivetrain.engine.best import Best
+from drivetrain.engine.capture import Graphs
 from drivetrain.engine.checkpoint import Checkpoint, Damaged, Writer, folder, newest_good, verify
 from drivetrain.engine.control import Agreement, Every
 from drivetrain.engine.data import SourceFeed, eval_feed, train_feed
-from drivetrain.engine.evaluate import Evaluation, evaluate
+from drivetrain.engine.evaluate import Evaluation, Replay, evaluate
 from drivetrain.engine.feed import Feed, OrderedFeed
 from drivetrain.engine.group import Group
 from drivetrain.engine.ledger import Block, Ledger
@@ -79,8 +80,10 @@ class Training:
         self.step = Step(task, self.model, self.feed, self.strategy, self.optimizer, self.rates, self.precision, group)
         self.writer = Writer(run, task.keep, observer.moment, observer.notice) if group.main else None
         self.log, self.evaluate_every, self.save_every = (Every(s, per_epoch) for s in (task.log_every, task.eval_every, task.save_every))
-        self.compiled_from: int | None = (plan.compile_from or 0) if plan.compile == "on" else None
+        self._compile_pinned = plan.reasons.get("compile") == "pinned"
+        self.compiled_from: int | None = 0 if self._compile_pinned and plan.compile == "on" else plan.compile_from
         self.done = 0
+        self._replay: Replay | None = None
         self.best = Best(task.best)
         self.metrics: dict[str, float] = {}
         self.epoch_sums: dict[str, Any] = {}
@@ -110,6 +113,8 @@ class Training:
             if self.done % per_epoch == 0:
                 self.step.rest()
                 self.feed.begin_epoch(self.done // per_epoch, self.model)
+                if self.source is not None:
+                    self._look_again()
             if not (clocked or save_late or evaluate_late or stop_after):
                 self._take_quiet_steps(ticking)
             self.observer.moment("step")
@@ -276,7 +281,17 @@ class Training:
         assert self.test is not None
         self.step.rest()
         self.strategy.share_buffers()
-        return evaluate(self.task, self.model, self.test, self.precision, self.group, self.step.graphs)
+        if self._replay is None and self.step.graphs is not None:  # its own: a failure there shall not touch training's
+            graphs = Graphs(self.group.device, self.observer.notice)
+            self._replay = Replay(graphs, self.pace.marked)
+        result = evaluate(self.task, self.model, self.test, self.precision, self.group, self._replay)
+        self._look_again()
+        return result
+
+    def _look_again(self) -> None:
+        """Other code had its turn: what was captured may no longer hold."""
+        if self.pace.look_again():
+            self._replay = None
 
     def _elapsed(self) -> float:
         return round(self._before + time.monotonic() - self._begun, 3)
@@ -344,10 +359,18 @@ class Training:
             self.source.load({k: v[rows].to(self.group.device) for k, v in state.unpack(tensors, "source").items()})
         self.done, self._before, self.metrics = step, extra["time"], extra["metrics"]
         self.best.load(extra["best"])
-        self.compiled_from = extra.get("compiled_from")
+        self.compiled_from = self._going_on_compiled(step, extra.get("compiled_from"))
         self.epoch_sums, self._loaded_means = extra["epoch_sums"], extra["train"]
         self._marked_step = step
         self.run.event("resumed", step=step, world_size=self.group.size, was=extra["world_size"]) if self.group.main else None
+
+    def _going_on_compiled(self, step: int, saved: int | None) -> int | None:
+        """As before, unless it is pinned now: then from here on."""
+        if not self._compile_pinned:
+            return self.plan.compile_from if saved is None else saved
+        if self.plan.compile == "on":
+            return step if saved is None else saved
+        return None
 
     def _damage(self, text: str) -> None:
         self.run.event("damaged-checkpoint", detail=text)

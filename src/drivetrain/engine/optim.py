@@ -17,7 +17,7 @@ from drivetrain.task import Task, overrides
 
 def make_optimizer(task: Task, model: torch.nn.Module, device: torch.device) -> torch.optim.Optimizer:
     optimizer = _make(task, model)
-    if device.type == "cuda" and type(optimizer).__module__.startswith("torch.optim"):
+    if device.type == "cuda" and is_torchs(optimizer):
         for group in optimizer.param_groups:
             if "capturable" in group:
                 group["capturable"] = True  # its counts of steps live on the device, where a graph finds them
@@ -43,14 +43,26 @@ def _make(task: Task, model: torch.nn.Module) -> torch.optim.Optimizer:
     return kind(parameters, **options)
 
 
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of torch's own, with nothing derived, wrapped or hooked around its step."""
+    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return type(optimizer).__module__.startswith("torch.optim.") and not hooked
+
+
 def takes_factor(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's own kernel divides gradients and skips overflowed steps."""
-    return all(group.get("fused") for group in optimizer.param_groups)
+    supports = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return is_torchs(optimizer) and supports and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def capturable(optimizer: torch.optim.Optimizer, scaled: bool) -> bool:
     """Whether the optimizer's step can be part of a graph; with fp16's scale it must skip steps by itself."""
-    return takes_factor(optimizer) or (not scaled and all(group.get("capturable") for group in optimizer.param_groups))
+    able = (
+        not scaled
+        and is_torchs(optimizer)
+        and all(group.get("capturable") and group.get("foreach") is not False for group in optimizer.param_groups)
+    )
+    return takes_factor(optimizer) or able
 
 
 def schedule_of(task: Task, steps: int, steps_per_epoch: int) -> Callable[[int], float]:
@@ -79,10 +91,12 @@ class Rates:
         self.groups = optimizer.param_groups
         self.peaks = [float(group["lr"]) for group in self.groups]
         self.factor = factor
+        self._factors: list[float] = []
         self._tables: list[tuple[Tensor, Tensor]] = []
         """Of each group on a GPU: all its rates, and the place from which the optimizer's kernel reads the present one."""
         if group.runs_ahead and capturable(optimizer, False):
-            factors = torch.tensor([factor(step) for step in range(steps)], device=group.device)
+            self._factors = [factor(step) for step in range(steps)]
+            factors = torch.tensor(self._factors, device=group.device)
             for options, peak in zip(self.groups, self.peaks, strict=True):
                 place = torch.full((1,), peak, device=group.device)
                 options["lr"] = place.view(())
@@ -102,4 +116,4 @@ class Rates:
             group["lr"] = peak * factor
 
     def at(self, step: int) -> float:
-        return self.peaks[0] * self.factor(step)
+        return self.peaks[0] * (self._factors[step] if self._factors else self.factor(step))

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from drivetrain.engine.capture import Graphs, blame, changed, marks, no_waiting, opaque
+from drivetrain.engine.capture import Graphs, blame, host_waits, opaque
 from drivetrain.engine.compiled import Compiled
 from drivetrain.engine.group import Group
 from drivetrain.engine.loader import LoaderFeed
 from drivetrain.engine.observe import Observer
+from drivetrain.engine.optim import capturable
+from drivetrain.engine.purity import changed, kept_tensors, marks
 from drivetrain.engine.rand import seed_model
 from drivetrain.engine.step import Form, Inputs, Step
 from drivetrain.plan import Plan
@@ -29,6 +31,9 @@ from drivetrain.plan import Plan
 UNTIMED, TIMED, REPLAYED = 3, 5, 20  # steps before the clock, under it, and under it once the choice is made
 PAYS = 150.0  # seconds that a run must still take for compiling to be tried: it costs tens of them
 BETTER = 0.97  # compiled code must take less than this share of the time
+RENEWALS = 10  # times that steps are captured anew because something changed between epochs
+CLONED = 2 << 30  # bytes of tensors beside the trained ones that are put back after a rehearsal
+TIGHT = 0.4  # share of the GPU's memory from which on nothing runs beside the graphs
 
 
 @dataclass
@@ -48,7 +53,7 @@ class Findings:
 
 
 class Pace:
-    """Attached to a step until the choice is made."""
+    """Attached to a step until the choice is made; asked again where other code had its turn."""
 
     def __init__(self, step: Step, plan: Plan, group: Group, total: int, observer: Observer, compiled_from: int | None) -> None:
         self.step, self.plan, self.group, self.total, self.observer = step, plan, group, total, observer
@@ -56,11 +61,12 @@ class Pace:
         self.compiled_from = compiled_from
         """The step from which on compiled code runs; None if it does not."""
         self.found = Findings()
-        self._last, self._count, self._clock = -1, 0, 0.0
+        self._last, self._count, self._clock, self._chosen_at = -1, 0, 0.0, 0
         self._marks: dict[str, object] = {}
+        self._layouts: set[object] = set()
         self._impure = ""
-        self._chosen_at = 0
         self._compiling = False
+        self._renewals = 0
 
     def __call__(self, seed: int, inputs: Inputs, form: Form) -> None:
         """At the beginning of every micro-batch; acts on the first of a step."""
@@ -68,20 +74,21 @@ class Pace:
             return
         self._last = self.step.number
         self._count += 1
-        if self.compiled_from is not None and self.step.compiled is None and self._last >= self.compiled_from:
+        full = form.size == self.plan.global_batch  # the last batch of an epoch is not what most steps are like
+        self._layouts |= {form.given} if full else set()
+        if full and self.compiled_from is not None and self.step.compiled is None and self._last >= self.compiled_from:
             self._compile(seed, inputs, form, must=True)
-        if not self.cuda and self.plan.compile != "auto":
+        waiting = self.compiled_from is not None and self.step.compiled is None
+        if not self.cuda and not waiting and (self.compiled_from is not None or self.plan.compile != "auto"):
             self._conclude()
-            return
-        if self._count == UNTIMED - 1:
-            self._marks = marks(self.step.task, self.step.model)
+        elif self._count == UNTIMED - 1:
+            self._marks = self.marked()
         elif self._count == UNTIMED:
-            self._impure = changed(self._marks, marks(self.step.task, self.step.model))
-            self._marks = {}
+            self._impure = changed(self._marks, self.marked())
         elif self._count == UNTIMED + 1:
             self._start_clock()
-        elif self._count == UNTIMED + 1 + TIMED:
-            self.found.step_seconds[self._kind()] = self._read_clock(TIMED)
+        elif not self._chosen_at and self._count > UNTIMED + TIMED and full and not waiting:
+            self.found.step_seconds[self._kind()] = self._read_clock(self._count - UNTIMED - 1)
             self._choose(seed, inputs, form)
             self._chosen_at = self._count
             if not self.cuda:
@@ -92,127 +99,170 @@ class Pace:
             self.found.step_seconds[self._kind()] = self._read_clock(REPLAYED)
             self._conclude()
 
+    def look_again(self) -> bool:
+        """After evaluation or collecting: if they changed what was captured as fixed, it is captured anew."""
+        if self.step.graphs is None:
+            return False
+        now = self.marked()
+        what = changed(self._marks, now)
+        if not what:
+            return False
+        self._marks = now
+        self._renewals += 1
+        self.step.graphs.forget()
+        if self._renewals == RENEWALS:
+            self.step.graphs = None
+            self.observer.notice(f"steps are no longer captured: {what} changed again and again between epochs")
+        return True
+
     # --- the choice ---
 
     def _choose(self, seed: int, inputs: Inputs, form: Form) -> None:
-        plain = self._capture(seed, inputs, form) if self.cuda else None
-        if self.compiled_from is None and self._compile_is_worth_it(plain):
+        # All ranks take one way, for what is tried out may talk to the others.
+        obstacle = next((why for why in self.group.gather(self._obstacle()) if why), "")
+        captured = self._capture(seed, inputs, form, obstacle) if self.cuda else None
+        if self.compiled_from is None and self._compile_is_worth_it(captured, obstacle):
             self._compile(seed, inputs, form, must=False)
         if isinstance(self.step.feed, LoaderFeed):
-            self._choose_workers(self.step.feed, form)
+            self._choose_workers(self.step.feed)
+        self._marks = self.marked()
 
-    def _capture(self, seed: int, inputs: Inputs, form: Form) -> float | None:
+    def _obstacle(self) -> str:
+        """What neither a graph nor a compiler could follow, if there is such a thing."""
+        if self.step.host_random.used:
+            return "the loss draws from the host's random generators (Python's, numpy's or torch's for the CPU: draw on the device)"
+        if any(isinstance(m, nn.SyncBatchNorm) for m in self.step.model.modules()):
+            return "SyncBatchNorm talks to the other processes in the forward pass"
+        return f"{self._impure} changes from step to step" if self._impure else ""
+
+    def _pinned(self, key: str) -> bool:
+        return self.plan.reasons.get(key) == "pinned"
+
+    def _capture(self, seed: int, inputs: Inputs, form: Form, obstacle: str) -> float | None:
         """Try a graph of forward and backward against the plain call; on success steps are captured from now on."""
-        why = "pinned" if self.plan.capture == "off" else self._why_not()
-        if not why and (kind := opaque(inputs)):
+        why = obstacle
+        if self.plan.capture == "off" and self._pinned("capture"):
+            why = "pinned"
+        elif not why and (kind := opaque(inputs)):
             why = f"batches hold a {kind}, which a graph cannot be handed"
+        seconds = 0.0
+        if not why:
+            memory = torch.cuda.max_memory_allocated(self.group.device) / torch.cuda.get_device_properties(self.group.device).total_memory
+            graphs = Graphs(self.group.device, self.observer.notice, tight=memory > TIGHT)
+            try:
+                with _Aside(self.step) as aside:
+                    seconds, why = self._prove_graph(graphs, seed, inputs, form, aside)
+            except torch.OutOfMemoryError:
+                why = "a graph's memory does not fit beside the model's"
+            except Exception as error:
+                why = blame(error)
         if why:
             self.found.reject("capture=on", why)
-            return None
-        graphs = Graphs(self.group.device, self.observer.notice)
-        try:
-            with _Aside(self.step):
-                expected = self._rehearse(seed, inputs, form)
-                with no_waiting():
-                    self._rehearse(seed, inputs, form, read=False)
-                seconds, got = self._replay(graphs, seed, inputs, form)
-        except torch.OutOfMemoryError:
-            self.found.reject("capture=on", "a graph's memory does not fit beside the model's")
-            return None
-        except Exception as error:
-            self.found.reject("capture=on", blame(error))
-            return None
-        if not _close(got, expected, self.plan.precision):
-            self.found.reject("capture=on", f"replayed, the loss and its gradient came out as {_pair(got)}, not {_pair(expected)}")
             return None
         self.found.work_seconds["captured"] = seconds
         self.step.graphs = graphs
         return seconds
 
-    def _why_not(self) -> str:
-        """What neither a graph nor a compiler could follow, if there is such a thing."""
-        if self.step.host_random.used:
-            return "the loss draws from Python's or numpy's generators (use torch's)"
-        if any(isinstance(m, nn.SyncBatchNorm) for m in self.step.model.modules()):
-            return "SyncBatchNorm talks to the other processes in the forward pass"
-        return f"{self._impure} changes from step to step" if self._impure else ""
+    def _prove_graph(self, graphs: Graphs, seed: int, inputs: Inputs, form: Form, aside: _Aside) -> tuple[float, str]:
+        """(seconds of a replay, why it is not to be trusted): two seeds, each eager and replayed."""
+        other = seed ^ 1
+        expected = [self._rehearse(s, inputs, form, aside) for s in (seed, other, seed)]
+        with host_waits() as waits:
+            self._rehearse(seed, inputs, form, aside, read=False)
+        if waits:
+            return 0.0, waits[0]
+        captured = graphs.capture(self.step.rehearse, inputs, form)
 
-    def _compile_is_worth_it(self, captured: float | None) -> bool:
-        if self.plan.compile != "auto":
-            if self.plan.compile == "off":
-                self.found.reasons["compile"] = "pinned"
+        def replay(s: int) -> list[float]:
+            aside.restore()
+            seed_model(self.group.device, s)
+            captured.graph.replay()
+            return self.step.rehearsed()
+
+        got = [replay(s) for s in (seed, other)]
+        spread = _apart(expected[0], expected[2])  # of kernels that do not repeat
+        for mine, eager in zip(got, expected, strict=False):
+            if _apart(mine, eager) > max(1e-5, 4 * spread):
+                return 0.0, f"replayed, the loss and its gradients came out otherwise ({_pair(mine)}, not {_pair(eager)})"
+        return self._median(captured.graph.replay), ""
+
+    def _compile_is_worth_it(self, captured: float | None, obstacle: str) -> bool:
+        if self.plan.compile != "auto":  # pinned, or decided before: then it stays so
+            self.found.reasons["compile"] = self.plan.reasons.get("compile", "pinned")
             return False
-        if why := self._why_not():
-            self.found.reject("compile=on", f"not tried: {why}")
-            return False
-        step = self.found.step_seconds["eager"] if captured is None else captured * self.plan.accumulation
+        step = next(iter(self.found.step_seconds.values())) if captured is None else captured * self.plan.accumulation
         left = float(self.group.share(step * (self.total - self._last)))
         if left < PAYS:
-            self.found.reject("compile=on", f"not tried: the run takes only {max(1.0, left):,.0f} s more")
-            return False
-        return True
+            obstacle = f"the run takes only {max(1.0, left):,.0f} s more"
+        elif not obstacle and max(self.group.gather(len(self._layouts))) > 1:
+            obstacle = "batches come in several shapes"
+        if obstacle:
+            self.found.reject("compile=on", f"not tried: {obstacle}")
+        return not obstacle
 
     def _compile(self, seed: int, inputs: Inputs, form: Form, must: bool) -> None:
-        """Compile, and go on compiled where that is asked for or faster."""
+        """Compile for full batches, and go on compiled where that is asked for or faster."""
         step, found = self.step, self.found
-        step_form = form._replace(ready=True) if step.has_counts else form
-        compiled = Compiled(step.loss_value, step.model, step_form, self.plan.deterministic)
         self._compiling = True
+        begun = time.perf_counter()
+        compiled = Compiled(step.loss_value, step.model, form._replace(ready=True) if step.has_counts else form, self.plan.deterministic)
         if self.group.main:
             self.observer.notice(f"compiling {compiled.kind} (plan.compile=off leaves it out)")
-        why, plain, fast = "", 0.0, 0.0
-        begun = time.perf_counter()
-        with _Aside(step):
-            expected = self._rehearse(seed, inputs, form)
-            draws = self._draws_randomness(seed, inputs, form)
-            if not must:
-                if "captured" not in found.work_seconds:
-                    found.work_seconds["eager"] = self._time(seed, inputs, form)
-                plain = found.work_seconds.get("captured") or found.work_seconds["eager"]
-            step.compiled = compiled
-            try:
-                got = self._rehearse(seed, inputs, form)
-                if not draws and not _close(got, expected, self.plan.precision):
-                    why = f"compiled, the loss and its gradient came out as {_pair(got)}, not {_pair(expected)}"
-                elif not must:
-                    self._rehearse(seed, inputs, form)
-                    fast = self._replay(step.graphs, seed, inputs, form)[0] if step.graphs else self._time(seed, inputs, form)
-                    found.work_seconds["compiled"] = fast
-            except Exception as error:
-                why = f"torch.compile failed: {blame(error)}"
-            step.compiled = None
-            compiled.switch(False)
-        if not why and not must and fast > plain * BETTER:
-            why = f"measured {plain / fast:.2f} times as fast as without"
-        first = next((w for w in self.group.gather(why) if w), "")
-        if first:
+        try:
+            why = self._prove_compiled(compiled, seed, inputs, form, must)
+        except Exception as error:
+            why = f"torch.compile failed: {blame(error)}"
+        step.compiled = None
+        compiled.switch(False)
+        why = next((w for w in self.group.gather(why) if w), "")
+        if why:
             self.compiled_from = None
-            found.reject("compile=on", first)
+            found.reject("compile=on", why)
             return
         step.compiled = compiled
-        if self.compiled_from is None:
-            self.compiled_from = self._last
-        cost = time.perf_counter() - begun
-        gain = f", {plain / fast:.2f} times as fast" if fast else ""
-        found.reasons["compile"] = f"{compiled.kind}{gain}; it took {cost:.0f} s"
+        self.compiled_from = self._last if self.compiled_from is None else self.compiled_from
+        plain, fast = found.work_seconds.get("captured") or found.work_seconds.get("eager"), found.work_seconds.get("compiled")
+        gain = f", {plain / fast:.2f} times as fast" if plain and fast else ""
+        found.reasons["compile"] = f"{compiled.kind}{gain}; it took {time.perf_counter() - begun:.0f} s"
+
+    def _prove_compiled(self, compiled: Compiled, seed: int, inputs: Inputs, form: Form, must: bool) -> str:
+        """Why compiled code is not to be used, if so."""
+        step, times = self.step, self.found.work_seconds
+        with _Aside(step) as aside:
+            expected = self._rehearse(seed, inputs, form, aside)
+            draws = self._rehearse(seed ^ 1, inputs, form, aside) != expected and self._rehearse(seed, inputs, form, aside) == expected
+            if not must and "captured" not in times:
+                times["eager"] = self._time(seed, inputs, form, aside)
+            step.compiled = compiled
+            got = self._rehearse(seed, inputs, form, aside)
+            if compiled.failure is not None:
+                return f"torch.compile failed: {blame(compiled.failure)}"
+            tolerance = 5e-2 if self.plan.precision in ("bf16", "fp16") else 1e-3
+            if not draws and _apart(got, expected) > tolerance:  # with dropout it draws other masks
+                return f"compiled, the loss and its gradients came out otherwise ({_pair(got)}, not {_pair(expected)})"
+            if must:
+                return ""
+            self._rehearse(seed, inputs, form, aside)
+            if step.graphs is not None:
+                captured = step.graphs.capture(step.rehearse, inputs, form)
+                times["compiled"] = self._median(captured.graph.replay)
+            else:
+                times["compiled"] = self._time(seed, inputs, form, aside)
+        plain = times.get("captured") or times["eager"]
+        gain = self.group.share(plain / times["compiled"])
+        return "" if gain * BETTER > 1 else f"measured {gain:.2f} times as fast as without"
 
     # --- trying out ---
 
-    def _rehearse(self, seed: int, inputs: Inputs, form: Form, read: bool = True) -> Tensor:
-        """Forward and backward without an update: the figures and the gradient's norm."""
+    def _rehearse(self, seed: int, inputs: Inputs, form: Form, aside: _Aside, read: bool = True) -> list[float]:
+        """Forward and backward without an update: the figures and the gradients' norms."""
+        aside.restore()
         seed_model(self.group.device, seed)
         self.step.rehearse(tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, inputs), form)
-        return self.step.rehearsed() if read else torch.empty(0)
+        return self.step.rehearsed() if read else []
 
-    def _replay(self, graphs: Graphs, seed: int, inputs: Inputs, form: Form) -> tuple[float, Tensor]:
-        captured = graphs.capture(self.step.rehearse, inputs, form)
-        seed_model(self.group.device, seed)
-        captured.graph.replay()
-        got = self.step.rehearsed()
-        return self._median(captured.graph.replay), got
-
-    def _time(self, seed: int, inputs: Inputs, form: Form) -> float:
-        return self._median(lambda: self._rehearse(seed, inputs, form, read=False))
+    def _time(self, seed: int, inputs: Inputs, form: Form, aside: _Aside) -> float:
+        return self._median(lambda: self._rehearse(seed, inputs, form, aside, read=False))
 
     def _median(self, work: Callable[[], object], times: int = 5) -> float:
         seconds = []
@@ -224,19 +274,13 @@ class Pace:
             seconds.append(time.perf_counter() - begun)
         return statistics.median(seconds)
 
-    def _draws_randomness(self, seed: int, inputs: Inputs, form: Form) -> bool:
-        """Whether the model draws random numbers of its own: compiled, it draws others."""
-        seed_model(self.group.device, seed)
-        generator = torch.cuda.default_generators[self.group.device.index or 0] if self.cuda else torch.default_generator
-        before = generator.get_state()
-        self.step.rehearse(tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, inputs), form)
-        return not torch.equal(before, generator.get_state())
-
-    def _choose_workers(self, feed: LoaderFeed, form: Form) -> None:
+    def _choose_workers(self, feed: LoaderFeed) -> None:
         """As many loader workers as keep up with the step."""
         if self.plan.reasons.get("workers", "pinned").startswith(("pinned", "measured")):
             return
         load = feed.loading_seconds()
+        if load is None:
+            return
         per_micro = next(iter(self.found.step_seconds.values())) / self.plan.accumulation
         work = min(self.found.work_seconds.values(), default=per_micro)
         needed = int(1.25 * load / max(1e-6, work)) + 1
@@ -246,6 +290,11 @@ class Pace:
             workers = 0 if load < 0.1 * work else min(needed, self.plan.threads // 2)
         self.found.reasons["workers"] = f"measured: a micro-batch takes {1e3 * load:.1f} ms to load and {1e3 * work:.1f} ms to train on"
         feed.use(workers)
+
+    def marked(self) -> dict[str, object]:
+        step = self.step
+        captured = self.cuda and capturable(step.optimizer, step.loss_scale is not None)
+        return marks(step.task, step.model, step.optimizer if captured else None)
 
     # --- the clock, and the end ---
 
@@ -261,26 +310,29 @@ class Pace:
         self._sync()
         return (time.perf_counter() - self._clock) / steps
 
+    def _captures(self) -> bool:
+        graphs = self.step.graphs
+        return graphs is not None and (graphs.holds("step") or graphs.holds("micro"))
+
     def _kind(self) -> str:
-        names = [n for n, on in (("captured", self.step.graphs), ("compiled", self.step.compiled)) if on is not None]
-        return " and ".join(reversed(names)) or "eager"
+        names = [n for n, on in (("compiled", self.step.compiled is not None), ("captured", self._captures())) if on]
+        return " and ".join(names) or "eager"
 
     def _conclude(self) -> None:
-        self.found.reasons.setdefault("capture", "one graph a step" if self.step.strategy.whole else "a graph a micro-batch")
-        if not self.cuda:
-            self.found.reasons["capture"] = "no graphs on this device"
+        if self.cuda and self.step.graphs is not None and not self._captures():
+            self.found.reject("capture=on", self.step.graphs.broken or "the host waits within the step")
+            self.step.graphs = None
+        whole = "one graph a step" if self.step.strategy.whole else "a graph a micro-batch"
+        self.found.reasons.setdefault("capture", whole if self.cuda else "graphs are a GPU's")
         if self.group.main:
             self.observer.planned(self.facts())
-        self._settle()
-
-    def _settle(self) -> None:
         self.step.pace = None
 
     def facts(self) -> dict[str, Any]:
         """The plan's keys that were settled here."""
         found = self.found
         facts: dict[str, Any] = {
-            "capture": "off" if self.step.graphs is None else "on",
+            "capture": "on" if self._captures() else "off",
             "compile": "off" if self.step.compiled is None else "on",
             "compile_from": self.compiled_from,
             "measured": {"step_seconds": found.step_seconds, "work_seconds": found.work_seconds},
@@ -298,34 +350,44 @@ class Pace:
             return ""
         speeds = ", ".join(f"{1e3 * seconds:.2f} ms {name}" for name, seconds in self.found.step_seconds.items())
         lines = [f"steps run {self._kind()}" + (f": {speeds}" if speeds else "")]
-        if self.step.graphs is None and self.cuda and self.plan.capture != "off":
+        if self.cuda and not self._captures() and not self._pinned("capture"):
             lines.append(f"not captured: {self.found.reasons['capture']}")
-        if self._compiling or self.plan.compile == "auto":
+        if self._compiling or (self.cuda and self.plan.compile == "auto"):
             lines.append(("compiled: " if self.step.compiled else "not compiled: ") + self.found.reasons["compile"])
         return "\n".join(lines)
 
 
 class _Aside:
-    """Inside, work may be tried out: buffers, gradients and figures are as before afterwards."""
+    """Inside, work may be tried out: tensors that the forward pass may change are put back, gradients and figures cleared."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
-        self.buffers = [(b, b.clone()) for b in step.model.buffers()]
+        kept = kept_tensors(step.task, step.model)
+        if sum(t.nbytes for t in kept) > CLONED:
+            kept = []  # a large frozen model: nobody changes that in a forward pass
+        self.before = [(t, t.clone()) for t in (*step.model.buffers(), *kept)]
 
-    def __enter__(self) -> None:
-        return None
+    def restore(self) -> None:
+        with torch.no_grad():
+            for tensor, kept in self.before:
+                tensor.copy_(kept)
+
+    def __enter__(self) -> _Aside:
+        return self
 
     def __exit__(self, *_: object) -> None:
-        with torch.no_grad():
-            for buffer, kept in self.buffers:
-                buffer.copy_(kept)
+        self.restore()
         self.step.clear()
 
 
-def _close(got: Tensor, expected: Tensor, precision: str) -> bool:
-    tolerance = 2e-2 if precision in ("bf16", "fp16") else 1e-3
-    return torch.allclose(got, expected, rtol=tolerance, atol=tolerance * 1e-2, equal_nan=True)
+def _apart(one: list[float], two: list[float]) -> float:
+    """The largest difference, relative to the value or, for the smallest, to a thousandth of the largest."""
+    tensors = torch.tensor([one, two], dtype=torch.float64)
+    same = (tensors[0] == tensors[1]) | tensors.isnan().all(0)
+    finite = tensors.abs().amax(0)
+    scale = torch.maximum(finite, finite.nan_to_num(posinf=0.0).max() * 1e-3).clamp_min(1e-30)
+    return float(torch.where(same, 0.0, (tensors[0] - tensors[1]).abs() / scale).nan_to_num(nan=1e9, posinf=1e9).max())
 
 
-def _pair(figures: Tensor) -> str:
-    return " and ".join(f"{value:.5g}" for value in figures.tolist()[:2])
+def _pair(figures: list[float]) -> str:
+    return f"loss {figures[0]:.5g}, gradients' norm {sum(f * f for f in figures[1:]) ** 0.5:.5g}"

@@ -25,7 +25,6 @@ class Precision:
     def forward(self) -> AbstractContextManager[object]:
         if self.dtype is None:
             return self._plain
-        # The cast cache would keep half-precision weights alive over micro-batches; a step has few casts twice.
         return torch.autocast(self.device.type, dtype=self.dtype)
 
 

@@ -45,10 +45,12 @@ def seed_everything(value: int) -> None:
 
 
 class HostRandom:
-    """Whether a task's loss or model draws from Python's or numpy's generators. Seeding them for every
-    micro-batch costs as much as all else in a small step, so it is done only for tasks that need it."""
+    """Whether a task's loss or model draws from the host's generators: Python's, numpy's, and on a GPU torch's own for
+    the CPU. Seeding them for every micro-batch costs as much as all else in a small step, so it is done only for
+    tasks that need it."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._torchs = device.type != "cpu"  # on a CPU the model's own randomness comes from it, and is seeded anyway
         self.used = True  # until the first step has shown otherwise
         self._first = True
         self._mark: object = None
@@ -57,18 +59,20 @@ class HostRandom:
         """Before a micro-batch's forward pass."""
         if self.used:
             seed_host(seed)
+            if self._torchs:
+                torch.default_generator.manual_seed(seed)
         if self._first or (check and not self.used):
-            self._mark = _host_state()
+            self._mark = host_state(self._torchs)
 
     def end(self) -> None:
         """After the last micro-batch of a step."""
         if self._mark is not None:
-            self.used, self._first, self._mark = self._mark != _host_state(), False, None
+            self.used, self._first, self._mark = self._mark != host_state(self._torchs), False, None
 
 
-def _host_state() -> object:
+def host_state(torchs: bool) -> object:
     _, words, position, *rest = np.random.get_state()
-    return random.getstate(), words[0], position, rest
+    return random.getstate(), words[0], position, rest, torch.default_generator.get_state().numpy().tobytes() if torchs else b""
 
 
 def permutation(length: int, *parts: int) -> Tensor:
@@ -96,13 +100,13 @@ class KeyedRand:
         return _normal(self.uniform(2 * k))
 
 
-TABLE = 1 << 24  # numbers of a call that are drawn for a whole epoch at once
+TABLE = 1 << 24  # numbers that are drawn for a whole epoch at once
 
 
 class Draws:
     """The keyed numbers of all samples of a data set, epoch by epoch.
 
-    A call's numbers are drawn for the whole epoch at once where they are few enough: a step then looks its
+    Numbers are drawn for the whole epoch at once as far as there is room: a step then looks its
     rows up with one kernel. They stay at their place in memory, where a captured step finds the next epoch's.
     """
 
@@ -111,6 +115,7 @@ class Draws:
         self._epoch = -1
         self._tables: dict[tuple[int, int, bool], Tensor] = {}
         self._streams: dict[int, Tensor] = {}
+        self._room = TABLE
 
     def begin(self, epoch: int) -> None:
         """Move on to an epoch."""
@@ -126,10 +131,11 @@ class Draws:
         return BatchRand(ids, self)
 
     def look_up(self, ids: Tensor, call: int, k: int, normal: bool) -> Tensor:
-        if self.length * k * (1 + normal) <= TABLE:
-            table = self._tables.get((call, k, normal))
-            if table is None:
-                table = self._tables[call, k, normal] = self._draw(call, k, normal)
+        table = self._tables.get((call, k, normal))
+        if table is None and self._room >= self.length * k:
+            self._room -= self.length * k
+            table = self._tables[call, k, normal] = self._draw(call, k, normal)
+        if table is not None:
             return table.index_select(0, ids)
         if self.device.type == "cpu":
             drawn = _uniform(ids, k * (1 + normal), self._key(call))

@@ -84,6 +84,8 @@ class Form(NamedTuple):
     """Whether what is given is the batch itself, made and augmented."""
     given: Hashable
     """The layout of what a loader gave."""
+    version: int
+    """Of the samples that live on the device."""
 
 
 class Step:
@@ -101,7 +103,7 @@ class Step:
         self.compiled: Compiled | None = None
         self.pace: Callable[[int, Inputs, Form], None] | None = None
         """Looks on while the first steps are measured."""
-        self.host_random = HostRandom()
+        self.host_random = HostRandom(group.device)
         self.ledger: Ledger | None = None
         self._seed, self._clip = int(task.seed), float(task.clip)
         self._fused = takes_factor(optimizer)
@@ -143,7 +145,7 @@ class Step:
 
     def _take_at_once(self, micro: Micro, size: int, with_norm: bool) -> None:
         """One process, one micro-batch: all of the step is one piece."""
-        inputs, form = (micro.given, micro.ids), Form(micro.weight, size, False, form_of(micro.given))
+        inputs, form = (micro.given, micro.ids), Form(micro.weight, size, False, form_of(micro.given), self.feed.version)
         self._begin(micro.position, inputs, form)
         if self.graphs is not None:
             handed = (None, None) if self._follows else inputs
@@ -173,7 +175,7 @@ class Step:
             counts = self._counts([(m.given, weight) for m, weight in ready])
             micros = iter([m for m, _ in ready])
         for micro in micros:
-            inputs, form = (micro.given, micro.ids), Form(micro.weight, size, self.has_counts, form_of(micro.given))
+            inputs, form = (micro.given, micro.ids), Form(micro.weight, size, self.has_counts, form_of(micro.given), self.feed.version)
             self._begin(micro.position, inputs, form)
             if self.graphs is not None:
                 self.graphs(("micro", form), self._micro_step, (*inputs, counts), form)
@@ -216,13 +218,15 @@ class Step:
             counts = self._counts([(batch, form.weight)], over_ranks=False)
             inputs, form = (batch, inputs[1]), form._replace(ready=True)
         self.backward(inputs, form, counts)
+        if self.strategy.whole:
+            self.strategy.reduce()  # which then is only to make them whole
 
-    def rehearsed(self) -> Tensor:
-        """What it left behind: the loss, the gradient's norm, all figures."""
+    def rehearsed(self) -> list[float]:
+        """What it left behind: all figures, and the norm of each parameter's gradient."""
         assert self.figures is not None
-        slots = torch.stack([slot.detach() for slot in self._slots[FIGURES : self.figures.used]]).cpu()
-        norm = self.strategy.norm().cpu().reshape(1)
-        return torch.cat([slots[:1], norm, slots[1:]])
+        figures = [slot.detach() for slot in self._slots[FIGURES : self.figures.used]]
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return [float(value) for value in (*figures, *torch._foreach_norm(gradients))]
 
     def rest(self) -> None:
         """Before anything else uses the model: its blocks run as they were written."""
