@@ -136,7 +136,7 @@ def dry_run(recipe: Recipe, request: Request) -> None:
         print(f"  {name:<{width}}  {value!s:<14}  {recipe.origin[name]}")
     print("\nplan")
     for name, value in plan.to_json().items():
-        if name not in ("reasons", "env"):
+        if name not in ("reasons", "env") and value not in ({}, [], None):
             print(f"  {name:<{width}}  {value!s:<14}  {plan.reasons.get(name, '')}".rstrip())
     for notice in recipe.notices:
         print(f"\nnote: {notice}")

@@ -27,6 +27,7 @@ class TensorFeed(OrderedFeed):
         device = self.group.device
         self._device = device if on_device else torch.device("cpu")
         self._move = self._device != device
+        self.resident = not self._move
         self.columns = [as_tensor(c).to(self._device) for c in data.columns]
         self._table: Tensor | None = None
         """Where the host runs ahead: the order as rows of a global batch each, always at the same place."""

@@ -54,6 +54,8 @@ class Feed:
     steps_per_epoch: int
     length: int
     """Samples in an epoch."""
+    resident: bool = True
+    """Whether the samples are where the step runs."""
     version: int = 0
     """Changes whenever the samples on the device have moved to another place."""
 

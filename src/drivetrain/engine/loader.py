@@ -24,6 +24,8 @@ from drivetrain.runs import die_with_parent
 class LoaderFeed(OrderedFeed):
     """A map-style data set, read by loader workers ahead of the step."""
 
+    resident = False
+
     def __init__(self, data: Any, collate: Callable[[list[Any]], Any] | None, plan: Plan, stream: int, *order: Any, seed: int) -> None:
         super().__init__(len(data), *order)
         self.plan, self.workers = plan, plan.workers

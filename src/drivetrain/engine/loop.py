@@ -80,8 +80,7 @@ class Training:
         self.step = Step(task, self.model, self.feed, self.strategy, self.optimizer, self.rates, self.precision, group)
         self.writer = Writer(run, task.keep, observer.moment, observer.notice) if group.main else None
         self.log, self.evaluate_every, self.save_every = (Every(s, per_epoch) for s in (task.log_every, task.eval_every, task.save_every))
-        self._compile_pinned = plan.reasons.get("compile") == "pinned"
-        self.compiled_from: int | None = 0 if self._compile_pinned and plan.compile == "on" else plan.compile_from
+        self.compiled_from = plan.compiled_from(0, None)
         self.done = 0
         self._replay: Replay | None = None
         self.best = Best(task.best)
@@ -359,18 +358,10 @@ class Training:
             self.source.load({k: v[rows].to(self.group.device) for k, v in state.unpack(tensors, "source").items()})
         self.done, self._before, self.metrics = step, extra["time"], extra["metrics"]
         self.best.load(extra["best"])
-        self.compiled_from = self._going_on_compiled(step, extra.get("compiled_from"))
+        self.compiled_from = self.plan.compiled_from(step, extra.get("compiled_from"))
         self.epoch_sums, self._loaded_means = extra["epoch_sums"], extra["train"]
         self._marked_step = step
         self.run.event("resumed", step=step, world_size=self.group.size, was=extra["world_size"]) if self.group.main else None
-
-    def _going_on_compiled(self, step: int, saved: int | None) -> int | None:
-        """As before, unless it is pinned now: then from here on."""
-        if not self._compile_pinned:
-            return self.plan.compile_from if saved is None else saved
-        if self.plan.compile == "on":
-            return step if saved is None else saved
-        return None
 
     def _damage(self, text: str) -> None:
         self.run.event("damaged-checkpoint", detail=text)

@@ -49,6 +49,15 @@ class Plan:
         known = {f.name for f in fields(Plan)}
         return Plan(**{k: v for k, v in values.items() if k in known})
 
+    def compiled_from(self, step: int, saved: int | None) -> int | None:
+        """The step from which on compiled code runs, for a run that begins or goes on after `step`: as a checkpoint
+        saved it or as it was decided, unless it is pinned now."""
+        if self.reasons.get("compile") != "pinned":
+            return self.compile_from if saved is None else saved
+        if self.compile == "on":
+            return step if saved is None else saved
+        return None
+
     def sentence(self) -> str:
         kind = "single process" if self.world_size == 1 else f"{self.world_size} processes ({self.strategy}, {self.backend})"
         batch = f"global batch {self.global_batch} = {self.micro_batch} x {self.accumulation}"
