@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from drivetrain.hardware import Gpu, Hardware, TorchBuild, check_torch_can_use, detect, torch_build, visible_gpus, with_timeout
+from drivetrain import hardware
+from drivetrain.hardware import Gpu, Hardware, TorchBuild, check_torch_can_use, detect, report, torch_build, visible_gpus, with_timeout
+from drivetrain.hardware.cards import of_product
+from drivetrain.hardware.described import parse
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan, choose
+from tests.command import bad, good
 from tests.samples import Plain
 
 L4 = tuple(Gpu(i, "NVIDIA L4", 24 * 2**30, (8, 9)) for i in range(4))
@@ -77,3 +85,126 @@ def test_a_driver_that_never_answers_costs_the_timeout_only() -> None:
     with pytest.raises(TimeoutError):
         with_timeout(lambda: time.sleep(30), 0.2)
     assert time.monotonic() - begun < 1
+
+
+# --- machines that are not here ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "count", "name", "gib", "nodes"),
+    [
+        ("4xL4-24GB", 4, "L4", 23, 1),
+        ("8xH100-80GB", 8, "H100", 77, 1),
+        ("2 nodes x 8xA100-40GB, 100Gb/s", 8, "A100", 38, 2),
+        ("32 nodes x 8xH100-80GB", 8, "H100", 77, 32),
+        ("8x RTX 4090", 8, "RTX4090", 23, 1),
+        ("H200", 1, "H200", 135, 1),
+        ("2xT4-16GB", 2, "T4", 15, 1),
+        ("1x6GB", 1, "6 GB GPU", 6, 1),
+        ("2xWonder-48GB", 2, "Wonder", 46, 1),
+        ("cpu, 16 cores, 64GB RAM", 0, "", 0, 1),
+    ],
+)
+def test_a_machine_in_words(words: str, count: int, name: str, gib: int, nodes: int) -> None:
+    found = parse(words)
+    assert (len(found.gpus), found.nodes, found.described) == (count, nodes, words)
+    if count:
+        assert found.gpus[0].name == name and round(found.gpus[0].memory_bytes / 2**30) == gib
+    assert found.cpu_cores >= 8 and found.memory_bytes >= 2**34
+
+
+def test_what_was_said_of_a_machine_counts() -> None:
+    found = parse("2 nodes x 4xL4-24GB, 48 cores, 192GB RAM, 200 Gbps")
+    assert (found.cpu_cores, found.memory_bytes, found.network_gbps) == (48, 192 * 2**30, 200.0)
+    assert parse("2 nodes x 4xL4-24GB").network_gbps > 0, "machines without a word on their network have a usual one"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("4xL5", r"no GPU 'L5' in the table \(nearest: .*L4.*give its memory"),
+        ("4xH10", "nearest: .*H100"),
+        ("4xL4-24GB, blah", "'blah' is neither cores, RAM nor a network's"),
+        ("0xT4-16GB", "at least one machine and one GPU"),
+        ("0 nodes x 2xT4", "at least one machine"),
+        ("", "names no GPU"),
+        ("4x", "names no GPU"),
+    ],
+)
+def test_misspelt_machines_are_told_the_form(words: str, message: str) -> None:
+    with pytest.raises(Problem, match=message):
+        parse(words)
+
+
+def test_product_names_lead_to_cards() -> None:
+    for product, gib, name, memory in (
+        ("NVIDIA A100-SXM4-40GB", 40, "A100", 40),
+        ("NVIDIA A100-SXM4-80GB", 80, "A100", 80),
+        ("NVIDIA H100 80GB HBM3", 80, "H100", 80),
+        ("NVIDIA H100 PCIe", 80, "H100PCIe", 80),
+        ("NVIDIA H100 NVL", 94, "H100NVL", 94),
+        ("NVIDIA H200", 140, "H200", 141),
+        ("Tesla T4", 15, "T4", 16),
+        ("NVIDIA L4", 22, "L4", 24),
+        ("NVIDIA L40S", 45, "L40S", 48),
+        ("NVIDIA A10G", 22, "A10G", 24),
+        ("NVIDIA GeForce RTX 4090", 24, "RTX4090", 24),
+        ("NVIDIA RTX A6000", 48, "RTXA6000", 48),
+    ):
+        card = of_product(product, gib * 2**30)
+        assert card is not None and (card.name, card.memory_gb) == (name, memory), product
+    assert of_product("Quadro K620", 2 * 2**30) is None
+
+
+def test_the_report_of_unequal_gpus_says_what_it_costs() -> None:
+    mixed = Hardware(16, 2**36, (Gpu(0, "NVIDIA L4", 24 * 2**30, (8, 9)), Gpu(1, "Tesla T4", 16 * 2**30, (7, 5))), "", "535.1", (12, 2))
+    text = report.text(mixed, {"cards": [None, None]})
+    assert "the smallest 16 GiB" in text and "8.0 GiB of the others stay empty (--gpus" in text
+    assert "16 GiB (the smallest of unequal ones)" in mixed.sentence()
+    equal = report.text(FOUR, {"cards": [None] * 4})
+    assert "0-3" in equal and "unequal" not in equal
+
+
+class Nvml:
+    """A driver's library with one GPU, cut into two slices."""
+
+    def __getattr__(self, name: str) -> object:
+        answers = {
+            "nvmlSystemGetCudaDriverVersion_v2": 12040, "nvmlDeviceGetCount": 1, "nvmlDeviceGetMigMode": (1, 1), "nvmlDeviceGetName": "A100",
+            "nvmlDeviceGetMaxMigDeviceCount": 7, "nvmlDeviceGetCudaComputeCapability": (8, 0), "nvmlSystemGetDriverVersion": "550.1",
+        }  # fmt: skip
+        if name in answers:
+            return lambda *_: answers[name]
+        return {
+            "nvmlInit": lambda: None,
+            "nvmlDeviceGetHandleByIndex": lambda i: i,
+            "nvmlDeviceGetMigDeviceHandleByIndex": self._slice,
+            "nvmlDeviceGetMemoryInfo": lambda h: SimpleNamespace(total=20 * 2**30, free=19 * 2**30),
+            "nvmlDeviceGetUUID": lambda h: f"MIG-{h}",
+            "nvmlDeviceGetPowerManagementLimit": self._refuse,
+        }[name]
+
+    def _slice(self, handle: int, index: int) -> str:
+        if index > 1:
+            raise RuntimeError("not found")
+        return f"slice{index}"
+
+    def _refuse(self, handle: int) -> int:
+        raise RuntimeError("not supported")
+
+
+def test_slices_of_a_gpu_are_what_cuda_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    gpus, note, driver, cuda = hardware._ask_nvml()
+    assert [g.mig for g in gpus] == [True, True] and (note, driver, cuda) == ("", "550.1", (12, 4))
+    found = Hardware(8, 2**36, gpus)
+    assert visible_gpus(found, {}) == ["MIG-slice0", "MIG-slice1"]
+    assert "a slice (MIG)" in report.text(found, {"cards": [None, None]})
+
+
+def test_the_command_tells_of_both(folder: Path) -> None:
+    here = good("hardware")
+    assert "cores" in here and "/dev/shm" in here and "disk" in here and "torch 2." in here
+    facts = json.loads(good("hardware", "--hardware", "2 nodes x 8xA100-40GB, 100Gb/s", "--json"))
+    assert facts["hardware"]["nodes"] == 2 and facts["cards"][0]["bandwidth"] == 1555
+    assert "nearest" in bad("hardware", "--hardware", "4xL5")

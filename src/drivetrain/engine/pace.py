@@ -182,7 +182,7 @@ class Pace:
         got = [replay(s) for s in (seed, other)]
         spread = _apart(expected[0], expected[2])  # of kernels that do not repeat
         for mine, eager in zip(got, expected, strict=False):
-            if _apart(mine, eager) > max(1e-5, 4 * spread):
+            if _apart(mine, eager) > max(self._tolerance() / 5, 4 * spread):
                 return 0.0, f"replayed, the loss and its gradients came out otherwise ({_pair(mine)}, not {_pair(eager)})"
         return self._median(captured.graph.replay), ""
 
@@ -237,8 +237,7 @@ class Pace:
             got = self._rehearse(seed, inputs, form, aside)
             if compiled.failure is not None:
                 return f"torch.compile failed: {blame(compiled.failure)}"
-            tolerance = 5e-2 if self.plan.precision in ("bf16", "fp16") else 1e-3
-            if not draws and _apart(got, expected) > tolerance:  # with dropout it draws other masks
+            if not draws and _apart(got, expected) > self._tolerance():  # with dropout it draws other masks
                 return f"compiled, the loss and its gradients came out otherwise ({_pair(got)}, not {_pair(expected)})"
             if must:
                 return ""
@@ -251,6 +250,10 @@ class Pace:
         plain = times.get("captured") or times["eager"]
         gain = self.group.share(plain / times["compiled"])
         return "" if gain * BETTER > 1 else f"measured {gain:.2f} times as fast as without"
+
+    def _tolerance(self) -> float:
+        """How far the same mathematics may come out apart."""
+        return 5e-2 if self.plan.precision in ("bf16", "fp16") else 1e-3
 
     # --- trying out ---
 

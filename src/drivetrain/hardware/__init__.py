@@ -10,6 +10,7 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,10 @@ class Gpu:
     memory_bytes: int
     compute_capability: tuple[int, int]
     uuid: str = ""
+    free_bytes: int = 0
+    power_limit_watts: float = 0.0
+    mig: bool = False
+    """A slice of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,11 @@ class Hardware:
     """Why there is no GPU, or what is odd about those there are."""
     driver: str = ""
     driver_cuda: tuple[int, int] = (0, 0)
+    nodes: int = 1
+    network_gbps: float = 0.0
+    """Between machines, where several were described."""
+    described: str = ""
+    """The words of a machine that is not here."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -45,8 +55,10 @@ class Hardware:
         cores = f"{self.cpu_cores} CPU core{'s' if self.cpu_cores != 1 else ''}, {gib(self.memory_bytes)} RAM"
         if not self.gpus:
             return f"{cores}, no GPU ({self.gpu_note})"
-        first = self.gpus[0]
-        return f"{len(self.gpus)} x {first.name} {gib(first.memory_bytes)}, {cores}"
+        first = min(self.gpus, key=lambda g: g.memory_bytes)
+        unequal = " (the smallest of unequal ones)" if len({(g.name, g.memory_bytes) for g in self.gpus}) > 1 else ""
+        machines = f"{self.nodes} machines of " if self.nodes > 1 else ""
+        return f"{machines}{len(self.gpus)} x {first.name} {gib(first.memory_bytes)}{unequal}, {cores}"
 
 
 def gib(size: float) -> str:
@@ -126,20 +138,48 @@ def _ask_nvml() -> tuple[tuple[Gpu, ...], str, str, tuple[int, int]]:
 
     pynvml.nvmlInit()
     cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
-    gpus = []
+    gpus: list[Gpu] = []
     for index in range(pynvml.nvmlDeviceGetCount()):
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        gpus.append(
-            Gpu(
-                index,
-                _text(pynvml.nvmlDeviceGetName(handle)),
-                int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-                tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
-                _text(pynvml.nvmlDeviceGetUUID(handle)),
+        whole = pynvml.nvmlDeviceGetHandleByIndex(index)
+        slices = _mig_slices(pynvml, whole)
+        for handle in slices or [whole]:
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            gpus.append(
+                Gpu(
+                    len(gpus) if slices else index,
+                    _text(pynvml.nvmlDeviceGetName(handle)),
+                    int(memory.total),
+                    tuple(pynvml.nvmlDeviceGetCudaComputeCapability(whole)),
+                    _text(pynvml.nvmlDeviceGetUUID(handle)),
+                    int(memory.free),
+                    _optional(partial(pynvml.nvmlDeviceGetPowerManagementLimit, whole), 0) / 1000,
+                    bool(slices),
+                )
             )
-        )
     note = "" if gpus else "the driver lists none"
     return tuple(gpus), note, _text(pynvml.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10)
+
+
+def _mig_slices(nvml: Any, handle: Any) -> list[Any]:
+    """The slices that a GPU is cut into; CUDA sees these, not the GPU itself."""
+    if _optional(lambda: nvml.nvmlDeviceGetMigMode(handle)[0], 0) != 1:
+        return []
+    count = _optional(lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle), 0)
+    found = []
+    for index in range(count):
+        try:
+            found.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
+        except Exception:  # NVML's own class: there is no slice of this number
+            continue
+    return found
+
+
+def _optional(call: Callable[[], T], otherwise: T) -> T:
+    """What some cards and drivers do not tell."""
+    try:
+        return call()
+    except Exception:  # NVML's own class
+        return otherwise
 
 
 def _text(value: str | bytes) -> str:
@@ -172,7 +212,7 @@ def visible_gpus(hardware: Hardware, environment: Mapping[str, str], wanted: str
     """The GPUs a run may use, as CUDA_VISIBLE_DEVICES would name them; `wanted` is --gpus, an index into these."""
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
-        names = [str(g.index) for g in hardware.gpus]
+        names = [g.uuid if g.mig else str(g.index) for g in hardware.gpus]
     else:
         names = []
         for name in (n.strip() for n in listed.split(",")):
