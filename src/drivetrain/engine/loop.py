@@ -7,7 +7,6 @@ writes what an uninterrupted one would have.
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,21 +23,19 @@ from drivetrain.engine.data import SourceFeed, eval_feed, train_feed
 from drivetrain.engine.evaluate import Evaluation, Replay, evaluate
 from drivetrain.engine.feed import Feed, OrderedFeed
 from drivetrain.engine.group import Group
-from drivetrain.engine.ledger import Block, Ledger
 from drivetrain.engine.memory import peak_memory
 from drivetrain.engine.observe import Observer
 from drivetrain.engine.optim import Rates, capturable, make_optimizer, schedule_of
 from drivetrain.engine.pace import Pace
-from drivetrain.engine.precision import LEAST_SCALE, Precision
+from drivetrain.engine.precision import Precision
+from drivetrain.engine.rows import Rows
 from drivetrain.engine.setup import build_model, prepare
-from drivetrain.engine.step import NORM, SCALE, SKIPPED, TAIL, Step
+from drivetrain.engine.step import TAIL, Step
 from drivetrain.engine.strategies import spread
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.runs import Run
 from drivetrain.task import Source, Task
-
-TICK_SECONDS = 0.5
 
 
 class SupportsBool(Protocol):
@@ -85,12 +82,8 @@ class Training:
         self._replay: Replay | None = None
         self.best = Best(task.best)
         self.metrics: dict[str, float] = {}
-        self.epoch_sums: dict[str, Any] = {}
-        self._loaded_means: dict[str, float] = {}
-        self._rows: dict[int, dict[str, Any]] = {}
-        self._blocks: list[Block] = []
         self._begun, self._before = time.monotonic(), 0.0
-        self._marked, self._marked_step = time.monotonic(), 0
+        self.rows = Rows(self.step, plan.global_batch, observer, self._elapsed)
 
     # --- the loop ---
 
@@ -133,13 +126,15 @@ class Training:
             evaluate_late = (evaluate_late or asked_evaluation) and not evaluating
             saving = last or self.save_every.due(self.done) or asked_save or save_late
             stopping |= asked_stop
-            if not (logging or saving or stopping or ledger.full or (ticking and self._tick_due())):
+            if not (logging or saving or stopping or ledger.full or (ticking and self.rows.tick_due())):
                 continue
             ledger.fetch()
-            self._take_in(ledger, logging, wait=evaluating or saving or stopping)
+            bad = self.rows.take_in(ledger, self.done, logging, wait=evaluating or saving or stopping)
+            if bad is not None:
+                raise self._not_a_number(bad)
             if evaluating:
                 saving |= self._evaluate()
-            self._emit()
+            self.rows.emit()
             save_late = saving and not resumable
             if (saving or stopping) and resumable:
                 self._save(wait=last)
@@ -156,7 +151,7 @@ class Training:
         if ledger is None or self.group.size > 1:
             return  # before the first step; and others may ask for something at every step
         for number in range(self.done, due - 1):
-            if stop or ledger.full or (ticking and self._tick_due()):
+            if stop or ledger.full or (ticking and self.rows.tick_due()):
                 return
             moment("step")
             step(number, with_norm=False)
@@ -179,75 +174,6 @@ class Training:
 
     # --- figures ---
 
-    def _tick_due(self) -> bool:
-        return time.monotonic() - self._marked > TICK_SECONDS
-
-    def _take_in(self, ledger: Ledger, logging: bool, wait: bool) -> None:
-        """Read the figures that arrived: guard against NaN, make rows of the steps that are logged."""
-        if logging:
-            self._rows[self.done] = {}  # filled once its figures arrive
-        for block in ledger.arrived(wait):
-            self._guard(block)
-            self._blocks.append(block)
-            if len(self._blocks) > 100:
-                self._sum_epoch()
-            for done in [d for d, row in self._rows.items() if not row and d - 1 <= block.last]:
-                self._rows[done] = self._row(done - 1, block.rows[done - 1 - block.first])
-            if block.last + 1 == self.done and not logging:
-                self.observer.tick(self._row(block.last, block.rows[-1]))
-
-    def _sum_epoch(self) -> None:
-        """Add up the figures of the current epoch, for the end's summary."""
-        per_epoch = self.feed.steps_per_epoch
-        for block in self._blocks:
-            begin = block.last // per_epoch * per_epoch  # of the epoch the block ends in
-            rows = block.rows[max(0, begin - block.first) :]
-            if block.first <= begin or not self.epoch_sums:
-                self.epoch_sums = {"figures": [0.0] * len(rows[0]), "samples": 0}
-            self.epoch_sums["figures"] = [a + sum(b) for a, b in zip(self.epoch_sums["figures"], zip(*rows, strict=True), strict=True)]
-            last = block.last % per_epoch
-            self.epoch_sums["samples"] += sum(self.feed.size(i) for i in range(last - len(rows) + 1, last + 1))
-        self._blocks.clear()
-
-    def _means(self) -> dict[str, float]:
-        """The epoch's means so far; those of the checkpoint where no step was taken since."""
-        if self.step.figures is None or not self.epoch_sums:
-            return self._loaded_means
-        return self.step.figures.read(self.epoch_sums["figures"], self.epoch_sums["samples"])
-
-    def _row(self, step: int, row: list[float]) -> dict[str, Any]:
-        assert self.step.figures is not None
-        epoch, index = divmod(step, self.feed.steps_per_epoch)
-        facts: dict[str, Any] = {"step": step + 1, "epoch": epoch + 1, "time": self._elapsed()}
-        for name, value in self.step.figures.read(row, self.feed.size(index)).items():
-            facts[f"train/{name}"] = value
-        facts["grad_norm"] = row[NORM]
-        facts["learning_rate"] = self.rates.at(step)
-        if self.step.loss_scale is not None:
-            facts["loss_scale"], facts["skipped_steps"] = row[SCALE], int(row[SKIPPED])
-        facts["samples_per_second"] = self._speed(step + 1)
-        facts["memory_bytes"] = peak_memory(self.group.device)
-        return facts
-
-    def _speed(self, step: int) -> float:
-        now = time.monotonic()
-        speed = (step - self._marked_step) * self.plan.global_batch / max(1e-9, now - self._marked)
-        self._marked, self._marked_step = now, step
-        return speed
-
-    def _guard(self, block: Block) -> None:
-        """Stop at the first step that is not a number."""
-        assert self.step.figures is not None
-        guarded = self.step.figures.guarded()
-        for step, row in enumerate(block.rows, block.first):
-            if self.step.loss_scale is not None:
-                good = row[SCALE] >= LEAST_SCALE  # overflow is fp16's daily bread; a scale that only falls is not
-            else:
-                good = math.isfinite(sum([row[slot] for slot in guarded]))
-            if not good:
-                self._emit(before=step + 1)
-                raise self._not_a_number(step)
-
     def _not_a_number(self, step: int) -> Problem:
         if self.writer is not None:
             self.writer.wait()
@@ -259,21 +185,13 @@ class Training:
             Outcome.NAN,
         )
 
-    def _emit(self, before: int | None = None) -> None:
-        """Hand finished rows to the observers, in order."""
-        for step in sorted(self._rows):
-            row = self._rows[step]
-            if not row or (before is not None and step >= before):
-                break
-            self.observer.row(self._rows.pop(step))
-
     def _evaluate(self) -> bool:
         """Evaluate, add the metrics to this step's row; whether it is the best so far."""
         self.observer.moment("evaluate")
         result = self.evaluation()
         self.metrics = result.metrics
-        self._rows[self.done] |= {f"eval/{name}": value for name, value in result.metrics.items()}
-        self._marked, self._marked_step = time.monotonic(), self.done
+        self.rows.add(self.done, result.metrics)
+        self.rows.mark(self.done)
         return self.best.update(result.metrics, self.done)
 
     def evaluation(self) -> Evaluation:
@@ -310,7 +228,7 @@ class Training:
             parts["source"] = {k: torch.cat([one[k] for one in everyone]) for k in everyone[0]}
         extra = {
             "aliases": aliases, "optimizer": plain, "time": self._elapsed(), "metrics": self.metrics,
-            "compiled_from": self.pace.compiled_from, "best": self.best.to_json(), "epoch_sums": self.epoch_sums, "train": self._means(), "world_size": self.group.size,
+            "compiled_from": self.pace.compiled_from, "best": self.best.to_json(), "epoch_sums": self.rows.epoch_sums, "train": self.rows.means(), "world_size": self.group.size,
         }  # fmt: skip
         return state.pack(parts), extra
 
@@ -318,7 +236,7 @@ class Training:
         self.observer.flush()
         if not state.all_finite(self.model):
             raise self._not_a_number(self.done - 1)  # the loss was finite, but the update was not
-        self._sum_epoch()
+        self.rows.sum_epoch()
         tensors, extra = self._tensors()
         if self.writer is not None:
             self.writer.save(self.done, tensors, extra, self.best.step)
@@ -330,7 +248,7 @@ class Training:
                         f"\nMake room, then: drivetrain resume {self.run.name}",
                         Outcome.INFRA,
                     )
-        self._marked, self._marked_step = time.monotonic(), self.done
+        self.rows.mark(self.done)
 
     def _restore(self) -> None:
         """Go on from the newest checkpoint that proves whole, if there is one."""
@@ -359,8 +277,7 @@ class Training:
         self.done, self._before, self.metrics = step, extra["time"], extra["metrics"]
         self.best.load(extra["best"])
         self.compiled_from = self.plan.compiled_from(step, extra.get("compiled_from"))
-        self.epoch_sums, self._loaded_means = extra["epoch_sums"], extra["train"]
-        self._marked_step = step
+        self.rows.load(step, extra["epoch_sums"], extra["train"])
         self.run.event("resumed", step=step, world_size=self.group.size, was=extra["world_size"]) if self.group.main else None
 
     def _damage(self, text: str) -> None:
@@ -391,8 +308,8 @@ class Training:
         self.feed.close()
         self.strategy.share_buffers()
         self.observer.flush()
-        self._sum_epoch()
-        facts = self._facts() | {"time": self._elapsed(), "peak_memory_bytes": peak_memory(self.group.device), "train": self._means()}
+        self.rows.sum_epoch()
+        facts = self._facts() | {"time": self._elapsed(), "peak_memory_bytes": peak_memory(self.group.device), "train": self.rows.means()}
         if self.group.main:
             tensors, aliases = state.model_tensors(self.model)
             if self.best.step is not None and self.best.step != self.done:

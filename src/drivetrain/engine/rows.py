@@ -1,0 +1,123 @@
+"""From a step's figures to logged rows: means, speed, the epoch's sums, and the guard against what is no number."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from drivetrain.engine.ledger import Block, Ledger
+from drivetrain.engine.memory import peak_memory
+from drivetrain.engine.observe import Observer
+from drivetrain.engine.precision import LEAST_SCALE
+from drivetrain.engine.step import NORM, SCALE, SKIPPED, Step
+
+TICK_SECONDS = 0.5
+
+
+class Rows:
+    """The rows of one training, in order: begun when a step is logged, filled when its figures arrive, then handed on."""
+
+    def __init__(self, step: Step, global_batch: int, observer: Observer, elapsed: Callable[[], float]) -> None:
+        self.step, self.global_batch, self.observer, self.elapsed = step, global_batch, observer, elapsed
+        self.epoch_sums: dict[str, Any] = {}
+        self._loaded_means: dict[str, float] = {}
+        self._rows: dict[int, dict[str, Any]] = {}
+        self._blocks: list[Block] = []
+        self._marked, self._marked_step = time.monotonic(), 0
+
+    def load(self, step: int, epoch_sums: dict[str, Any], means: dict[str, float]) -> None:
+        """Go on after a step, with what its checkpoint kept."""
+        self.epoch_sums, self._loaded_means = epoch_sums, means
+        self._marked_step = step
+
+    def tick_due(self) -> bool:
+        return time.monotonic() - self._marked > TICK_SECONDS
+
+    def mark(self, done: int) -> None:
+        """Speed is counted from here: evaluating and saving are not steps."""
+        self._marked, self._marked_step = time.monotonic(), done
+
+    def take_in(self, ledger: Ledger, done: int, logging: bool, wait: bool) -> int | None:
+        """Read the figures that arrived and make rows of the steps that are logged; gives the first step that is no number."""
+        if logging:
+            self._rows[done] = {}  # filled once its figures arrive
+        for block in ledger.arrived(wait):
+            bad = self._first_bad(block)
+            if bad is not None:
+                self.emit(before=bad + 1)
+                return bad
+            self._blocks.append(block)
+            if len(self._blocks) > 100:
+                self.sum_epoch()
+            for logged in [d for d, row in self._rows.items() if not row and d - 1 <= block.last]:
+                self._rows[logged] = self._row(logged - 1, block.rows[logged - 1 - block.first])
+            if block.last + 1 == done and not logging:
+                self.observer.tick(self._row(block.last, block.rows[-1]))
+        return None
+
+    def add(self, done: int, metrics: dict[str, float]) -> None:
+        """An evaluation's metrics, to the row of its step."""
+        self._rows[done] |= {f"eval/{name}": value for name, value in metrics.items()}
+
+    def emit(self, before: int | None = None) -> None:
+        """Hand finished rows to the observers, in order."""
+        for step in sorted(self._rows):
+            row = self._rows[step]
+            if not row or (before is not None and step >= before):
+                break
+            self.observer.row(self._rows.pop(step))
+
+    def sum_epoch(self) -> None:
+        """Add up the figures of the current epoch, for the end's summary."""
+        feed = self.step.feed
+        for block in self._blocks:
+            begin = block.last // feed.steps_per_epoch * feed.steps_per_epoch  # of the epoch the block ends in
+            rows = block.rows[max(0, begin - block.first) :]
+            if block.first <= begin or not self.epoch_sums:
+                self.epoch_sums = {"figures": [0.0] * len(rows[0]), "samples": 0}
+            self.epoch_sums["figures"] = [a + sum(b) for a, b in zip(self.epoch_sums["figures"], zip(*rows, strict=True), strict=True)]
+            last = block.last % feed.steps_per_epoch
+            self.epoch_sums["samples"] += sum(feed.size(i) for i in range(last - len(rows) + 1, last + 1))
+        self._blocks.clear()
+
+    def means(self) -> dict[str, float]:
+        """The epoch's means so far; those of the checkpoint where no step was taken since."""
+        if self.step.figures is None or not self.epoch_sums:
+            return self._loaded_means
+        return self.step.figures.read(self.epoch_sums["figures"], self.epoch_sums["samples"])
+
+    def _row(self, step: int, row: list[float]) -> dict[str, Any]:
+        assert self.step.figures is not None
+        feed = self.step.feed
+        epoch, index = divmod(step, feed.steps_per_epoch)
+        facts: dict[str, Any] = {"step": step + 1, "epoch": epoch + 1, "time": self.elapsed()}
+        for name, value in self.step.figures.read(row, feed.size(index)).items():
+            facts[f"train/{name}"] = value
+        facts["grad_norm"] = row[NORM]
+        facts["learning_rate"] = self.step.rates.at(step)
+        if self.step.loss_scale is not None:
+            facts["loss_scale"], facts["skipped_steps"] = row[SCALE], int(row[SKIPPED])
+        facts["samples_per_second"] = self._speed(step + 1)
+        facts["memory_bytes"] = peak_memory(self.step.group.device)
+        return facts
+
+    def _speed(self, step: int) -> float:
+        now = time.monotonic()
+        speed = (step - self._marked_step) * self.global_batch / max(1e-9, now - self._marked)
+        self._marked, self._marked_step = now, step
+        return speed
+
+    def _first_bad(self, block: Block) -> int | None:
+        """The first step whose loss or gradient is not a number."""
+        assert self.step.figures is not None
+        guarded = self.step.figures.guarded()
+        for step, row in enumerate(block.rows, block.first):
+            if self.step.loss_scale is not None:
+                good = row[SCALE] >= LEAST_SCALE  # overflow is fp16's daily bread; a scale that only falls is not
+            else:
+                good = math.isfinite(sum([row[slot] for slot in guarded]))
+            if not good:
+                return step
+        return None
