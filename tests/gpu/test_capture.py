@@ -78,7 +78,7 @@ def test_compiled_models_learn_and_resume_exactly(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "line"),
     [("Waits", "x.abs().max().item()"), ("Branches", "if x.mean() > 0"), ("Selects", "x[kept]"), ("Counts", "calls of the task"),
-     ("HostDice", "Python's or numpy's generators"), ("Odd", "batches hold a Bag")],
+     ("HostDice", "the host's random generators"), ("Odd", "batches hold a Bag")],
 )  # fmt: skip
 def test_what_cannot_be_captured_trains_and_says_why(name: str, line: str, tmp_path: Path) -> None:
     train(name, tmp_path / "eager", pins={"capture": "off", "compile": "off"}, epochs=8)
