@@ -36,7 +36,7 @@ from drivetrain.engine.group import Group
 from drivetrain.engine.loop import Training
 from drivetrain.engine.observe import Observer, Observers
 from drivetrain.hardware import cpu_cores, detect
-from drivetrain.plan import choose
+from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
 from drivetrain.task import Rand, Tensors
 from drivetrain.tasks.vision.mnist import Mnist

@@ -17,7 +17,7 @@ from drivetrain.engine.group import Group
 from drivetrain.engine.loop import Training
 from drivetrain.engine.observe import Observer, Observers
 from drivetrain.hardware import Hardware
-from drivetrain.plan import choose
+from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
 from drivetrain.task import Source, Task, Tensors
 from drivetrain.watch.files import MetricsFile

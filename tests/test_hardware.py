@@ -15,7 +15,8 @@ from drivetrain.hardware import Gpu, Hardware, TorchBuild, check_torch_can_use, 
 from drivetrain.hardware.cards import of_product
 from drivetrain.hardware.described import parse
 from drivetrain.outcomes import Problem
-from drivetrain.plan import Plan, choose
+from drivetrain.plan import Plan
+from drivetrain.plan.choose import choose
 from tests.command import bad, good
 from tests.samples import Plain
 

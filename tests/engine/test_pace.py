@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from drivetrain.engine import loop, pace, rand
+from drivetrain.engine.blocks import repeated_blocks
 from drivetrain.engine.capture import blame, form_of, opaque
-from drivetrain.engine.compiled import repeated_blocks
 from drivetrain.engine.data import train_feed
 from drivetrain.engine.group import Group
 from drivetrain.engine.loader import LoaderFeed

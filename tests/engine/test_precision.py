@@ -75,7 +75,7 @@ def test_a_gradient_that_is_nan_while_the_loss_is_not_never_reaches_a_checkpoint
 
 
 def test_tf32_needs_a_gpu() -> None:
-    from drivetrain.plan import choose
+    from drivetrain.plan.choose import choose
 
     with pytest.raises(Problem, match="tf32 needs an NVIDIA GPU"):
         choose(Plain(precision="tf32").settings(), samples.HARDWARE, device="cpu", world_size=1, local_procs=1)

@@ -13,7 +13,7 @@ from drivetrain.engine.group import Group
 from drivetrain.engine.loop import Training
 from drivetrain.engine.observe import Observer, Observers
 from drivetrain.hardware import detect
-from drivetrain.plan import choose
+from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
 from drivetrain.task import Tensors
 from drivetrain.watch.files import MetricsFile

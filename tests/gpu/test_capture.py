@@ -128,7 +128,7 @@ def test_no_host_sync_in_the_step(tmp_path: Path) -> None:
     from drivetrain.engine.loop import Training
     from drivetrain.engine.observe import Observer, Observers
     from drivetrain.hardware import detect
-    from drivetrain.plan import choose
+    from drivetrain.plan.choose import choose
     from drivetrain.runs import Run
     from tests.gpu.kinds import Images
 

@@ -17,7 +17,7 @@ from drivetrain.engine.loop import Training
 from drivetrain.engine.observe import Observers
 from drivetrain.engine.rand import KeyedRand
 from drivetrain.hardware import detect
-from drivetrain.plan import choose
+from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
 from drivetrain.watch.files import MetricsFile
 from tests.command import drivetrain as command

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain import __version__, hardware, runs
-from drivetrain import plan as planning
 from drivetrain import recipe as recipes
 from drivetrain.cli import ending
 from drivetrain.hardware import Hardware
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
+from drivetrain.plan.choose import choose
 from drivetrain.recipe import MAY_CHANGE, Recipe, TaskRef
 from drivetrain.runs import Lock, Run
 from drivetrain.settings import nearest
@@ -174,7 +174,7 @@ def make_plan(recipe: Recipe, machine: Machine, place: Place, nodes: int, before
         if (old.world_size, old.device, old.nodes) == (place.world_size, machine.device, nodes) and same_pins:
             return old
         settings["precision"] = old.precision  # fixed from the start on
-    return planning.choose(
+    return choose(
         settings, machine.hardware, device=machine.device, world_size=place.world_size,
         local_procs=machine.procs, nodes=nodes, pins=pins,
     )  # fmt: skip

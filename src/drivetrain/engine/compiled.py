@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-DEEP = 4  # blocks of one kind from which on a model is compiled by block
+from drivetrain.engine.blocks import repeated_blocks
 
 
 class Compiled:
@@ -53,19 +53,3 @@ class Compiled:
                     block.forward = forward
                 else:
                     del block.forward  # the class's own is behind it
-
-
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The members of the list of like modules that holds most of the model, if there is one: compiled once for all."""
-    whole = sum(p.numel() for p in model.parameters())
-    for module in model.modules():
-        members = list(module.children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
-        alike = len(members) >= DEEP and len({_kind(m) for m in members}) == 1
-        if alike and sum(p.numel() for m in members for p in m.parameters()) > whole / 2:
-            return members
-    return []
-
-
-def _kind(module: nn.Module) -> Hashable:
-    own_forward = id(module) if "forward" in vars(module) else None  # replaced on the instance: like no other
-    return type(module), own_forward, tuple((name, p.shape) for name, p in module.named_parameters())

@@ -6,16 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from drivetrain.hardware import Hardware
 from drivetrain.outcomes import Problem
 from drivetrain.settings import coerce, nearest, read_type
-
-GPU_LOADER_WORKERS = 4
 
 
 @dataclass(frozen=True)
 class Plan:
-    strategy: Literal["single", "ddp"] = "single"
+    strategy: Literal["single", "ddp", "fsdp", "deepspeed"] = "single"
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """What fsdp and deepspeed shard: 1 optimizer state, 2 gradients too, 3 parameters too (fsdp knows 2 and 3)."""
     device: str = "cpu"
     backend: str = "none"
     world_size: int = 1
@@ -27,6 +26,12 @@ class Plan:
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     deterministic: bool = False
     threads: int = 1
+    activation_checkpointing: bool = False
+    """Blocks keep only their inputs and run again in the backward pass."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What lives in the host's memory: nothing, the optimizer's state, or parameters and gradients too."""
+    deepspeed_config: dict[str, Any] = field(default_factory=dict)
+    """Keys of DeepSpeed's configuration that the user gave."""
     capture: Literal["auto", "on", "off"] = "auto"
     compile: Literal["auto", "on", "off"] = "auto"
     compile_from: int | None = None
@@ -37,6 +42,7 @@ class Plan:
     pin_memory: bool = False
     channels_last: bool = False
     env: dict[str, str] = field(default_factory=dict)
+    predicted: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     rejected: list[dict[str, str]] = field(default_factory=list)
@@ -70,7 +76,11 @@ PINNABLE = {
     "micro_batch": "Annotated[int, Range(1)]",
     "eval_micro_batch": "Annotated[int, Range(1)]",
     "accumulation": "Annotated[int, Range(1)]",
-    "strategy": "Literal['single', 'ddp']",
+    "strategy": "Literal['single', 'ddp', 'fsdp', 'deepspeed']",
+    "zero_stage": "Annotated[int, Range(1, 3)]",
+    "activation_checkpointing": "bool",
+    "offload": "Literal['none', 'optimizer', 'all']",
+    "deepspeed_config": "str",
     "threads": "Annotated[int, Range(1)]",
     "data": "Literal['auto', 'device', 'loader']",
     "workers": "Annotated[int, Range(0, 256)]",
@@ -92,84 +102,3 @@ def read_pins(given: Mapping[str, object]) -> dict[str, Any]:
         except ValueError as error:
             raise Problem(f"plan.{key}={value} does not fit: it is {error}") from None
     return pins
-
-
-def choose(
-    settings: Mapping[str, Any],
-    hardware: Hardware,
-    *,
-    device: str,
-    world_size: int,
-    local_procs: int,
-    nodes: int = 1,
-    pins: Mapping[str, object] | None = None,
-) -> Plan:
-    """The plan for a recipe's settings on this hardware. `global_batch` is always kept."""
-    pin = read_pins(pins or {})
-    reasons: dict[str, str] = {}
-
-    def pinned(key: str, default: Any, reason: str) -> Any:
-        reasons[key] = "pinned" if key in pin else reason
-        return pin.get(key, default)
-
-    single = world_size == 1
-    strategy = pinned("strategy", "single" if single else "ddp", "one process" if single else "the model fits each process")
-    if (strategy == "single") != single:
-        raise Problem(f"plan.strategy={strategy} does not go with {world_size} process{'' if single else 'es'} (--procs)")
-    backend = "none" if single else "nccl" if device == "cuda" else "gloo"
-    reasons["backend"] = {"none": "one process needs none", "nccl": "GPUs", "gloo": "CPU processes"}[backend]
-    precision, reasons["precision"] = _precision(settings["precision"], device, hardware)
-    global_batch = int(settings["global_batch"])
-    share = -(-global_batch // world_size)
-    if "accumulation" in pin and "micro_batch" not in pin:
-        pin["micro_batch"] = -(-share // pin["accumulation"])
-    micro_batch = min(share, pinned("micro_batch", share, "each process takes its share of the global batch at once"))
-    accumulation = -(-share // micro_batch)
-    if pin.get("accumulation", accumulation) != accumulation:
-        raise Problem(
-            f"plan.accumulation={pin['accumulation']} and plan.micro_batch={micro_batch} do not make a share of {share}"
-            f" samples a process: leave one of them out"
-        )
-    reasons["accumulation"] = f"{share} samples a process in micro-batches of at most {micro_batch}"
-    cores = max(1, hardware.cpu_cores // max(1, local_procs))
-    gpu = device == "cuda"
-    half = gpu and precision in ("bf16", "fp16")
-    if not gpu:
-        reasons["capture"] = "graphs are a GPU's"
-    return Plan(
-        strategy=strategy,
-        device=device,
-        backend=backend,
-        world_size=world_size,
-        nodes=nodes,
-        global_batch=global_batch,
-        micro_batch=micro_batch,
-        eval_micro_batch=pinned("eval_micro_batch", micro_batch, "as in training"),
-        accumulation=accumulation,
-        precision=precision,
-        deterministic=bool(settings["deterministic"]),
-        threads=pinned("threads", cores, f"{hardware.cpu_cores} cores over {local_procs} local processes"),
-        capture=pinned("capture", "auto", "the first steps show") if gpu else "off",
-        compile=pinned("compile", "auto", "the first steps show"),
-        data=pinned("data", "auto", "tensors stay on the device, data sets go through the loader"),
-        workers=pinned("workers", min(GPU_LOADER_WORKERS, cores) if gpu else 0, "of a GPU's host" if gpu else "the CPU is busy training"),
-        prefetch=pinned("prefetch", 2, "two batches ahead a worker"),
-        pin_memory=gpu,
-        channels_last=pinned(
-            "channels_last", half, "convolutions in half precision run faster so" if half else "no gain in full precision"
-        ),
-        reasons=reasons,
-    )
-
-
-def _precision(asked: str, device: str, hardware: Hardware) -> tuple[Any, str]:
-    if asked == "tf32" and device != "cuda":
-        raise Problem("precision=tf32 needs an NVIDIA GPU (Ampere or later): use precision=fp32 here")
-    if asked != "auto":
-        return asked, "asked for"
-    if device != "cuda":
-        return "fp32", "exact, and half precision gains nothing on most CPUs"
-    oldest = min((g.compute_capability for g in hardware.gpus), default=(8, 0))
-    if oldest >= (8, 0):
-        return "bf16", f"compute capability {oldest[0]}.{oldest[1]} has it"
-    return "fp16", f"compute capability {oldest[0]}.{oldest[1]} has no bf16"

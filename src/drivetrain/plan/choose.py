@@ -1,0 +1,138 @@
+"""From a recipe's settings and a machine to a plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from drivetrain.hardware import Hardware
+from drivetrain.outcomes import Problem
+from drivetrain.plan import Plan, read_pins
+
+GPU_LOADER_WORKERS = 4
+SHARDS = {"zero_stage": "fsdp or deepspeed", "offload": "fsdp or deepspeed", "deepspeed_config": "deepspeed"}
+
+
+def choose(
+    settings: Mapping[str, Any],
+    hardware: Hardware,
+    *,
+    device: str,
+    world_size: int,
+    local_procs: int,
+    nodes: int = 1,
+    pins: Mapping[str, object] | None = None,
+) -> Plan:
+    """The plan for a recipe's settings on this hardware. `global_batch` is always kept."""
+    pin = read_pins(pins or {})
+    reasons: dict[str, str] = {}
+
+    def pinned(key: str, default: Any, reason: str) -> Any:
+        reasons[key] = "pinned" if key in pin else reason
+        return pin.get(key, default)
+
+    alone = world_size == 1
+    strategy = pinned("strategy", "single" if alone else "ddp", "one process" if alone else "the model fits each process")
+    sharding = _sharding(strategy, pin, pinned)
+    if not sharding and (strategy == "single") != alone:
+        raise Problem(f"plan.strategy={strategy} does not go with {world_size} process{'' if alone else 'es'} (--procs)")
+    backend = "none" if alone and not sharding else "nccl" if device == "cuda" else "gloo"
+    reasons["backend"] = {"none": "one process needs none", "nccl": "GPUs", "gloo": "CPU processes"}[backend]
+    precision, reasons["precision"] = _precision(settings["precision"], device, hardware)
+    global_batch = int(settings["global_batch"])
+    share = -(-global_batch // world_size)
+    if "accumulation" in pin and "micro_batch" not in pin:
+        pin["micro_batch"] = -(-share // pin["accumulation"])
+    micro_batch = min(share, pinned("micro_batch", share, "each process takes its share of the global batch at once"))
+    accumulation = -(-share // micro_batch)
+    if pin.get("accumulation", accumulation) != accumulation:
+        raise Problem(
+            f"plan.accumulation={pin['accumulation']} and plan.micro_batch={micro_batch} do not make a share of {share}"
+            f" samples a process: leave one of them out"
+        )
+    reasons["accumulation"] = f"{share} samples a process in micro-batches of at most {micro_batch}"
+    cores = max(1, hardware.cpu_cores // max(1, local_procs))
+    gpu = device == "cuda"
+    half = gpu and precision in ("bf16", "fp16")
+    if not gpu:
+        reasons["capture"] = "graphs are a GPU's"
+    return Plan(
+        strategy=strategy,
+        device=device,
+        backend=backend,
+        world_size=world_size,
+        nodes=nodes,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        eval_micro_batch=pinned("eval_micro_batch", micro_batch, "as in training"),
+        accumulation=accumulation,
+        precision=precision,
+        deterministic=bool(settings["deterministic"]),
+        activation_checkpointing=pinned("activation_checkpointing", False, "activations fit"),
+        **sharding,
+        threads=pinned("threads", cores, f"{hardware.cpu_cores} cores over {local_procs} local processes"),
+        capture=pinned("capture", "auto", "the first steps show") if gpu else "off",
+        compile=pinned("compile", "auto", "the first steps show"),
+        data=pinned("data", "auto", "tensors stay on the device, data sets go through the loader"),
+        workers=pinned("workers", min(GPU_LOADER_WORKERS, cores) if gpu else 0, "of a GPU's host" if gpu else "the CPU is busy training"),
+        prefetch=pinned("prefetch", 2, "two batches ahead a worker"),
+        pin_memory=gpu,
+        channels_last=pinned(
+            "channels_last", half, "convolutions in half precision run faster so" if half else "no gain in full precision"
+        ),
+        reasons=reasons,
+    )
+
+
+def _sharding(strategy: str, pin: dict[str, Any], pinned: Callable[[str, Any, str], Any]) -> dict[str, Any]:
+    """What is sharded and where it lives, for the strategies that shard."""
+    if strategy not in ("fsdp", "deepspeed"):
+        for key in ("zero_stage", "offload", "deepspeed_config"):
+            if pin.get(key, "none") != "none":
+                raise Problem(f"plan.{key} does not go with plan.strategy={strategy}: add plan.strategy={SHARDS[key]}")
+        return {}
+    stage = pinned("zero_stage", 3 if strategy == "fsdp" else 2, "asked for the strategy alone")
+    offload = pinned("offload", "none", "state fits the device")
+    if strategy == "fsdp":
+        if stage == 1:
+            raise Problem("plan.zero_stage=1 is DeepSpeed's: fsdp knows 2 (parameters stay after the forward pass) and 3")
+        if offload == "optimizer":
+            raise Problem("plan.offload=optimizer is DeepSpeed's: fsdp moves parameters, gradients and optimizer state together (all)")
+        if "deepspeed_config" in pin:
+            raise Problem("plan.deepspeed_config does not go with plan.strategy=fsdp")
+        return {"zero_stage": stage, "offload": offload}
+    if find_spec("deepspeed") is None:
+        raise Problem("plan.strategy=deepspeed: DeepSpeed is not installed; pip install 'drivetrain[deepspeed]'")
+    if offload == "all" and stage != 3:
+        raise Problem("plan.offload=all moves parameters too, which needs plan.zero_stage=3")
+    return {"zero_stage": stage, "offload": offload, "deepspeed_config": _read_json(pin.get("deepspeed_config"))}
+
+
+def _read_json(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        found = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise Problem(f"plan.deepspeed_config={path}: {error.strerror}") from None
+    except ValueError as error:
+        raise Problem(f"plan.deepspeed_config={path} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise Problem(f"plan.deepspeed_config={path}: DeepSpeed's configuration is an object, not a {type(found).__name__}")
+    return found
+
+
+def _precision(asked: str, device: str, hardware: Hardware) -> tuple[Any, str]:
+    if asked == "tf32" and device != "cuda":
+        raise Problem("precision=tf32 needs an NVIDIA GPU (Ampere or later): use precision=fp32 here")
+    if asked != "auto":
+        return asked, "asked for"
+    if device != "cuda":
+        return "fp32", "exact, and half precision gains nothing on most CPUs"
+    oldest = min((g.compute_capability for g in hardware.gpus), default=(8, 0))
+    if oldest >= (8, 0):
+        return "bf16", f"compute capability {oldest[0]}.{oldest[1]} has it"
+    return "fp16", f"compute capability {oldest[0]}.{oldest[1]} has no bf16"
