@@ -97,6 +97,9 @@ def read_pins(given: Mapping[str, object]) -> dict[str, Any]:
     for key, value in given.items():
         if key not in PINNABLE:
             raise Problem(f"the plan has no choice {key!r} to pin{nearest(key, PINNABLE)} (these can be: {', '.join(PINNABLE)})")
+        if key == "deepspeed_config" and isinstance(value, Mapping):
+            pins[key] = dict(value)  # the content itself, read from a file already
+            continue
         try:
             pins[key] = coerce(read_type(PINNABLE[key]), value)
         except ValueError as error:

@@ -111,9 +111,9 @@ def _sharding(strategy: str, pin: dict[str, Any], pinned: Callable[[str, Any, st
     return {"zero_stage": stage, "offload": offload, "deepspeed_config": _read_json(pin.get("deepspeed_config"))}
 
 
-def _read_json(path: str | None) -> dict[str, Any]:
-    if path is None:
-        return {}
+def _read_json(path: str | dict[str, Any] | None) -> dict[str, Any]:
+    if path is None or isinstance(path, dict):
+        return path or {}
     try:
         found = json.loads(Path(path).read_text())
     except OSError as error:
