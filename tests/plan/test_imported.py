@@ -139,7 +139,9 @@ def test_guide_004_as_printed(tmp_path: Path) -> None:
     assert found.kind == "deepspeed" and found.plan is None
     assert found.pins == {"strategy": "deepspeed", "zero_stage": 2, "offload": "optimizer", "activation_checkpointing": True}
     assert found.settings == {"precision": "fp16"} and found.request == {}
-    assert found.unused == (("zero_optimization.offload_optimizer.pin_memory", "what is moved to the host always lies in pinned memory"),)
+    assert found.unused == (
+        ("zero_optimization.offload_optimizer.pin_memory", "what is moved to a GPU's host lies in pinned memory anyway"),
+    )
 
 
 def test_a_whole_deepspeed_configuration(tmp_path: Path) -> None:
@@ -220,7 +222,9 @@ def test_sharding_and_offload(tmp_path: Path, values: dict[str, Any], pins: dict
         ({"bf16": {"enabled": True}}, {"precision": "bf16"}),
         ({"fp16": {"enabled": False}, "bf16": {"enabled": True}}, {"precision": "bf16"}),
         ({"fp16": {"enabled": False}, "bf16": {"enabled": False}}, {"precision": "fp32"}),
+        ({"fp16": {"enabled": False}}, {"precision": "fp32"}),
         ({"fp16": {"enabled": "auto"}}, {}),
+        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": False}}, {}),
         ({"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}}, {"precision": "bf16"}),
         ({"torch_autocast": {"enabled": False, "dtype": "bfloat16"}}, {}),
         ({"optimizer": {"type": "Adam"}}, {"optim": "adamw"}),

@@ -60,8 +60,10 @@ def read(path: str | Path) -> Imported:
 
 
 def _known(values: Mapping[Any, Any], keys: list[Key]) -> int:
-    """How many of a file's keys are those of a program."""
-    return len({str(key) for key in values} & {key.name.partition(".")[0] for key in keys})
+    """How many of a file's keys are those of a program; a group counts as one."""
+    groups = {key.name.partition(".")[0] for key in keys if "." in key.name}
+    names = groups | {key.name for key in keys}
+    return sum(key in (groups if isinstance(value, Mapping) and value else names) for key, value in values.items())
 
 
 def _load(path: Path) -> dict[Any, Any]:

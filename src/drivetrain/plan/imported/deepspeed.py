@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from drivetrain.plan.imported.keys import Draft, Key, Rule, Use, Values, flag, look, nested, number, pin, setting, unused
+from drivetrain.plan.imported.keys import Draft, Key, Rule, Use, Values, flag, left_open, look, nested, number, pin, setting, unused
 from drivetrain.settings import coerce
 
 STAGE = "zero_optimization.stage"
 MICRO, STEPS, BATCH = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 NOTHING_SHARDED = "nothing is sharded: the plan replicates the model by itself"
-OWN_SCALE = "the engine scales fp16's loss itself: from 2^16, halved at an overflow, doubled after 2,000 good steps"
+OWN_SCALE = "the scale of fp16's loss is chosen and kept by the engine"
 OWN_OPTIMIZER = "a task's own optimizer() sets it"
 OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd"}
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -30,7 +30,7 @@ TUNING = (
     ),
     *(f"zero_optimization.offload_optimizer.{key}" for key in ("buffer_count", "fast_init", "pipeline_read", "pipeline_write", "ratio")),
     *(f"zero_optimization.offload_param.{key}" for key in ("buffer_count", "buffer_size", "max_in_cpu")),
-    "communication_data_type", "disable_allgather", "wall_clock_breakdown", "memory_breakdown", "dump_state",
+    "disable_allgather", "wall_clock_breakdown", "memory_breakdown", "dump_state",
     *(f"flops_profiler.{key}" for key in ("enabled", "profile_step", "module_depth", "top_modules", "detailed", "output_file")),
     *(f"comms_logger.{key}" for key in ("enabled", "verbose", "prof_all", "prof_ops", "debug")),
 )  # fmt: skip
@@ -94,6 +94,8 @@ def _precision(mine: str, other: str) -> Rule:
             return Use("settings", "precision", mine)
         if also:
             return f"{other} is on"
+        if left_open(said, f"{other}.enabled"):
+            return f"{other} is left open (auto)"
         return Use("settings", "precision", "fp32")
 
     return rule
@@ -166,8 +168,8 @@ KEYS: list[Key] = [
     Key("bfloat16.enabled", "`precision` (bf16)", _precision("bf16", "fp16")),
     *unused(OWN_SCALE, *(f"fp16.{key}" for key in (
         "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale"))),
-    *unused("half precision is autocast's, over weights in the model's own format", "fp16.*", "bf16.*", "bfloat16.*", "data_types.*"),
-    *unused("every half precision is autocast", "torch_autocast.enabled"),
+    *unused("precision says the number format; the engine does the rest", "fp16.*", "bf16.*", "bfloat16.*", "data_types.*"),
+    *unused("its dtype says it", "torch_autocast.enabled"),
     Key("torch_autocast.dtype", "`precision`", _autocast),
     *unused("torch chooses what is safe in half precision", "torch_autocast.*"),
     Key(STAGE, "`plan.zero_stage`, with `plan.strategy=deepspeed`; 0 leaves both open", _stage),
@@ -175,14 +177,15 @@ KEYS: list[Key] = [
     Key("zero_optimization.offload_param.device", "`plan.offload=all` where it is cpu, at stage 3", _offload("param")),
     Key("zero_optimization.cpu_offload", "`plan.offload=optimizer`", _offload("optimizer")),
     Key("zero_optimization.cpu_offload_param", "`plan.offload=all`, at stage 3", _offload("param")),
-    *unused("what is moved to the host always lies in pinned memory", "zero_optimization.offload_optimizer.pin_memory",
+    *unused("what is moved to a GPU's host lies in pinned memory anyway", "zero_optimization.offload_optimizer.pin_memory",
             "zero_optimization.offload_param.pin_memory", "zero_optimization.cpu_offload_use_pin_memory"),
     *unused("nothing is moved to a disk", "zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path", "aio.*"),
     *unused("runs write checkpoints and the finished model in a form of their own", "zero_optimization.load_from_fp32_weights",
             "zero_optimization.elastic_checkpoint", "zero_optimization.stage3_gather_16bit_weights_on_model_save",
             "zero_optimization.stage3_gather_fp16_weights_on_model_save", "checkpoint.*"),
     *unused("it changes the numbers, which a plan never does", "zero_optimization.zero_quantized_weights",
-            "zero_optimization.zero_quantized_gradients", "zero_optimization.zero_quantized_nontrainable_weights", "compression_training.*"),
+            "zero_optimization.zero_quantized_gradients", "zero_optimization.zero_quantized_nontrainable_weights", "compression_training.*",
+            "communication_data_type", "seq_parallel_communication_data_type"),
     *(_through(key) for key in TUNING),
     Key("optimizer.type", "`optim` (DeepSpeed's Adam is AdamW unless adam_w_mode is false)", _optim),
     Key("optimizer.params.lr", "`learning_rate`, unless the schedule has a peak of its own", _learning_rate),

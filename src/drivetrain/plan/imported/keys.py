@@ -38,7 +38,7 @@ class Use:
 
 
 Values = Mapping[str, Any]
-"""A file's dotted keys, without those it leaves open."""
+"""A file's dotted keys, without those it leaves open (see `left_open`)."""
 Rule = Callable[[Any, Values], "Use | str"]
 """From a key's value to its use, or to the reason why it has none; ValueError says what it should have been."""
 
@@ -70,6 +70,11 @@ def flag(value: Any) -> bool:
 
 def number(value: Any) -> int:
     return int(coerce(int, value))
+
+
+def left_open(said: Values, key: str) -> bool:
+    """Whether a file says auto for a key, which is not the same as not having it."""
+    return f"{key}: auto" in said
 
 
 class Elsewhere(ValueError):
@@ -115,6 +120,7 @@ class Draft:
         """Take every key of a file; gives the dotted ones that say something. `also` is known from elsewhere."""
         flat = dict(flatten(values))
         said = {key: value for key, value in flat.items() if _open(value) is None} | dict(also or {})
+        said |= {f"{key}: auto": True for key, value in flat.items() if value == "auto"}
         table = {key.name: key for key in keys}
         sections = {name.rpartition(".")[0] for name in table if "." in name}
         for key, value in flat.items():
