@@ -25,6 +25,8 @@ class Card:
     fp32: float
     nvlink: float
     compute_capability: tuple[int, int]
+    processors: int
+    """Streaming multiprocessors: how much can be worked on at once."""
     source: str
 
     @property
@@ -36,27 +38,27 @@ class Card:
 _PASCAL, _VOLTA, _TURING, _AMPERE, _GA10X, _ADA, _HOPPER, _BLACKWELL = (6, 0), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0)
 
 CARDS = (
-    Card("P100", 16, 732, 0, 21.2, 0, 10.6, 160, _PASCAL, "Tesla P100 datasheet, SXM2"),
-    Card("V100", 16, 900, 0, 125, 0, 15.7, 300, _VOLTA, "V100 datasheet, SXM2"),
-    Card("V100", 32, 900, 0, 125, 0, 15.7, 300, _VOLTA, "V100 datasheet, SXM2"),
-    Card("T4", 16, 320, 0, 65, 0, 8.1, 0, _TURING, "T4 datasheet"),
-    Card("A10", 24, 600, 125, 125, 62.5, 31.2, 0, _GA10X, "A10 datasheet"),
-    Card("A10G", 24, 600, 70, 70, 35, 31.5, 0, _GA10X, "A10G datasheet"),
-    Card("A40", 48, 696, 149.7, 149.7, 74.8, 37.4, 112.5, _GA10X, "A40 datasheet"),
-    Card("A100", 40, 1555, 312, 312, 156, 19.5, 600, _AMPERE, "A100 datasheet, SXM4"),
-    Card("A100", 80, 2039, 312, 312, 156, 19.5, 600, _AMPERE, "A100 datasheet, SXM4"),
-    Card("L4", 24, 300, 121, 121, 60, 30.3, 0, _ADA, "L4 datasheet"),
-    Card("L40", 48, 864, 181, 181, 90.5, 90.5, 0, _ADA, "L40 datasheet"),
-    Card("L40S", 48, 864, 362, 362, 183, 91.6, 0, _ADA, "L40S datasheet"),
-    Card("RTX3090", 24, 936, 71, 71, 35.6, 35.6, 112.5, _GA10X, "GA102 whitepaper"),
-    Card("RTX4090", 24, 1008, 165.2, 165.2, 82.6, 82.6, 0, _ADA, "Ada whitepaper"),
-    Card("RTXA6000", 48, 768, 154.8, 154.8, 77.4, 38.7, 112.5, _GA10X, "RTX A6000 datasheet"),
-    Card("RTX5090", 32, 1792, 209.5, 209.5, 104.8, 104.8, 0, (12, 0), "RTX Blackwell whitepaper"),
-    Card("H100", 80, 3350, 989, 989, 494, 67, 900, _HOPPER, "H100 datasheet, SXM5"),
-    Card("H100NVL", 94, 3900, 835, 835, 417, 60, 600, _HOPPER, "H100 datasheet, NVL"),
-    Card("H100PCIe", 80, 2000, 756, 756, 378, 51, 600, _HOPPER, "H100 datasheet, PCIe"),
-    Card("H200", 141, 4800, 989, 989, 494, 67, 900, _HOPPER, "H200 datasheet, SXM"),
-    Card("B200", 180, 7700, 2250, 2250, 1125, 75, 1800, _BLACKWELL, "DGX B200 datasheet, a GPU's share"),
+    Card("P100", 16, 732, 0, 21.2, 0, 10.6, 160, _PASCAL, 56, "Tesla P100 datasheet, SXM2"),
+    Card("V100", 16, 900, 0, 125, 0, 15.7, 300, _VOLTA, 80, "V100 datasheet, SXM2"),
+    Card("V100", 32, 900, 0, 125, 0, 15.7, 300, _VOLTA, 80, "V100 datasheet, SXM2"),
+    Card("T4", 16, 320, 0, 65, 0, 8.1, 0, _TURING, 40, "T4 datasheet"),
+    Card("A10", 24, 600, 125, 125, 62.5, 31.2, 0, _GA10X, 72, "A10 datasheet"),
+    Card("A10G", 24, 600, 70, 70, 35, 31.5, 0, _GA10X, 80, "A10G datasheet"),
+    Card("A40", 48, 696, 149.7, 149.7, 74.8, 37.4, 112.5, _GA10X, 84, "A40 datasheet"),
+    Card("A100", 40, 1555, 312, 312, 156, 19.5, 600, _AMPERE, 108, "A100 datasheet, SXM4"),
+    Card("A100", 80, 2039, 312, 312, 156, 19.5, 600, _AMPERE, 108, "A100 datasheet, SXM4"),
+    Card("L4", 24, 300, 121, 121, 60, 30.3, 0, _ADA, 58, "L4 datasheet"),
+    Card("L40", 48, 864, 181, 181, 90.5, 90.5, 0, _ADA, 142, "L40 datasheet"),
+    Card("L40S", 48, 864, 362, 362, 183, 91.6, 0, _ADA, 142, "L40S datasheet"),
+    Card("RTX3090", 24, 936, 71, 71, 35.6, 35.6, 112.5, _GA10X, 82, "GA102 whitepaper"),
+    Card("RTX4090", 24, 1008, 165.2, 165.2, 82.6, 82.6, 0, _ADA, 128, "Ada whitepaper"),
+    Card("RTXA6000", 48, 768, 154.8, 154.8, 77.4, 38.7, 112.5, _GA10X, 84, "RTX A6000 datasheet"),
+    Card("RTX5090", 32, 1792, 209.5, 209.5, 104.8, 104.8, 0, (12, 0), 170, "RTX Blackwell whitepaper"),
+    Card("H100", 80, 3350, 989, 989, 494, 67, 900, _HOPPER, 132, "H100 datasheet, SXM5"),
+    Card("H100NVL", 94, 3900, 835, 835, 417, 60, 600, _HOPPER, 132, "H100 datasheet, NVL"),
+    Card("H100PCIe", 80, 2000, 756, 756, 378, 51, 600, _HOPPER, 114, "H100 datasheet, PCIe"),
+    Card("H200", 141, 4800, 989, 989, 494, 67, 900, _HOPPER, 132, "H200 datasheet, SXM"),
+    Card("B200", 180, 7700, 2250, 2250, 1125, 75, 1800, _BLACKWELL, 148, "DGX B200 datasheet, a GPU's share"),
 )  # fmt: skip
 
 
@@ -80,7 +82,7 @@ def of_product(product: str, memory_bytes: int) -> Card | None:
 
 def generic(name: str, memory_gb: float) -> Card:
     """A card that is not in the table: cautious rates of its generation's middle."""
-    return Card(name or f"{memory_gb:g} GB GPU", memory_gb, 300, 60, 60, 30, 15, 0, _GA10X, "not in the table: cautious rates")
+    return Card(name or f"{memory_gb:g} GB GPU", memory_gb, 300, 60, 60, 30, 15, 0, _GA10X, 60, "not in the table: cautious rates")
 
 
 def unknown(name: str) -> Problem:

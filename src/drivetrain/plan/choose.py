@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,10 @@ from typing import Any
 from drivetrain.hardware import Hardware
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan, read_pins
+from drivetrain.plan.fit import Fit, Point
+from drivetrain.plan.predict import Machine
+from drivetrain.plan.profile import Profile
+from drivetrain.plan.search import Search
 
 GPU_LOADER_WORKERS = 4
 SHARDS = {"zero_stage": "fsdp or deepspeed", "offload": "fsdp or deepspeed", "deepspeed_config": "deepspeed"}
@@ -25,14 +29,31 @@ def choose(
     local_procs: int,
     nodes: int = 1,
     pins: Mapping[str, object] | None = None,
+    profile: Profile | None = None,
+    points: Sequence[Point] = (),
 ) -> Plan:
-    """The plan for a recipe's settings on this hardware. `global_batch` is always kept."""
+    """The plan for a recipe's settings on this hardware. `global_batch` is always kept.
+
+    With a profile, the fastest way that fits; with points measured on this machine, by these. With neither, each
+    process takes its share at once.
+    """
     pin = read_pins(pins or {})
     reasons: dict[str, str] = {}
+    global_batch = int(settings["global_batch"])
+    share = -(-global_batch // world_size)
+    if world_size > global_batch:
+        raise Problem(f"global_batch={global_batch} is less than one sample for each of {world_size} processes: raise it, or lower --procs")
+    if "accumulation" in pin and "micro_batch" not in pin:
+        pin["micro_batch"] = -(-share // pin["accumulation"])
+    searched: dict[str, Any] = {}
+    if profile is not None and profile.plain is not None:
+        searched, found_reasons = _search(profile, hardware, device, world_size, local_procs, nodes, global_batch, pin, points)
+    else:
+        found_reasons = {}
 
     def pinned(key: str, default: Any, reason: str) -> Any:
-        reasons[key] = "pinned" if key in pin else reason
-        return pin.get(key, default)
+        reasons[key] = "pinned" if key in pin else found_reasons.get(key, reason)
+        return pin.get(key, searched.get(key, default))
 
     alone = world_size == 1
     strategy = pinned("strategy", "single" if alone else "ddp", "one process" if alone else "the model fits each process")
@@ -42,10 +63,6 @@ def choose(
     backend = "none" if alone and not sharding else "nccl" if device == "cuda" else "gloo"
     reasons["backend"] = {"none": "one process needs none", "nccl": "GPUs", "gloo": "CPU processes"}[backend]
     precision, reasons["precision"] = _precision(settings["precision"], device, hardware)
-    global_batch = int(settings["global_batch"])
-    share = -(-global_batch // world_size)
-    if "accumulation" in pin and "micro_batch" not in pin:
-        pin["micro_batch"] = -(-share // pin["accumulation"])
     micro_batch = min(share, pinned("micro_batch", share, "each process takes its share of the global batch at once"))
     accumulation = -(-share // micro_batch)
     if pin.get("accumulation", accumulation) != accumulation:
@@ -83,8 +100,41 @@ def choose(
         channels_last=pinned(
             "channels_last", half, "convolutions in half precision run faster so" if half else "no gain in full precision"
         ),
+        env=_environment(device, cores),
+        predicted=searched.get("predicted", {}),
+        measured=searched.get("measured", {}),
         reasons=reasons,
+        rejected=searched.get("rejected", []),
     )
+
+
+def _search(
+    profile: Profile, hardware: Hardware, device: str, world_size: int, local_procs: int, nodes: int, global_batch: int,
+    pin: Mapping[str, Any], points: Sequence[Point],
+) -> tuple[dict[str, Any], dict[str, str]]:  # fmt: skip
+    """What the search found, by the plan's words, and its reasons."""
+    machine = Machine.of(hardware, device, local_procs)
+    fit = Fit.of(points)
+    choice = Search(profile, machine, global_batch, world_size, nodes, fit).choose(pin, find_spec("deepspeed") is not None)
+    best, candidate = choice.best, choice.best.candidate
+    figures = {
+        "memory_bytes": best.memory, "usable_bytes": best.usable, "step_seconds": best.step, "seconds_by_part": best.seconds,
+        "samples_per_second": best.rate,
+    }  # fmt: skip
+    found = {
+        "strategy": candidate.strategy, "zero_stage": candidate.zero_stage, "micro_batch": candidate.micro_batch,
+        "activation_checkpointing": candidate.checkpointing, "offload": candidate.offload,
+        "eval_micro_batch": choice.eval_micro_batch, "rejected": choice.rejected, "predicted": figures,
+    }  # fmt: skip
+    if fit is not None:
+        found["measured"] = {"points": [p.to_json() for p in points]}
+    return found, choice.reasons
+
+
+def _environment(device: str, threads: int) -> dict[str, str]:
+    """Variables that workers get, unless the user has set them."""
+    variables = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    return variables | ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if device == "cuda" else {})
 
 
 def _sharding(strategy: str, pin: dict[str, Any], pinned: Callable[[str, Any, str], Any]) -> dict[str, Any]:

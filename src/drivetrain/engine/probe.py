@@ -1,0 +1,140 @@
+"""Steps that are only measured: peak memory and time at a few micro-batches, on one device of this machine."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from drivetrain.engine.capture import WARM
+from drivetrain.engine.data import train_feed
+from drivetrain.engine.group import Group
+from drivetrain.engine.observe import Observer
+from drivetrain.engine.optim import Rates, capturable, make_optimizer, schedule_of
+from drivetrain.engine.pace import REPLAYED, TIMED, UNTIMED, Pace
+from drivetrain.engine.precision import Precision
+from drivetrain.engine.setup import build_model, prepare
+from drivetrain.engine.step import TAIL, Step
+from drivetrain.engine.strategies import spread
+from drivetrain.plan import Plan
+from drivetrain.plan.fit import Point
+from drivetrain.runs import Run
+from drivetrain.task import Task
+
+EAGER = 3  # steps whose memory is read, and timed where capturing would gain nothing
+SHORT = 0.25  # seconds: a longer step is hardly bound by its launches, so a graph of it gains little
+ENOUGH = 0.5  # seconds of captured steps that are timed
+
+
+class Probe:
+    """The task's model and data on a device, for as many micro-batches as are asked for."""
+
+    def __init__(self, task: Task, plan: Plan, device: torch.device) -> None:
+        self.task, self.device = task, device
+        self.group = Group(0, 1, device)
+        self.plan = replace(
+            plan, strategy="single", world_size=1, nodes=1, accumulation=1, compile="off", reasons=plan.reasons | {"compile": "pinned"}
+        )
+        prepare(self.plan, self.group)
+        self.precision = Precision(plan.precision, device)
+        self.model = self._model()
+        self.data = task.train_data()
+        self.optimizer = make_optimizer(task, self.model, device)
+
+    def _model(self) -> nn.Module:
+        task = self.task
+        task.start = None  # its values do not matter, only its shapes
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                with torch.device(self.device):  # random numbers are made fastest where they are needed
+                    return build_model(task, self.plan, Run(Path(folder)), self.group, Observer())
+            except Exception:  # a model that is made with the host's tensors
+                return build_model(task, self.plan, Run(Path(folder)), self.group, Observer())
+
+    def at(self, micro_batch: int) -> Point:
+        """Measure one micro-batch; where memory runs out, the point says so."""
+        try:
+            return self._measure(micro_batch)
+        except torch.OutOfMemoryError:
+            pass  # leave the handler first: its traceback holds the memory
+        self.optimizer.zero_grad(set_to_none=True)
+        self._empty()
+        return Point(micro_batch, fits=False)
+
+    def _measure(self, micro_batch: int) -> Point:
+        plan = replace(self.plan, global_batch=micro_batch, micro_batch=micro_batch)
+        self.optimizer.zero_grad(set_to_none=True)
+        self._empty()
+        feed = train_feed(self.task, self.data, plan, self.group)
+        at_once = not self.group.runs_ahead or capturable(self.optimizer, plan.precision == "fp16")
+        strategy = spread(self.model, self.group, TAIL, at_once)
+        total = 1_000_000
+        rates = Rates(self.optimizer, schedule_of(self.task, total, feed.steps_per_epoch), total, self.group)
+        step = Step(self.task, self.model, feed, strategy, self.optimizer, rates, self.precision, self.group)
+        self.model.train()
+        number = -1
+
+        def take() -> None:
+            nonlocal number
+            number += 1
+            if number % feed.steps_per_epoch == 0:
+                feed.begin_epoch(number // feed.steps_per_epoch, self.model)
+            step(number, with_norm=False)
+
+        feed.open(0)
+        try:
+            take()
+            self._sync()
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
+            take()
+            seconds, kind = self._seconds(take, EAGER), "eager"
+            peak = self._peak()
+            update = self._seconds(lambda: step._apply(None, None), EAGER)
+            if seconds < SHORT and self.device.type == "cuda" and plan.capture != "off":
+                step.pace = Pace(step, plan, self.group, total, Observer(), None)
+                for _ in range(UNTIMED + TIMED + 1 + WARM + 1):  # the choice, and the steps until the graph is made
+                    take()
+                if step.graphs is not None:
+                    times = max(EAGER, min(REPLAYED, int(ENOUGH / seconds)))
+                    seconds, kind = self._seconds(take, times), "captured"
+                    update = min(update, 0.5 * seconds)
+            return Point(micro_batch, True, peak, seconds, update, kind)
+        finally:
+            feed.close()
+
+    def _seconds(self, work: Callable[[], None], times: int) -> float:
+        self._sync()
+        begun = time.perf_counter()
+        for _ in range(times):
+            work()
+        self._sync()
+        return (time.perf_counter() - begun) / times
+
+    def _peak(self) -> int:
+        return int(torch.cuda.max_memory_allocated(self.device)) if self.device.type == "cuda" else 0
+
+    def _sync(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _empty(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+
+def probe(task: Task, plan: Plan, device: torch.device, micro_batches: Iterable[int]) -> list[Point]:
+    """Measure micro-batches in turn, from the smallest up, until one does not fit."""
+    measure = Probe(task, plan, device)
+    points: list[Point] = []
+    for size in sorted(set(micro_batches)):
+        points.append(measure.at(size))
+        if not points[-1].fits:
+            break
+    return points

@@ -1,0 +1,172 @@
+"""A task's profile: what its model, data and loss ask of any machine, found without running it on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+from torch.utils.data import default_collate
+
+from drivetrain.engine.blocks import repeated_blocks
+from drivetrain.engine.data import check_data
+from drivetrain.engine.feed import as_tensor, tensors_in
+from drivetrain.engine.losses import read_loss
+from drivetrain.engine.optim import make_optimizer
+from drivetrain.engine.precision import Precision
+from drivetrain.engine.trace import trace, trace_evaluation, without_values
+from drivetrain.outcomes import Problem
+from drivetrain.plan.profile import Profile
+from drivetrain.task import Source, Task, Tensors, overrides
+
+SIZES = (8, 16)  # samples of the two traced micro-batches
+REAL_SIZES = (1, 2)  # where values are needed, so that the work is really done
+REAL_LIMIT = 200_000_000  # parameters of a model that is really run
+
+
+def survey(task: Task, precision: str) -> Profile:
+    """The profile of a task in one precision; where its passes cannot be traced, `traced` says why."""
+    data = task.train_data()
+    if not isinstance(data, Source):
+        check_data(data, "train_data()")
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    model = _model(task, mode)
+    with mode:
+        optimizer_bytes = _optimizer_bytes(task, model)
+    facts = _facts(task, model, data) | {"optimizer_bytes": optimizer_bytes, "precision": precision}
+    if isinstance(data, Source):
+        return Profile(**facts, traced="its data are made by the model itself (a Source)")
+    take = _taker(task, data)
+    facts["sample_bytes"] = sum(t.nbytes for t in tensors_in(take(1)))
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    why = ""
+    for kind, sizes in (("fake", SIZES), ("real", REAL_SIZES)):
+        if kind == "real" and facts["parameters"] > REAL_LIMIT:
+            break
+        try:
+            made = model if kind == "fake" else task.model()
+            return Profile(**facts, **_passes(task, made, take, precision, half, mode if kind == "fake" else None, sizes), traced=kind)
+        except Problem:
+            raise
+        except Exception as error:  # values are looked at, or an operation has no form without them
+            why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:200]
+    return Profile(**facts, traced=why)
+
+
+def _model(task: Task, mode: FakeTensorMode) -> nn.Module:
+    """The model without values; made with them where that is the only way."""
+    try:
+        with mode:
+            model = task.model()
+        if isinstance(model, nn.Module):
+            return model
+    except Problem:
+        raise
+    except Exception:  # it reads weights from a file, or looks at values
+        pass
+    model = task.model()
+    if not isinstance(model, nn.Module):
+        raise Problem(f"model() gave a {type(model).__name__}: return an nn.Module")
+    without_values(model, mode)
+    return model
+
+
+def _optimizer_bytes(task: Task, model: nn.Module) -> int:
+    """What the optimizer keeps for all parameters, once it has taken a step."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    try:
+        optimizer = make_optimizer(task, model, torch.device("cpu"))
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        return sum(v.nbytes for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim())
+    except Problem:
+        raise
+    except Exception:  # an optimizer that looks at values: count as AdamW, the largest of the usual ones
+        return sum(2 * p.nbytes for p in trained)
+    finally:
+        for parameter in trained:
+            parameter.grad = None
+
+
+def _facts(task: Task, model: nn.Module, data: Any) -> dict[str, Any]:
+    parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    if not trained:
+        raise Problem("model() has no parameter that requires a gradient: there is nothing to train")
+    blocks = repeated_blocks(model)
+    columns = data.columns if isinstance(data, Tensors) and not hasattr(task, "collate") else []
+    return {
+        "parameters": sum(p.numel() for p in parameters),
+        "parameter_bytes": sum(p.nbytes for p in parameters),
+        "trained": sum(p.numel() for p in trained),
+        "trained_bytes": sum(p.nbytes for p in trained),
+        "largest_bytes": max(p.nbytes for p in trained),
+        "buffer_bytes": sum(b.nbytes for b in model.buffers()),
+        "blocks": len(blocks),
+        "block_bytes": max((sum(p.nbytes for p in b.parameters()) for b in blocks), default=0),
+        "samples": len(data),
+        "sample_bytes": 0,
+        "data_bytes": sum(as_tensor(c).nbytes for c in columns),
+        "batchnorm": any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()),
+    }
+
+
+def _taker(task: Task, data: Any) -> Callable[[int], Any]:
+    """Gives a batch of the first samples."""
+    if isinstance(data, Tensors) and not hasattr(task, "collate"):
+        columns = [as_tensor(c) for c in data.columns]
+
+        def rows(size: int) -> Any:
+            picked = torch.arange(size) % len(data)
+            return data.batch([c[picked] for c in columns])
+
+        return rows
+    collate = getattr(task, "collate", None) or default_collate
+    return lambda size: collate([data[i % len(data)] for i in range(size)])
+
+
+class _AnyRand:
+    """Stands in for keyed numbers: only their shape matters."""
+
+    def __init__(self, size: int) -> None:
+        self.ids = torch.arange(size)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def uniform(self, k: int = 1) -> Tensor:
+        return torch.rand(len(self.ids), k)
+
+    def normal(self, k: int = 1) -> Tensor:
+        return torch.randn(len(self.ids), k)
+
+
+def _passes(
+    task: Task, model: nn.Module, take: Callable[[int], Any], name: str, half: torch.dtype | None,
+    mode: FakeTensorMode | None, sizes: tuple[int, int],
+) -> dict[str, Any]:  # fmt: skip
+    precision = Precision(name, torch.device("cpu"))
+    batches = {size: take(size) for size in sizes}
+    model.train()
+
+    def loss(size: int) -> Tensor:
+        batch = batches[size] if mode is None else tree_map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, batches[size])
+        if overrides(task, "augment"):
+            batch = task.augment(batch, _AnyRand(size))
+        with precision.forward():
+            value = task.loss(model, batch)
+        parts, _ = read_loss(value)
+        return torch.stack([(p.value if p.count is None else p.value / max(1, size)).float().reshape(()) for p in parts]).sum()
+
+    if mode is None:
+        return {"plain": trace(loss, model, half, sizes, [])}
+    with mode:
+        blocks = repeated_blocks(model)
+        plain = trace(loss, model, half, sizes, [])
+        checkpointed = trace(loss, model, half, sizes, blocks) if blocks else None
+        model.eval()
+        return {"plain": plain, "checkpointed": checkpointed, "evaluated": trace_evaluation(loss, model, half, sizes)}

@@ -1,0 +1,251 @@
+"""A task's memory and work, from one pass over tensors that have shapes and no values: no GPU is needed.
+
+A pass is traced for two sizes of micro-batch. Every operation's shapes grow linearly with the samples, so any other
+size follows, and the highest moment of each is the highest of a few lines.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
+
+from drivetrain.engine.standins import AsOnGpu
+from drivetrain.plan.profile import Line, Pass, Work
+
+ROUND = 512  # bytes: a GPU's allocator gives whole multiples
+WORKSPACE = 64 << 20  # bytes
+LARGE = 512  # terms of the sums for which it does
+TILE = 128  # rows and columns of a matrix product that one processor of a GPU takes at once
+_NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "lift_fresh", "_unsafe_view")
+_GEMM = ("mm", "addmm", "bmm", "baddbmm")
+_SCATTERED = (
+    "max_pool",
+    "avg_pool",
+    "adaptive",
+    "_adaptive",
+    "index",
+    "gather",
+    "scatter",
+    "embedding",
+    "native_batch_norm",
+    "native_group_norm",
+    "upsample",
+    "grid_sampler",
+    "sort",
+    "cat",
+)
+_CONV = ("convolution", "convolution_backward", "_convolution")
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every storage's life and every operation's work."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self.clock = 0
+        self.born: list[list[int]] = []
+        """[birth, death, bytes] of each storage; -1 while it lives."""
+        self.place: dict[int, int] = {}
+        self.operations: list[tuple[str, str, float, float, float, float]] = []
+        self.copies: set[int] = set()
+        """Storages that hold a parameter in another number format."""
+        self.workspaces: list[int] = []
+        """When a matrix product with a bias ran: its library takes room of its own for a moment."""
+        self._known = {t.untyped_storage()._cdata for t in known}
+        self._watchers: list[Any] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        self.clock += 1
+        outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        fresh = [t for t in outputs if self._take_in(t)]
+        name = function._schema.name.removeprefix("aten::")
+        if name == "_to_copy" and fresh and args[0].untyped_storage()._cdata in self._known:
+            self.copies.add(self.place[fresh[0].untyped_storage()._cdata])
+        if (fresh or function._schema.is_mutable) and name not in _NO_KERNEL:
+            self._note(function, name, args, kwargs, result, outputs)
+        return result
+
+    def _take_in(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.place or key in self._known:
+            return False
+        size = -(-storage.nbytes() // ROUND) * ROUND
+        index = len(self.born)
+        self.born.append([self.clock, -1, size])
+        self.place[key] = index
+        self._watchers.append(weakref.ref(storage, lambda _: self._gone(key, index)))
+        return size > 0
+
+    def _gone(self, key: int, index: int) -> None:
+        self.born[index][1] = self.clock
+        self.place.pop(key, None)
+
+    def _note(self, function: Any, name: str, args: Any, kwargs: Any, result: Any, outputs: list[Tensor]) -> None:
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        moved = float(sum(t.numel() * t.element_size() for t in {id(t): t for t in (*inputs, *outputs)}.values()))
+        count = flop_registry.get(function._overloadpacket)
+        flops = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
+        strided = name in ("clone", "copy_", "_to_copy") and any(not t.is_contiguous() for t in inputs)
+        scattered = strided or name.startswith(_SCATTERED)
+        kind = "gemm" if name in _GEMM else "conv" if name in _CONV else "scattered" if scattered else "other"
+        self.workspaces += [self.clock] if name == "addmm" and args[1].shape[1] >= LARGE else []
+        tiles, depth = _shape_of_work(name, args, outputs, flops)
+        dtype = next((str(t.dtype).removeprefix("torch.") for t in inputs if t.is_floating_point()), "float32")
+        self.operations.append((kind, dtype, flops, moved, tiles, depth))
+
+    def note(self, kind: str, flops: float, tensors: list[Tensor], steps: int = 0) -> None:
+        """Work of an operation that stands for another."""
+        moved = float(sum(t.nbytes for t in tensors))
+        self.operations.append((kind, str(tensors[0].dtype).removeprefix("torch."), flops, moved, 0.0, float(steps)))
+
+    def copied(self) -> float:
+        others = set(range(len(self.born))) - self.copies
+        return float((self.curve(others) - self.curve(others | self.copies)).max())
+
+    def curve(self, without: set[int]) -> np.ndarray:
+        """Live bytes after each operation, but for some storages."""
+        change = np.zeros(self.clock + 2)
+        for index, (birth, death, size) in enumerate(self.born):
+            if index not in without:
+                change[birth] += size
+                change[death + 1 if death >= 0 else self.clock + 1] -= size  # it was there while its last operation ran
+        live = np.cumsum(change)[: self.clock + 1]
+        live[self.workspaces] += WORKSPACE
+        return live
+
+
+def _shape_of_work(name: str, args: Any, outputs: list[Tensor], flops: float) -> tuple[float, float]:
+    """(tiles of the output, length of each sum) of a matrix product or convolution."""
+    if name in _GEMM:
+        *batch, rows, columns = outputs[0].shape
+        inner = args[-1].shape[-2]
+        return float(np.prod(batch or [1])) * -(-rows // TILE) * -(-columns // TILE), float(inner)
+    if name in _CONV and flops:
+        size = next((t.numel() for t in outputs if t is not None), 1)
+        return max(1.0, size / TILE**2), max(1.0, flops / (2.0 * max(1, size)))
+    return 0.0, 0.0
+
+
+def without_values(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Replace a real model's tensors by such as have shapes alone."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for table in tables:
+            for name, value in table.items():
+                if value is None:
+                    continue
+                if id(value) not in memo:
+                    fake = mode.from_tensor(value.detach(), static_shapes=True)
+                    memo[id(value)] = nn.Parameter(fake, value.requires_grad) if isinstance(value, nn.Parameter) else fake
+                table[name] = memo[id(value)]
+        if isinstance(module, nn.RNNBase):
+            module._init_flat_weights()
+
+
+# --- passes -------------------------------------------------------------------------------------
+
+
+def trace(
+    loss: Callable[[int], Tensor], model: nn.Module, half: torch.dtype | None, sizes: tuple[int, int], run_again: list[nn.Module]
+) -> Pass:
+    """Trace forward and backward at two sizes; `loss(samples)` gives the objective of a micro-batch, and the modules
+    of `run_again` keep only their inputs."""
+    first, second = (_one_pass(loss, model, half, size, run_again) for size in sizes)
+    if first.clock != second.clock or len(first.operations) != len(second.operations):
+        return _by_ends(first, second, model, sizes)
+    curves = [(r.curve(set()), r.curve(r.gradients)) for r in (first, second)]
+    lines = [_hull(a, b, sizes) for a, b in zip(*curves, strict=True)]
+    return Pass(lines[0], lines[1], second.copied(), _grouped(first.operations, second.operations, sizes))
+
+
+def trace_evaluation(loss: Callable[[int], Tensor], model: nn.Module, half: torch.dtype | None, sizes: tuple[int, int]) -> tuple[Line, ...]:
+    """The memory of a forward pass without gradients."""
+    peaks = []
+    for size in sizes:
+        recorder = Recorder([*model.parameters(), *model.buffers()])
+        with torch.no_grad(), AsOnGpu(half, recorder.note), recorder:
+            loss(size)
+        peaks.append(float(recorder.curve(set()).max()))
+    return (_line(peaks[0], peaks[1], sizes),)
+
+
+class _Traced(Recorder):
+    gradients: set[int]
+
+
+def _one_pass(loss: Callable[[int], Tensor], model: nn.Module, half: torch.dtype | None, size: int, run_again: list[nn.Module]) -> _Traced:
+    recorder = _Traced([*model.parameters(), *model.buffers()])
+    mode = AsOnGpu(half, recorder.note)
+    model.zero_grad(set_to_none=True)
+    for module in run_again:
+        module.forward = _checkpointed(module.forward, mode)
+    try:
+        with mode, recorder:
+            loss(size).backward()
+    finally:
+        for module in run_again:
+            del module.forward
+    owned = {p.grad.untyped_storage()._cdata for p in model.parameters() if p.grad is not None}
+    recorder.gradients = {recorder.place[key] for key in owned if key in recorder.place}
+    model.zero_grad(set_to_none=True)
+    return recorder
+
+
+def _checkpointed(forward: Callable[..., Any], mode: AsOnGpu) -> Callable[..., Any]:
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    # While a backward pass runs, the mode rests: what runs again needs it anew.
+    return lambda *args, **kwargs: checkpoint(forward, *args, context_fn=lambda: (nullcontext(), mode), **options, **kwargs)
+
+
+def _by_ends(first: _Traced, second: _Traced, model: nn.Module, sizes: tuple[int, int]) -> Pass:
+    """Where the operations themselves depend on the batch: one line through the two highest moments."""
+    peaks = [(float(r.curve(set()).max()), float(r.curve(r.gradients).max())) for r in (first, second)]
+    lines = [(_line(a, b, sizes),) for a, b in zip(*peaks, strict=True)]
+    grown = _grouped(second.operations, second.operations, sizes)
+    per_sample = tuple(w._replace(flops=(0.0, w.flops[0] / sizes[1]), bytes=(0.0, w.bytes[0] / sizes[1])) for w in grown)
+    return Pass(lines[0], lines[1], second.copied(), per_sample)
+
+
+def _line(a: float, b: float, sizes: tuple[int, int]) -> Line:
+    slope = (b - a) / (sizes[1] - sizes[0])
+    return Line(float(a - slope * sizes[0]), float(slope))
+
+
+def _hull(a: np.ndarray, b: np.ndarray, sizes: tuple[int, int]) -> tuple[Line, ...]:
+    """The lines that are highest for some number of samples."""
+    slopes = (b - a) / (sizes[1] - sizes[0])
+    fixed = a - slopes * sizes[0]
+    kept: list[Line] = []
+    for samples in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536):
+        top = int(np.argmax(fixed + slopes * samples))
+        line = Line(float(fixed[top]), float(slopes[top]))
+        if line not in kept:
+            kept.append(line)
+    return tuple(kept)
+
+
+def _grouped(first: list[Any], second: list[Any], sizes: tuple[int, int]) -> tuple[Work, ...]:
+    same = Counter(zip(first, second, strict=True))
+    works = []
+    for (a, b), count in same.items():
+        flops, moved, tiles, depth = (
+            (line.fixed, line.per_sample) for line in (_line(x, y, sizes) for x, y in zip(a[2:], b[2:], strict=True))
+        )
+        works.append(Work(count, a[0], a[1], flops, moved, tiles, depth))
+    return tuple(works)

@@ -1,0 +1,251 @@
+"""The way to run that is fastest among those that fit, and why the others lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from drivetrain.hardware import gib
+from drivetrain.outcomes import Outcome, Problem
+from drivetrain.plan.fit import Fit
+from drivetrain.plan.predict import Candidate, Machine, host_memory, memory, smallest, step_seconds
+from drivetrain.plan.profile import Profile
+
+WORTH = 1.05  # a later, more laborious way must be this much faster
+HOST_SHARE = 0.8  # of a process's RAM that offloaded state may take
+RESIDENT = 0.5  # share of a device's memory that a data set may take there
+EVALUATION = (8, 4, 2)  # times the micro-batch that evaluation tries to take at once
+EVALUATION_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class Rated:
+    """A candidate with what it needs and takes."""
+
+    candidate: Candidate
+    memory: dict[str, int]
+    seconds: dict[str, float]
+    usable: int
+    host: int
+    host_usable: int
+    global_batch: int
+    measured: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.bytes <= self.usable and self.host <= self.host_usable
+
+    @property
+    def step(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def rate(self) -> float:
+        return self.global_batch / self.step
+
+    def lack(self) -> str:
+        if self.bytes > self.usable:
+            return f"needs {gib(self.bytes)} of {gib(self.usable)}"
+        return f"needs {gib(self.host)} of the host's {gib(self.host_usable)}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    best: Rated
+    reasons: dict[str, str]
+    rejected: list[dict[str, Any]]
+    eval_micro_batch: int
+    resident: bool
+
+
+class Search:
+    """Every way to run a task on one machine."""
+
+    def __init__(self, profile: Profile, machine: Machine, global_batch: int, world_size: int, nodes: int, fit: Fit | None = None) -> None:
+        self.profile, self.machine, self.fit = profile, machine, fit
+        self.global_batch, self.world_size, self.nodes = global_batch, world_size, nodes
+        self.share = -(-global_batch // world_size)
+        state = profile.parameter_bytes + profile.trained_bytes + profile.optimizer_bytes
+        self.resident = bool(profile.data_bytes) and profile.data_bytes <= RESIDENT * max(0, machine.usable_bytes - state)
+
+    # --- candidates ---
+
+    def ways(self, pin: Mapping[str, Any], deepspeed: bool) -> list[Candidate]:
+        """From the plain one to the most laborious: each frees memory that the one before lacks."""
+        plain = Candidate("single" if self.world_size == 1 else "ddp", 1, self.share, self.world_size, self.nodes)
+        sharded = [replace(plain, strategy="fsdp", zero_stage=stage) for stage in (2, 3)]
+        bare = [plain, *(sharded if self.world_size > 1 or pin.get("strategy") == "fsdp" else [])]
+        if pin.get("strategy") == "deepspeed":
+            bare = [replace(plain, strategy="deepspeed", zero_stage=stage) for stage in ((2, 3, 1) if "zero_stage" in pin else (2, 3))]
+        found = [*bare]
+        if self.profile.checkpointed is not None:
+            found += [replace(way, checkpointing=True) for way in bare]
+        again = self.profile.checkpointed is not None
+        if pin.get("strategy") != "deepspeed":
+            found += [replace(sharded[1], offload="all", checkpointing=c) for c in ([False, True] if again else [False])]
+        if deepspeed:
+            moved = [("optimizer", 2), ("all", 3)] + ([("optimizer", 3), ("optimizer", 1)] if "zero_stage" in pin else [])
+            found += [replace(plain, strategy="deepspeed", zero_stage=s, offload=o, checkpointing=again) for o, s in moved]
+        names = {"strategy": "strategy", "zero_stage": "zero_stage", "offload": "offload", "activation_checkpointing": "checkpointing"}
+        return [w for w in found if all(getattr(w, names[k]) == v for k, v in pin.items() if k in names)]
+
+    def micro_batches(self, pin: Mapping[str, Any]) -> Iterator[int]:
+        """Sizes worth a look: the share cut into 1, 2, 3 ... equal pieces."""
+        if "micro_batch" in pin:
+            yield min(self.share, pin["micro_batch"])
+            return
+        seen: set[int] = set()
+        pieces = [*range(1, 17), *(a * 2**k for k in range(4, 16) for a in (1, 1.5))]
+        for count in (int(p) for p in pieces):
+            size = -(-self.share // count)
+            if size in seen or (size == 1 < self.share and self.profile.batchnorm):
+                continue
+            seen.add(size)
+            yield size
+
+    def rate(self, way: Candidate, micro_batch: int) -> Rated:
+        candidate = replace(way, micro_batch=micro_batch, accumulation=-(-self.share // micro_batch))
+        parts = memory(self.profile, candidate, self.machine.on_gpu, self.resident)
+        seconds = step_seconds(self.profile, candidate, self.machine)
+        measured = self.fit is not None and not candidate.sharded and not candidate.checkpointing
+        if self.fit is not None and measured:
+            seconds = self._fitted_seconds(self.fit, candidate, seconds)
+            one = replace(candidate, world_size=1, accumulation=1, strategy="single")
+            ratio = self.fit.peak_bytes(micro_batch, lambda m: self._predicted_bytes(one, m)) / self._predicted_bytes(one, micro_batch)
+            parts = {name: int(size * ratio) for name, size in parts.items()}
+        return Rated(
+            candidate, parts, seconds, self.machine.usable_bytes, host_memory(self.profile, candidate),
+            int(self.machine.host_bytes * HOST_SHARE), self.global_batch, measured,
+        )  # fmt: skip
+
+    def _predicted_bytes(self, way: Candidate, micro_batch: int) -> float:
+        at = replace(way, micro_batch=micro_batch)
+        return float(sum(memory(self.profile, at, self.machine.on_gpu, self.resident).values()))
+
+    def _fitted_seconds(self, fit: Fit, candidate: Candidate, predicted: dict[str, float]) -> dict[str, float]:
+        def one(micro_batch: int) -> float:
+            return step_seconds(self.profile, replace(candidate, micro_batch=micro_batch, accumulation=1), self.machine)["work"]
+
+        work = candidate.accumulation * fit.work_seconds(candidate.micro_batch, one)
+        return predicted | {"work": work, "update": fit.update_seconds()}
+
+    # --- the choice ---
+
+    def best_of(self, way: Candidate, pin: Mapping[str, Any]) -> Rated | None:
+        """The fastest micro-batch of a way that fits."""
+        fitting = [r for r in (self.rate(way, size) for size in self.micro_batches(pin)) if r.fits]
+        return max(fitting, key=lambda r: (r.rate, r.candidate.micro_batch), default=None)
+
+    def choose(self, pin: Mapping[str, Any], deepspeed: bool) -> Choice:
+        ways = self.ways(pin, deepspeed)
+        best: Rated | None = None
+        rated: list[tuple[Candidate, Rated | None]] = []
+        for way in ways:
+            found = self.best_of(way, pin)
+            rated.append((way, found))
+            if found is not None and (best is None or found.rate > WORTH * best.rate):
+                best = found
+        if best is None:
+            raise self._fits_nowhere(ways, pin)
+        rejected = [self._lost(way, found, best) for way, found in rated if found is not best]
+        reasons = {"strategy": self._why_strategy(best, rated), "micro_batch": self._why_micro_batch(best, pin)}
+        if best.candidate.zero_stage:
+            reasons["zero_stage"] = reasons["strategy"]
+        lost = next((w for w, f in rated if f is None and not w.checkpointing and w.offload == "none"), None)
+        if best.candidate.checkpointing:
+            reasons["activation_checkpointing"] = reasons["strategy"] if lost is None else f"without it {self._lack(lost, pin)}"
+        else:
+            reasons["activation_checkpointing"] = f"activations take {gib(best.memory['activations'])} and fit"
+        reasons["offload"] = "state fits the device" if best.candidate.offload == "none" else reasons["strategy"]
+        size, reasons["eval_micro_batch"] = self._evaluation(best)
+        return Choice(best, reasons, rejected, size, self.resident)
+
+    def _lack(self, way: Candidate, pin: Mapping[str, Any]) -> str:
+        size = min(self.micro_batches(pin))
+        return f"micro-batch {size} {self.rate(way, size).lack()}"
+
+    def _lost(self, way: Candidate, found: Rated | None, best: Rated) -> dict[str, Any]:
+        if found is None:
+            return {"choice": way.name(), "why": self._lack(way, {}) if self.profile.plain else ""}
+        percent = 100 * (best.rate / found.rate - 1)
+        slower = f"{percent:.0f} % slower" if percent >= 1 else "no faster, and more laborious" if percent > -5 else "hardly faster"
+        return {
+            "choice": way.name(),
+            "why": f"{slower}: {found.rate:,.0f} samples/s, {gib(found.bytes)} at micro-batch {found.candidate.micro_batch}",
+        }
+
+    def _why_strategy(self, best: Rated, rated: list[tuple[Candidate, Rated | None]]) -> str:
+        room = f"needs {gib(best.bytes)} of {gib(best.usable)} on each {self.machine.card.name}"
+        first, found = rated[0]
+        if best is found:
+            return room if self.world_size > 1 else f"one process; {room}"
+        if found is None:
+            return f"{first.name()} does not fit ({self._lack(first, {})}); this {room}"
+        return f"{100 * (best.rate / found.rate - 1):.0f} % faster than {first.name()} ({best.rate:,.0f} against {found.rate:,.0f} samples/s); {room}"
+
+    def _why_micro_batch(self, best: Rated, pin: Mapping[str, Any]) -> str:
+        sizes = sorted(self.micro_batches(pin))
+        at = sizes.index(best.candidate.micro_batch)
+        how = "measured and fitted" if best.measured else "predicted"
+        words = [f"{how}: {best.step * 1e3:,.1f} ms a step, {best.rate:,.0f} samples/s"]
+        for place in (at + 1, at - 1):
+            if 0 <= place < len(sizes):
+                other = self.rate(best.candidate, sizes[place])
+                words.append(f"{sizes[place]} {other.lack() if not other.fits else f'gives {other.rate:,.0f}'}")
+        if at == len(sizes) - 1:
+            words.append("it is all of a process's share")
+        return "; ".join(words)
+
+    def _evaluation(self, best: Rated) -> tuple[int, str]:
+        micro, lines = best.candidate.micro_batch, self.profile.evaluated
+        if not lines or not self.machine.on_gpu:
+            return micro, "as in training"
+        held = sum(size for name, size in best.memory.items() if name != "activations")
+        for times in EVALUATION:
+            needed = held + max(line.at(times * micro) for line in lines)
+            if needed <= EVALUATION_SHARE * best.usable:
+                return times * micro, f"{times} times the micro-batch: without gradients that takes {gib(needed)}"
+        return micro, "as in training"
+
+    def _fits_nowhere(self, ways: list[Candidate], pin: Mapping[str, Any]) -> Problem:
+        """The smallest memory that would do, and three ways to get there."""
+        if not ways:
+            asked = ", ".join(f"plan.{k}={v}" for k, v in pin.items())
+            return Problem(f"no way to run goes with {asked} on {self.world_size} process{'es' if self.world_size > 1 else ''}")
+        on_gpu = self.machine.on_gpu
+        least = min(ways, key=lambda w: smallest(self.profile, w, on_gpu))
+        need = smallest(self.profile, least, on_gpu)
+        rated = self.rate(least, min(self.micro_batches(pin)))
+        where = f"each {self.machine.card.name} has {gib(self.machine.usable_bytes)} to use"
+        if rated.bytes <= rated.usable:
+            need, where = rated.host, f"{gib(rated.host_usable)} of the host's memory can be used"
+        freer = min(self.ways({}, deepspeed=False), key=lambda w: smallest(self.profile, w, on_gpu))
+        ways_out = [f"a GPU with {need / SIZE:,.0f} GB or more" if on_gpu else f"{gib(need)} of RAM"]
+        more = self._more_processes(freer)
+        ways_out += [f"{more} GPUs with plan.strategy=fsdp"] if more else []
+        if smallest(self.profile, freer, on_gpu) < smallest(self.profile, least, on_gpu):
+            ways_out.append(f"leave out the pinned choices: {freer.name()} needs {gib(smallest(self.profile, freer, on_gpu))}")
+        if self.profile.precision == "fp32":
+            ways_out.append("precision=bf16, which halves activations")
+        ways_out.append("a smaller model or shorter samples")
+        numbered = "; ".join(f"({i}) {text}" for i, text in enumerate(ways_out[:3], 1))
+        return Problem(
+            f"the model fits nowhere: {least.name()} at micro-batch 1 needs {gib(need)}, {where}.\nWays out: {numbered}", Outcome.USAGE
+        )
+
+    def _more_processes(self, way: Candidate) -> int | None:
+        """The number of processes over which sharded state would fit."""
+        for count in (2, 4, 8, 16, 32, 64, 128):
+            if count > self.world_size:
+                shared = replace(way, strategy="fsdp", zero_stage=3, offload="none", world_size=count)
+                if smallest(self.profile, shared, self.machine.on_gpu) <= self.machine.usable_bytes:
+                    return count
+        return None
+
+
+SIZE = 0.93 * 2**30 * 0.96  # usable bytes of a GPU for each GB of its name
