@@ -106,17 +106,20 @@ class _Supervisor:
     def _start(self, local: int) -> None:
         rank = self.place.first_rank + local
         receive, send = os.pipe()
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local),
-            "WORLD_SIZE": str(self.place.world_size),
-            "LOCAL_WORLD_SIZE": str(self.place.local_procs),
-            "MASTER_ADDR": self.place.master[0],
-            "MASTER_PORT": str(self.place.master[1]),
-            "OMP_NUM_THREADS": str(self.plan.threads),
-            "PYTHONUNBUFFERED": "1",
-            WIRE: f"{send} {os.getpid()}",
-        }
+        environment = (
+            self.plan.env
+            | os.environ
+            | {  # what the user has set wins
+                "RANK": str(rank),
+                "LOCAL_RANK": str(local),
+                "WORLD_SIZE": str(self.place.world_size),
+                "LOCAL_WORLD_SIZE": str(self.place.local_procs),
+                "MASTER_ADDR": self.place.master[0],
+                "MASTER_PORT": str(self.place.master[1]),
+                "PYTHONUNBUFFERED": "1",
+                WIRE: f"{send} {os.getpid()}",
+            }
+        )
         if self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
         process = subprocess.Popen(

@@ -16,6 +16,7 @@ VERBS = {
     "status": ("inspect", "how a run is doing"),
     "logs": ("inspect", "what a run's processes printed"),
     "runs": ("inspect", "list runs; rm and prune make room"),
+    "plan": ("plan", "how a task would run here, or on a machine you only describe, and why"),
     "hardware": ("hardware", "what this machine has, or one you only describe"),
     "verify-resume": ("verify", "prove that a task resumes to the last bit"),
     "completion": ("completion", "print a shell's completion script"),

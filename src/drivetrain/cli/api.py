@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,13 +75,14 @@ def _train_by_value(task: Task, recipe: Recipe, request: launch.Request, screen:
         return opened.run, launch.already_finished(opened, screen)
     with launch.held(opened):
         place = local_place(machine.procs)
-        plan = launch.make_plan(recipe, machine, place, 1, opened.before)
         file = opened.run.path / "task" / "task.pkl"
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "wb") as stream:
             cloudpickle.dump(task, stream)
         if text := class_source(type(task)):
             file.with_name("task.py").write_text(text + "\n")  # for people to read
+        kept = replace(recipe, task=launch.task_in_run(recipe.task, opened.run))
+        plan = launch.make_plan(kept, machine, place, 1, opened.before, request, screen)
         return opened.run, launch.train_opened(recipe, request, opened, machine, place, plan, screen)
 
 

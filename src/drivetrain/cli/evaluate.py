@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from drivetrain.cli.flags import Parser, add_common, add_placement
@@ -33,7 +34,7 @@ def run(verb: str, words: list[str]) -> int:
     machine = launch.look_at_machine(request)
     place = local_place(machine.procs)
     info = found.read()
-    plan = launch.make_plan(recipe, machine, place, 1, info)
+    plan = launch.make_plan(recipe, machine, place, 1, info, replace(request, planner="off"))
     screen = Screen(quiet=args.quiet or args.json)
     if not recipe.task.built_in:
         screen.notice(f"running the code kept in {ending.shown(found)}/task")

@@ -124,7 +124,7 @@ def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tup
                 told = {"finished": str(opened.run.path.resolve())}
             else:
                 place = Place(0, machine.procs, world, ("", 0))
-                plan = launch.make_plan(recipe, machine, place, -(-world // local_world), opened.before)
+                plan = launch.make_plan(recipe, machine, place, -(-world // local_world), opened.before, request, screen)
                 notice = f"{world} processes, started by {started}"
                 launch.header(recipe, machine, plan, screen, "; ".join(filter(None, [opened.why, notice])))
                 launch.record(recipe, opened, plan, machine)

@@ -13,11 +13,11 @@ from typing import Any
 
 from drivetrain import __version__, hardware, runs
 from drivetrain import recipe as recipes
-from drivetrain.cli import ending
+from drivetrain.cli import ending, planning
 from drivetrain.hardware import Hardware
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
-from drivetrain.plan.choose import choose
+from drivetrain.plan.table import ORIGIN
 from drivetrain.recipe import MAY_CHANGE, Recipe, TaskRef
 from drivetrain.runs import Lock, Run
 from drivetrain.settings import nearest
@@ -38,6 +38,9 @@ class Request:
     run_dir: str | None = None
     name: str | None = None
     verbose: bool = False
+    planner: planning.Planner = "auto"
+    saved: Plan | None = None
+    """A plan made before, from --plan FILE."""
 
 
 @dataclass(frozen=True)
@@ -165,18 +168,50 @@ def check_changes(now: dict[str, Any], before: dict[str, Any], run: Run) -> None
 # --- the plan ----------------------------------------------------------------------------------
 
 
-def make_plan(recipe: Recipe, machine: Machine, place: Place, nodes: int, before: dict[str, Any] | None) -> Plan:
-    settings = dict(recipe.settings)
-    pins = dict(recipe.pins)
+def make_plan(
+    recipe: Recipe,
+    machine: Machine,
+    place: Place,
+    nodes: int,
+    before: dict[str, Any] | None,
+    request: Request,
+    screen: Screen | None = None,
+) -> Plan:
+    """The plan of a run: the one it had, where nothing changed; the one that was given; else a new one."""
     if before is not None:
         old = Plan.from_json(before["plan"])
-        same_pins = before["recipe"]["pins"] == json.loads(json.dumps(pins))
+        same_pins = before["recipe"]["pins"] == json.loads(json.dumps(recipe.pins))
         if (old.world_size, old.device, old.nodes) == (place.world_size, machine.device, nodes) and same_pins:
             return old
-        settings["precision"] = old.precision  # fixed from the start on
-    return choose(
-        settings, machine.hardware, device=machine.device, world_size=place.world_size,
-        local_procs=machine.procs, nodes=nodes, pins=pins,
+        recipe = replace(recipe, settings=recipe.settings | {"precision": old.precision})  # fixed from the start on
+    if request.saved is not None:
+        return _saved_plan(request.saved, machine, place, nodes)
+    # Without a GPU there is nothing to choose: a process takes its share at once.
+    planner = "off" if request.planner == "auto" and machine.device != "cuda" else request.planner
+    if planner == "table" and before is not None:
+        planner = "off"  # the table would set another global batch, and a run keeps its own
+    where = planning.Place(machine.hardware, machine.device, place.world_size, machine.procs, nodes, next(iter(machine.gpus), ""))
+    return planning.plan_for(recipe, where, screen or Screen(quiet=True), planner, measure=None)
+
+
+def _saved_plan(saved: Plan, machine: Machine, place: Place, nodes: int) -> Plan:
+    here = (place.world_size, nodes, machine.device)
+    if (saved.world_size, saved.nodes, saved.device) != here:
+        raise Problem(
+            f"--plan is for {saved.world_size} processes on {saved.nodes} machines ({saved.device}), and here are {here[0]} on {here[1]}"
+            f" ({here[2]}): make one for this machine with drivetrain plan TASK --json"
+        )
+    return replace(saved, predicted=saved.predicted, reasons=saved.reasons | {"plan": "as saved"})
+
+
+def with_batch_of(recipe: Recipe, plan: Plan) -> Recipe:
+    """The recipe with the plan's global batch, which the guide's table alone changes."""
+    if plan.global_batch == recipe.settings["global_batch"]:
+        return recipe
+    notice = f"global_batch={plan.global_batch}, not {recipe.settings['global_batch']}: {plan.reasons['global_batch']}"
+    return replace(
+        recipe, settings=recipe.settings | {"global_batch": plan.global_batch}, origin=recipe.origin | {"global_batch": ORIGIN},
+        notices=(*recipe.notices, notice),
     )  # fmt: skip
 
 
@@ -224,7 +259,11 @@ def make_job(recipe: Recipe, run: Run, plan: Plan, mode: str, folder: str | None
 def train_recipe(recipe: Recipe, request: Request, screen: Screen) -> tuple[Run, Ended]:
     """Train (or go on with) one recipe on this machine, alone or with others."""
     machine = look_at_machine(request)
-    make_plan(recipe, machine, Place(0, machine.procs, machine.procs, ("", 0)), 1, None)  # so that a bad choice leaves nothing behind
+    # So that a bad choice leaves nothing behind; what was looked at is remembered.
+    first = make_plan(
+        recipe, machine, Place(0, machine.procs, machine.procs * request.nodes, ("", 0)), request.nodes, None, request, screen
+    )
+    recipe = with_batch_of(recipe, first)
     if request.nodes > 1:
         return _train_on_nodes(recipe, request, machine, screen)
     opened = open_run(recipe, request)
@@ -232,7 +271,7 @@ def train_recipe(recipe: Recipe, request: Request, screen: Screen) -> tuple[Run,
         return opened.run, already_finished(opened, screen)
     with held(opened):
         place = local_place(machine.procs)
-        plan = make_plan(recipe, machine, place, 1, opened.before)
+        plan = make_plan(recipe, machine, place, 1, opened.before, request, screen)
         return opened.run, train_opened(recipe, request, opened, machine, place, plan, screen)
 
 
@@ -252,7 +291,7 @@ def resume_run(recipe: Recipe, request: Request, screen: Screen) -> tuple[Run, E
             procs = min(was["world_size"], len(machine.gpus)) if machine.gpus else was["world_size"]
             machine = replace(machine, procs=procs, gpus=machine.gpus[:procs])
         place = local_place(machine.procs)
-        plan = make_plan(recipe, machine, place, 1, opened.before)
+        plan = make_plan(recipe, machine, place, 1, opened.before, request, screen)
         if not recipe.task.built_in:
             screen.notice(f"running the code kept in {ending.shown(run)}/task")
         if not run.steps():
@@ -281,7 +320,7 @@ def _train_on_nodes(recipe: Recipe, request: Request, machine: Machine, screen: 
         nonlocal opened
         opened = open_run(recipe, request)
         place = Place(0, machine.procs, world_size, ("", 0))
-        planned = None if opened.finished else make_plan(recipe, machine, place, request.nodes, opened.before).to_json()
+        planned = None if opened.finished else make_plan(recipe, machine, place, request.nodes, opened.before, request, screen).to_json()
         return {"run": opened.run.name, "path": str(opened.run.path), "plan": planned}
 
     try:

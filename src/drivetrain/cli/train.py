@@ -37,7 +37,14 @@ def _parser(verb: str) -> Parser:
     parser.add_argument("target", metavar=target, help="what to train" if verb == "train" else "a run's name or folder")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, such as epochs=5")
     add_placement(parser)
+    parser.add_argument(
+        "--planner", choices=["auto", "table", "off"], default="auto",
+        help="who plans: auto predicts and measures (on a GPU), table is guide 004's, off takes each process's share at once",
+    )  # fmt: skip
     if verb == "train":
+        parser.add_argument(
+            "--plan", metavar="FILE", help="a saved plan (drivetrain plan --json, a run.json), accelerate's YAML or DeepSpeed's JSON"
+        )
         parser.add_argument("--run-dir", metavar="DIR", help="the run's own folder")
         parser.add_argument("--name", metavar="N", help="the run's name: its folder is runs/N")
         parser.add_argument("--dry-run", action="store_true", help="show every setting with its origin and the plan, and stop")
@@ -58,12 +65,12 @@ def run(verb: str, words: list[str]) -> int:
         return 0
     args = parser.parse(words)
 
-    from drivetrain.cli import foreign, launch
+    from drivetrain.cli import foreign, launch, plan_file
     from drivetrain.watch.screen import Screen
 
     request = launch.Request(
         args.procs, args.nodes, args.rendezvous, args.node_rank, args.gpus, args.device,
-        getattr(args, "run_dir", None), getattr(args, "name", None), args.verbose,
+        getattr(args, "run_dir", None), getattr(args, "name", None), args.verbose, args.planner,
     )  # fmt: skip
     if request.run_dir and request.name:
         raise Problem("--run-dir and --name both say where the run goes: give one")
@@ -78,6 +85,8 @@ def run(verb: str, words: list[str]) -> int:
         return _resume(recipe, request, screen, started)
     recipes = load(args.target, args.settings)
     recipes = [foreign.accelerate_choices(r, os.environ, started) for r in recipes]
+    if args.plan:
+        recipes, request = plan_file.apply(args.plan, recipes, request, screen)
     if args.dry_run:
         for recipe in recipes:
             dry_run(recipe, request)
@@ -127,7 +136,9 @@ def dry_run(recipe: Recipe, request: Request) -> None:
     from drivetrain.supervise import Place
 
     machine = launch.look_at_machine(request)
-    plan = launch.make_plan(recipe, machine, Place(0, machine.procs, machine.procs * request.nodes, ("", 0)), request.nodes, None)
+    place = Place(0, machine.procs, machine.procs * request.nodes, ("", 0))
+    plan = launch.make_plan(recipe, machine, place, request.nodes, None, request)
+    recipe = launch.with_batch_of(recipe, plan)
     width = max(map(len, recipe.settings))
     print(f"task      {recipe.task.label} ({recipe.task.class_name})")
     print(f"hardware  {machine.hardware.sentence()}")
@@ -149,7 +160,8 @@ def smoke(recipe: Recipe, request: Request, screen: Screen) -> int:
     from drivetrain.supervise import local_place, run_workers
 
     machine = launch.look_at_machine(request)
-    whole_plan = launch.make_plan(recipe, machine, local_place(machine.procs), 1, None)
+    request = replace(request, planner="off")  # a few samples need no plan
+    whole_plan = launch.make_plan(recipe, machine, local_place(machine.procs), 1, None, request)
     whole = {"global_batch": recipe.settings["global_batch"], "plan": whole_plan.to_json()}
     batch = min(SMOKE_BATCH, recipe.settings["global_batch"])
     few = {"global_batch": batch, "steps": SMOKE_STEPS, "log_every": 1, "eval_every": SMOKE_STEPS, "save_every": SMOKE_STEPS // 2}
@@ -158,7 +170,7 @@ def smoke(recipe: Recipe, request: Request, screen: Screen) -> int:
     try:
         opened = launch.open_run(recipe, replace(request, name=None, run_dir=str(Path(folder) / "smoke")))
         place = local_place(machine.procs)
-        plan = launch.make_plan(recipe, machine, place, 1, None)
+        plan = launch.make_plan(recipe, machine, place, 1, None, request)
         launch.header(recipe, machine, plan, screen)
         launch.record(recipe, opened, plan, machine)
         job = launch.make_job(recipe, opened.run, plan, "smoke") | {"limit": SMOKE_STEPS * batch, "whole": whole}

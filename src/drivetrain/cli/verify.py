@@ -81,7 +81,7 @@ def _train(recipe: Recipe, args: argparse.Namespace, folder: Path, kill: bool, l
     request = launch.Request(procs=args.procs, gpus=args.gpus, device=args.device, run_dir=str(folder / "run"))
     machine = launch.look_at_machine(request)
     opened = launch.open_run(recipe, request)
-    plan = launch.make_plan(recipe, machine, local_place(machine.procs), 1, None)
+    plan = launch.make_plan(recipe, machine, local_place(machine.procs), 1, None, request)
     if look:
         plan = replace(plan, capture="off", compile="off")  # nothing can be looked at inside of a graph
     launch.record(recipe, opened, plan, machine)

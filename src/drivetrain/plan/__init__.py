@@ -65,11 +65,16 @@ class Plan:
         return None
 
     def sentence(self) -> str:
-        kind = "single process" if self.world_size == 1 else f"{self.world_size} processes ({self.strategy}, {self.backend})"
+        how = self.strategy if not self.zero_stage else f"{self.strategy} ZeRO-{self.zero_stage}"
+        kind = f"{self.world_size} processes ({how}, {self.backend})"
+        if self.world_size == 1:
+            kind = "single process" if self.strategy == "single" else f"one process ({how})"
         batch = f"global batch {self.global_batch} = {self.micro_batch} x {self.accumulation}"
         if self.world_size > 1:
             batch += f" x {self.world_size}"
-        return f"{kind}, {self.precision}, {batch}"
+        more = ", activation checkpointing" if self.activation_checkpointing else ""
+        more += "" if self.offload == "none" else f", {'optimizer state' if self.offload == 'optimizer' else 'all state'} in RAM"
+        return f"{kind}, {self.precision}, {batch}{more}"
 
 
 PINNABLE = {

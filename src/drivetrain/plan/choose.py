@@ -72,6 +72,7 @@ def choose(
         )
     reasons["accumulation"] = f"{share} samples a process in micro-batches of at most {micro_batch}"
     cores = max(1, hardware.cpu_cores // max(1, local_procs))
+    threads = pinned("threads", cores, f"{hardware.cpu_cores} cores over {local_procs} local process{'es' if local_procs > 1 else ''}")
     gpu = device == "cuda"
     half = gpu and precision in ("bf16", "fp16")
     if not gpu:
@@ -90,7 +91,7 @@ def choose(
         deterministic=bool(settings["deterministic"]),
         activation_checkpointing=pinned("activation_checkpointing", False, "activations fit"),
         **sharding,
-        threads=pinned("threads", cores, f"{hardware.cpu_cores} cores over {local_procs} local processes"),
+        threads=threads,
         capture=pinned("capture", "auto", "the first steps show") if gpu else "off",
         compile=pinned("compile", "auto", "the first steps show"),
         data=pinned("data", "auto", "tensors stay on the device, data sets go through the loader"),
@@ -100,7 +101,7 @@ def choose(
         channels_last=pinned(
             "channels_last", half, "convolutions in half precision run faster so" if half else "no gain in full precision"
         ),
-        env=_environment(device, cores),
+        env=_environment(device, threads),
         predicted=searched.get("predicted", {}),
         measured=searched.get("measured", {}),
         reasons=reasons,

@@ -12,7 +12,8 @@ from drivetrain.plan.fit import Fit
 from drivetrain.plan.predict import Candidate, Machine, host_memory, memory, smallest, step_seconds
 from drivetrain.plan.profile import Profile
 
-WORTH = 1.05  # a later, more laborious way must be this much faster
+WORTH, SHARDED_WORTH = 1.05, 1.25  # how much faster a later, more laborious way must be, and one that shards what fits whole
+AS_FAST = 0.98  # of the best rate: the difference is below what predictions can tell
 HOST_SHARE = 0.8  # of a process's RAM that offloaded state may take
 RESIDENT = 0.5  # share of a device's memory that a data set may take there
 EVALUATION = (8, 4, 2)  # times the micro-batch that evaluation tries to take at once
@@ -86,7 +87,9 @@ class Search:
         if self.profile.checkpointed is not None:
             found += [replace(way, checkpointing=True) for way in bare]
         again = self.profile.checkpointed is not None
-        if pin.get("strategy") != "deepspeed":
+        if not self.machine.on_gpu:  # there is no other memory to move to
+            deepspeed = False
+        elif pin.get("strategy") != "deepspeed":
             found += [replace(sharded[1], offload="all", checkpointing=c) for c in ([False, True] if again else [False])]
         if deepspeed:
             moved = [("optimizer", 2), ("all", 3)] + ([("optimizer", 3), ("optimizer", 1)] if "zero_stage" in pin else [])
@@ -137,9 +140,10 @@ class Search:
     # --- the choice ---
 
     def best_of(self, way: Candidate, pin: Mapping[str, Any]) -> Rated | None:
-        """The fastest micro-batch of a way that fits."""
+        """The fastest micro-batch of a way that fits; of those about as fast, the one that needs the least memory."""
         fitting = [r for r in (self.rate(way, size) for size in self.micro_batches(pin)) if r.fits]
-        return max(fitting, key=lambda r: (r.rate, r.candidate.micro_batch), default=None)
+        fastest = max((r.rate for r in fitting), default=0.0)
+        return min((r for r in fitting if r.rate >= AS_FAST * fastest), key=lambda r: r.bytes, default=None)
 
     def choose(self, pin: Mapping[str, Any], deepspeed: bool) -> Choice:
         ways = self.ways(pin, deepspeed)
@@ -148,7 +152,9 @@ class Search:
         for way in ways:
             found = self.best_of(way, pin)
             rated.append((way, found))
-            if found is not None and (best is None or found.rate > WORTH * best.rate):
+            # The host's memory is the last resort: its speed is the least sure to be as predicted.
+            moved = best is not None and way.offload != "none" and best.candidate.offload == "none"
+            if found is not None and not moved and (best is None or found.rate > _worth(best.candidate, way) * best.rate):
                 best = found
         if best is None:
             raise self._fits_nowhere(ways, pin)
@@ -172,12 +178,12 @@ class Search:
     def _lost(self, way: Candidate, found: Rated | None, best: Rated) -> dict[str, Any]:
         if found is None:
             return {"choice": way.name(), "why": self._lack(way, {}) if self.profile.plain else ""}
-        percent = 100 * (best.rate / found.rate - 1)
-        slower = f"{percent:.0f} % slower" if percent >= 1 else "no faster, and more laborious" if percent > -5 else "hardly faster"
-        return {
-            "choice": way.name(),
-            "why": f"{slower}: {found.rate:,.0f} samples/s, {gib(found.bytes)} at micro-batch {found.candidate.micro_batch}",
-        }
+        percent = 100 * (1 - found.rate / best.rate)
+        why = f"{percent:.0f} % slower" if percent >= 1 else "no faster to speak of, and more laborious"
+        if way.offload != "none" and best.candidate.offload == "none":
+            why = "not needed" if percent < 1 else f"not needed, and {why}"
+        size = found.candidate.micro_batch
+        return {"choice": way.name(), "why": f"{why}: {rate_text(found.rate)}, {gib(found.bytes)} at micro-batch {size}"}
 
     def _why_strategy(self, best: Rated, rated: list[tuple[Candidate, Rated | None]]) -> str:
         room = f"needs {gib(best.bytes)} of {gib(best.usable)} on each {self.machine.card.name}"
@@ -186,17 +192,17 @@ class Search:
             return room if self.world_size > 1 else f"one process; {room}"
         if found is None:
             return f"{first.name()} does not fit ({self._lack(first, {})}); this {room}"
-        return f"{100 * (best.rate / found.rate - 1):.0f} % faster than {first.name()} ({best.rate:,.0f} against {found.rate:,.0f} samples/s); {room}"
+        return f"{100 * (best.rate / found.rate - 1):.0f} % faster than {first.name()} ({rate_text(found.rate)}); {room}"
 
     def _why_micro_batch(self, best: Rated, pin: Mapping[str, Any]) -> str:
         sizes = sorted(self.micro_batches(pin))
         at = sizes.index(best.candidate.micro_batch)
         how = "measured and fitted" if best.measured else "predicted"
-        words = [f"{how}: {best.step * 1e3:,.1f} ms a step, {best.rate:,.0f} samples/s"]
+        words = [f"{how}: {best.step * 1e3:,.1f} ms a step, {rate_text(best.rate)}"]
         for place in (at + 1, at - 1):
             if 0 <= place < len(sizes):
                 other = self.rate(best.candidate, sizes[place])
-                words.append(f"{sizes[place]} {other.lack() if not other.fits else f'gives {other.rate:,.0f}'}")
+                words.append(f"{sizes[place]} {other.lack() if not other.fits else f'gives {rate_text(other.rate)}'}")
         if at == len(sizes) - 1:
             words.append("it is all of a process's share")
         return "; ".join(words)
@@ -246,6 +252,14 @@ class Search:
                 if smallest(self.profile, shared, self.machine.on_gpu) <= self.machine.usable_bytes:
                     return count
         return None
+
+
+def _worth(best: Candidate, way: Candidate) -> float:
+    return SHARDED_WORTH if way.sharded and not best.sharded else WORTH
+
+
+def rate_text(rate: float) -> str:
+    return f"{rate:,.0f} samples/s" if rate >= 100 else f"{rate:.3g} samples/s"
 
 
 SIZE = 0.93 * 2**30 * 0.96  # usable bytes of a GPU for each GB of its name

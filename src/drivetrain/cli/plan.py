@@ -1,0 +1,182 @@
+"""`drivetrain plan`: how a task would run here or on a machine that is only described, and why."""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+from typing import Any
+
+from drivetrain.cli.flags import Parser, add_placement
+
+TEXT = """\
+How a task would run: strategy, micro-batch, precision and the rest, with predicted memory, time and samples a second,
+each choice with the figures that decided it and each rejected one with why it lost. Nothing is trained and no GPU is needed:
+memory comes from the task's own model on tensors without values, time from the machine's published rates.
+
+  drivetrain plan my_task.py                                      on this machine
+  drivetrain plan my_task.py --hardware 4xL4-24GB                 on one that is not here
+  drivetrain plan my_task.py --hardware "2 nodes x 8xA100-40GB, 100Gb/s" --price 1.8
+  drivetrain plan my_task.py --measure                            measured on this machine's GPU, not only predicted
+  drivetrain plan my_task.py --json > plan.json; drivetrain train my_task.py --plan plan.json
+"""
+SHOWN = (
+    "strategy", "zero_stage", "micro_batch", "accumulation", "precision", "activation_checkpointing", "offload", "eval_micro_batch",
+    "capture", "compile", "channels_last", "data", "workers", "prefetch", "threads",
+)  # fmt: skip
+
+
+def run(verb: str, words: list[str]) -> int:
+    parser = Parser("drivetrain plan", TEXT)
+    parser.add_argument("target", metavar="TASK", help="a built-in, your file.py, or a recipe.yaml")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, and plan.KEY=VALUE to pin a choice")
+    parser.add_argument("--hardware", metavar="WORDS", help="a machine that is not here: COUNTxNAME-MEMORYGB, and more after commas")
+    parser.add_argument("--measure", action="store_true", help="measure a few micro-batches on this machine")
+    parser.add_argument("--planner", choices=["auto", "table", "off"], default="auto", help="table: guide 004's; off: nothing is looked at")
+    parser.add_argument("--compare", action="store_true", help="show where the guide's table differs, and by how much")
+    parser.add_argument("--price", type=float, metavar="USD", help="of one GPU for an hour: the cost of the whole run")
+    parser.add_argument("--fresh", action="store_true", help="forget what is remembered of this task")
+    parser.add_argument("--json", action="store_true", help="the plan as JSON, for --plan FILE and for other programs")
+    add_placement(parser)
+    parser.add_argument("-q", "--quiet", action="store_true", help="print errors only")
+    args = parser.parse(words)
+
+    from drivetrain.recipe import load
+    from drivetrain.watch.screen import Screen
+
+    screen = Screen(quiet=args.quiet or args.json)
+    told = [_plan(recipe, args, screen) for recipe in load(args.target, args.settings)]
+    if args.json:
+        print(json.dumps(told[0] if len(told) == 1 else told, indent=1))
+    return 0
+
+
+def _plan(recipe: Any, args: Namespace, screen: Any) -> dict[str, Any]:
+    from drivetrain import __version__
+    from drivetrain.cli import planning
+
+    place = _place(args)
+    plan = planning.plan_for(recipe, place, screen, args.planner, measure=args.measure, fresh=args.fresh)
+    samples = None
+    if args.planner != "off":
+        profile = planning.profile_of(recipe, plan, screen)
+        samples = profile.samples
+    total = _total(recipe, plan, samples, args.price, place.world_size)
+    told = {"format": 1, "task": recipe.task.label, "hardware": place.hardware.to_json(), "plan": plan.to_json(), "total": total}
+    other = planning.plan_for(recipe, place, screen, "table") if args.compare else None
+    if other is not None:
+        told["table"] = other.to_json()
+    screen.close()
+    if not args.json and not args.quiet:
+        print(f"drivetrain {__version__}   {recipe.task.label}   {place.hardware.sentence()}\n")
+        _show(plan, total, place)
+        if other is not None:
+            _compare(recipe, plan, other, place, planning.profile_of(recipe, plan, screen))
+    return told
+
+
+def _place(args: Namespace) -> Any:
+    from drivetrain.cli.planning import Place
+    from drivetrain.outcomes import Problem
+
+    if args.hardware is None:
+        from drivetrain.cli import launch
+
+        machine = launch.look_at_machine(launch.Request(procs=args.procs, nodes=args.nodes, gpus=args.gpus, device=args.device))
+        gpu = machine.gpus[0] if machine.gpus else ""
+        return Place(machine.hardware, machine.device, machine.procs * args.nodes, machine.procs, args.nodes, gpu)
+    from drivetrain.hardware.described import parse
+
+    if args.measure:
+        raise Problem("--measure needs the machine itself: leave out --hardware, or measure there")
+    hardware = parse(args.hardware)
+    procs = args.procs or max(1, len(hardware.gpus))
+    if hardware.gpus and procs > len(hardware.gpus):
+        raise Problem(f"--procs {procs}: {args.hardware} has {len(hardware.gpus)} GPUs a machine; one process each at most")
+    nodes = max(args.nodes, hardware.nodes)
+    device = args.device or ("cuda" if hardware.gpus else "cpu")
+    return Place(hardware, device, procs * nodes, procs, nodes)
+
+
+def _total(recipe: Any, plan: Any, samples: int | None, price: float | None, world_size: int) -> dict[str, Any]:
+    from drivetrain.cli.planning import total_steps
+
+    if samples is None or "step_seconds" not in plan.predicted:
+        return {}
+    steps = total_steps(recipe, samples, plan.global_batch)
+    seconds = steps * plan.predicted["step_seconds"]
+    cost = {} if price is None else {"cost": seconds / 3600 * world_size * price, "price": price}
+    return {"samples": samples, "steps": steps, "seconds": seconds} | cost
+
+
+# --- what a person reads ------------------------------------------------------------------------
+
+
+def _show(plan: Any, total: dict[str, Any], place: Any) -> None:
+    from drivetrain.cli.planning import parts_text
+    from drivetrain.hardware import gib
+    from drivetrain.plan.search import rate_text
+
+    _line("plan", plan.sentence())
+    figures = plan.predicted
+    if figures:
+        how = "measured" if plan.measured else "predicted"
+        need = sum(figures["memory_bytes"].values())
+        scale, unit = (2**30, "GiB") if need >= 2**30 else (2**20, "MiB")
+        shown = gib(need) if need >= 2**30 else f"{need / 2**20:.0f} MiB"
+        _line("memory", f"{shown} of {gib(figures['usable_bytes'])} {how}: {parts_text(figures['memory_bytes'], scale, 1)} {unit}")
+        parts = parts_text(figures["seconds_by_part"], 1e-3, 2)
+        _line("time", f"{figures['step_seconds'] * 1e3:,.1f} ms a step {how} ({parts} ms), {rate_text(figures['samples_per_second'])}")
+    if total:
+        cost = f", ${total['cost']:,.2f} at ${total['price']:g} a GPU-hour" if "cost" in total else ""
+        _line("run", f"{total['steps']:,} steps over {total['samples']:,} samples: {_duration(total['seconds'])}{cost}")
+    if "predicted" in plan.reasons:
+        _line("note", f"{plan.reasons['predicted']}; --measure on the machine itself tells")
+    print()
+    values = plan.to_json()
+    for name in SHOWN:
+        if (name in plan.reasons and values[name] not in (0, "none", False)) or name in ("strategy", "micro_batch"):
+            print(f"  {name:<26}{values[name]!s:<10} {plan.reasons.get(name, '')}".rstrip())
+    for name, value in plan.env.items():
+        mine = os.environ.get(name)
+        print(f"  {name:<26}{mine or value!s:<10} {'yours' if mine else ''}".rstrip())
+    if plan.rejected:
+        print("\nrejected")
+        for lost in plan.rejected:
+            print(f"  {lost['choice']:<45} {lost['why']}")
+
+
+def _compare(recipe: Any, plan: Any, other: Any, place: Any, profile: Any) -> None:
+    """Where the guide's table differs, and what that costs by prediction."""
+    from drivetrain.hardware import gib
+    from drivetrain.plan.predict import Candidate, Machine
+    from drivetrain.plan.search import Search, rate_text
+
+    print("\nthe guide's table")
+    mine, theirs = plan.to_json(), other.to_json()
+    for name in ("global_batch", *SHOWN):
+        if mine[name] != theirs[name]:
+            print(f"  {name:<26}{theirs[name]!s:<10} instead of {mine[name]}: {other.reasons.get(name, '')}".rstrip(": "))
+    if profile.plain is None:
+        return
+    machine = Machine.of(place.hardware, place.device, place.local_procs)
+    search = Search(profile, machine, other.global_batch, place.world_size, place.nodes)
+    way = Candidate(
+        other.strategy, other.micro_batch, other.accumulation, other.world_size, other.nodes, other.zero_stage,
+        other.activation_checkpointing and profile.checkpointed is not None, other.offload,
+    )  # fmt: skip
+    rated = search.rate(way, other.micro_batch)
+    faster = plan.predicted["samples_per_second"] / rated.rate
+    fits = "" if rated.fits else "; it does not fit"
+    print(f"  predicted                 {rate_text(rated.rate)}, {gib(rated.bytes)}{fits}: the plan above is {faster:.2f} times as fast")
+
+
+def _line(label: str, text: str) -> None:
+    print(f"{label:<10}{text}")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:,.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,209 @@
+"""From a recipe and a machine to a plan: what is predicted, what is measured, and what is remembered of both."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from drivetrain import __version__
+from drivetrain.hardware import Hardware
+from drivetrain.outcomes import Outcome, Problem
+from drivetrain.plan import Plan
+from drivetrain.plan.choose import choose
+from drivetrain.plan.fit import Point
+from drivetrain.plan.predict import Machine
+from drivetrain.plan.profile import FORMAT, Profile
+from drivetrain.plan.search import Search
+from drivetrain.plan.table import table
+from drivetrain.recipe import MAY_CHANGE, Recipe
+from drivetrain.watch.screen import Screen
+
+SHARE, LEAST = 0.05, 3.0  # of a run's time, and seconds, that planning at `train` may take
+PROBES = 15.0  # seconds that measuring takes at the least: a process with CUDA, and the task's data
+SURVEY_LIMIT = 300.0  # seconds after which a task's own code is taken to hang
+# Settings that change neither shapes nor work.
+ALIKE = {*MAY_CHANGE, "seed", "learning_rate", "weight_decay", "clip", "warmup", "decay", "start", "global_batch", "deterministic"}
+
+Planner = Literal["auto", "table", "off"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a plan is for."""
+
+    hardware: Hardware
+    device: str
+    world_size: int
+    local_procs: int
+    nodes: int
+    gpu: str = ""
+    """The GPU that steps are measured on, as CUDA_VISIBLE_DEVICES names it."""
+
+
+def plan_for(
+    recipe: Recipe, place: Place, screen: Screen, planner: Planner = "auto", measure: bool | None = False, fresh: bool = False
+) -> Plan:
+    """The plan; `measure` None measures where the run is long enough for it."""
+    own = {} if place.hardware.described or "RANK" in os.environ else _users_variables()  # a launcher sets its own for its workers
+    threads = own.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and int(threads) > 0 and "threads" not in recipe.pins:
+        recipe = replace(recipe, pins=recipe.pins | {"threads": int(threads)})
+    plan = _plan(recipe, place, screen, planner, measure, fresh)
+    return replace(plan, env=plan.env | own)
+
+
+def _users_variables() -> dict[str, str]:
+    """What the user has set for the libraries below: it wins, reaches every worker, and is recorded."""
+    names = ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "PYTORCH_CUDA_ALLOC_CONF")
+    return {k: v for k, v in sorted(os.environ.items()) if k in names or k.startswith(("NCCL_", "GLOO_", "TORCH_"))}
+
+
+def _plan(recipe: Recipe, place: Place, screen: Screen, planner: Planner, measure: bool | None, fresh: bool) -> Plan:
+    where: dict[str, Any] = {
+        "device": place.device, "world_size": place.world_size, "local_procs": place.local_procs, "nodes": place.nodes, "pins": recipe.pins,
+    }  # fmt: skip
+    if planner == "table":
+        return table(recipe.settings, place.hardware, **where, deepspeed_installed=find_spec("deepspeed") is not None)
+    plain = choose(recipe.settings, place.hardware, **where)
+    if planner == "off":
+        return plain
+    profile = profile_of(recipe, plain, screen, fresh)
+    if profile.plain is None:
+        why = f"not predicted: {profile.traced}"
+        return replace(plain, reasons=plain.reasons | {"predicted": why})
+    points = remembered_points(recipe, plain, place, fresh)
+    plan = choose(recipe.settings, place.hardware, **where, profile=profile, points=points)
+    if points or measure is False or plan.strategy not in ("single", "ddp"):
+        return plan
+    limit = SHARE * total_seconds(recipe, profile, plan)
+    if measure is None and limit < PROBES:
+        return plan
+    points = measured(recipe, plan, place, profile, screen, None if measure else max(LEAST, limit))
+    return choose(recipe.settings, place.hardware, **where, profile=profile, points=points) if points else plan
+
+
+def total_steps(recipe: Recipe, samples: int, global_batch: int) -> int:
+    return int(recipe.settings["steps"] or recipe.settings["epochs"] * -(-samples // global_batch))
+
+
+def total_seconds(recipe: Recipe, profile: Profile, plan: Plan) -> float:
+    return total_steps(recipe, profile.samples, plan.global_batch) * float(plan.predicted["step_seconds"])
+
+
+# --- profiles and measurements ------------------------------------------------------------------
+
+
+def profile_of(recipe: Recipe, plan: Plan, screen: Screen, fresh: bool = False) -> Profile:
+    """What the task asks of any machine: remembered, or found by a child process."""
+    memory = _Remembered("profile", recipe, {"precision": plan.precision, "format": FORMAT})
+    known = None if fresh else memory.read()
+    if known is None:
+        screen.busy("looking at the task's memory and work ...")
+        environment = {"CUDA_VISIBLE_DEVICES": ""}  # shapes suffice
+        known = _child({"mode": "survey", "plan": plan.to_json()}, recipe, SURVEY_LIMIT, environment)
+        if known is None:
+            raise Problem(f"the task's model, data or loss took longer than {SURVEY_LIMIT:.0f} s to look at: --planner off leaves it out")
+        memory.write(known)
+    return Profile.from_json(known)
+
+
+def remembered_points(recipe: Recipe, plan: Plan, place: Place, fresh: bool = False) -> list[Point]:
+    found = None if fresh or place.hardware.described else _points_memory(recipe, plan, place.hardware).read()
+    return [Point(**p) for p in found or []]
+
+
+def measured(recipe: Recipe, plan: Plan, place: Place, profile: Profile, screen: Screen, limit: float | None) -> list[Point]:
+    """Measure a few micro-batches in a child process, so that running out of memory costs nothing."""
+    machine = Machine.of(place.hardware, place.device, place.local_procs)
+    search = Search(profile, machine, plan.global_batch, place.world_size, place.nodes)
+    sizes = probed_sizes(search, plan)
+    screen.busy(f"measuring steps with micro-batches of {', '.join(map(str, sizes))} ...")
+    environment = {"CUDA_VISIBLE_DEVICES": place.gpu} if place.gpu else {}
+    job = {"mode": "probe", "plan": plan.to_json(), "micro_batches": sizes}
+    found = _child(job, recipe, limit, environment) or []
+    if len(found) == len(sizes):
+        _points_memory(recipe, plan, place.hardware).write(found)
+    return [Point(**p) for p in found]
+
+
+def probed_sizes(search: Search, plan: Plan) -> list[int]:
+    """The micro-batch that was predicted best, a smaller one and the largest that should fit."""
+    way = search.ways({}, deepspeed=False)[0]
+    fitting = [s for s in sorted(search.micro_batches({})) if search.rate(way, s).fits] or [plan.micro_batch]
+    wanted = {plan.micro_batch, fitting[-1], fitting[0] if len(fitting) < 3 else fitting[len(fitting) // 3]}
+    return sorted(wanted)
+
+
+def _points_memory(recipe: Recipe, plan: Plan, hardware: Hardware) -> _Remembered:
+    gpu = min(hardware.gpus, key=lambda g: g.memory_bytes).name if hardware.gpus else f"CPU with {hardware.cpu_cores} cores"
+    return _Remembered("points", recipe, {"precision": plan.precision, "gpu": gpu, "capture": plan.capture, "batch": plan.global_batch})
+
+
+def _child(job: dict[str, Any], recipe: Recipe, limit: float | None, environment: dict[str, str]) -> Any:
+    """What the child found; None where it ran out of time before it found anything."""
+    with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
+        file, out = Path(folder) / "job.json", Path(folder) / "found.json"
+        origin = "" if recipe.task.pickled or recipe.task.built_in else str(Path(recipe.task.path).parent)
+        common = {"task": asdict(recipe.task), "settings": recipe.settings, "folder": os.getcwd(), "run": folder, "origin": origin}
+        file.write_text(json.dumps(common | job))
+        command = [sys.executable, "-P", "-m", "drivetrain.cli.survey", str(file), str(out), str(os.getpid())]
+        kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+        try:
+            done = subprocess.run(command, env=kept | environment, capture_output=True, text=True, timeout=limit, stdin=subprocess.DEVNULL)
+            said = done.stderr
+        except subprocess.TimeoutExpired:
+            said = ""
+        if not out.is_file():
+            if said:
+                raise Problem(f"the task could not be looked at: {said.strip().splitlines()[-1]}", Outcome.USER_ERROR)
+            return None
+        told = json.loads(out.read_text())
+    if told["outcome"] != Outcome.OK:
+        raise Problem(told["message"], Outcome(told["outcome"]))
+    return told["found"]
+
+
+class _Remembered:
+    """A file of the user's cache, by all that it depends on."""
+
+    def __init__(self, kind: str, recipe: Recipe, more: dict[str, Any]) -> None:
+        settings = {k: v for k, v in recipe.settings.items() if k not in ALIKE}
+        words = [kind, recipe.task.class_name, recipe.task.digest(), settings, more, __version__, _torch_version()]
+        key = hashlib.sha256(json.dumps(words, sort_keys=True, default=str).encode()).hexdigest()[:24]
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        self.path = Path(base) / "drivetrain" / "plans" / f"{kind}-{key}.json"
+
+    def read(self) -> Any:
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads(self.path.read_text())
+        return None
+
+    def write(self, value: Any) -> None:
+        with contextlib.suppress(OSError):  # a cache that cannot be written costs seconds, no more
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            hidden = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+            hidden.write_text(json.dumps(value))
+            hidden.replace(self.path)
+
+
+def _torch_version() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return ""
+
+
+def parts_text(parts: dict[str, float], scale: float, digits: int) -> str:
+    shown: Sequence[tuple[str, float]] = [(name, value / scale) for name, value in parts.items() if value / scale >= 0.5 * 10**-digits]
+    return ", ".join(f"{name} {value:.{digits}f}" for name, value in shown)

@@ -1,0 +1,62 @@
+"""A child process that looks at a task for the plan: its profile, or measured steps. What it finds goes into a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from drivetrain.outcomes import Outcome
+from drivetrain.runs import die_with_parent
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    die_with_parent(int(sys.argv[3]))
+    os.chdir(job["folder"]) if os.path.isdir(job["folder"]) else None
+    out = Path(sys.argv[2])
+    try:
+        _look(job, out)
+    except BaseException as error:
+        from drivetrain.cli.worker import explain
+
+        outcome, message = explain(error, job)
+        _write(out, {"outcome": outcome, "message": message})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _look(job: dict[str, Any], out: Path) -> None:
+    from drivetrain.recipe import TaskRef, instantiate
+
+    task = instantiate(TaskRef(**job["task"]), job["settings"])
+    if job["mode"] == "survey":
+        from drivetrain.engine.survey import survey
+
+        _write(out, {"outcome": Outcome.OK, "found": survey(task, job["plan"]["precision"]).to_json()})
+        return
+    import torch
+
+    from drivetrain.engine.probe import Probe
+    from drivetrain.plan import Plan
+
+    probe = Probe(task, Plan.from_json(job["plan"]), torch.device(job["plan"]["device"]))
+    points: list[dict[str, Any]] = []
+    for size in job["micro_batches"]:
+        points.append(probe.at(size).to_json())
+        _write(out, {"outcome": Outcome.OK, "found": points})  # each at once: what was measured outlives a time limit
+        if not points[-1]["fits"]:
+            break
+
+
+def _write(out: Path, value: dict[str, Any]) -> None:
+    hidden = out.with_suffix(".part")
+    hidden.write_text(json.dumps(value))
+    hidden.replace(out)
+
+
+if __name__ == "__main__":
+    main()

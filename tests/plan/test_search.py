@@ -1,0 +1,83 @@
+"""Plans from predictions: golden ones for twelve machines, and what changes them."""
+
+from __future__ import annotations
+
+import difflib
+
+import pytest
+
+from drivetrain.outcomes import Problem
+from drivetrain.plan.fit import Fit, Point
+from drivetrain.plan.predict import Candidate, memory
+from tests.plan.golden import FILE, MACHINES, plan, profile, text
+
+
+def test_golden_plans() -> None:
+    now, before = text().splitlines(), FILE.read_text().splitlines()
+    changes = "\n".join(difflib.unified_diff(before, now, "golden.txt", "now", lineterm="", n=1))
+    assert not changes, f"plans changed; if that is wanted: python -m tests.plan.golden\n{changes}"
+
+
+def test_other_hardware_gives_other_reasons() -> None:
+    sentences = {plan("1.7B", words).reasons["strategy"] for words in MACHINES}
+    assert len(sentences) >= 10
+
+
+def test_the_global_batch_is_kept() -> None:
+    for words in MACHINES:
+        made = plan("135M", words)
+        share = -(-made.global_batch // made.world_size)
+        assert made.global_batch == 512
+        assert made.accumulation == -(-share // made.micro_batch)
+
+
+def test_what_does_not_fit_whole_is_sharded_with_the_reason() -> None:
+    made = plan("1.7B", "4xL4-24GB")
+    assert made.strategy == "fsdp"
+    assert "ddp does not fit" in made.reasons["strategy"]
+    assert any(lost["choice"] == "ddp" and "needs" in lost["why"] for lost in made.rejected)
+
+
+def test_the_host_s_memory_is_the_last_resort() -> None:
+    assert plan("1.7B", "8xA100-40GB").offload == "none"
+    assert plan("1.7B", "1xRTX4090-24GB").offload == "all"
+
+
+def test_a_pin_is_kept_and_the_rest_follows() -> None:
+    made = plan("1.7B", "8xH100-80GB", activation_checkpointing="true", micro_batch=8)
+    assert (made.activation_checkpointing, made.micro_batch, made.reasons["micro_batch"]) == (True, 8, "pinned")
+    assert plan("1.7B", "8xH100-80GB", strategy="fsdp", zero_stage=3).zero_stage == 3
+
+
+def test_a_model_that_fits_nowhere_names_the_memory_and_three_ways() -> None:
+    with pytest.raises(Problem, match=r"fits nowhere: .* needs \d+ GiB, each .* has .*\nWays out: \(1\) a GPU with \d+ GB .*\(2\).*\(3\)"):
+        plan("1.7B", "1x6GB", offload="none")
+
+
+def test_more_processes_than_samples_is_refused() -> None:
+    from drivetrain.hardware.described import parse
+    from drivetrain.plan.choose import choose
+    from drivetrain.task import Task
+
+    with pytest.raises(Problem, match="global_batch=64 is less than one sample for each of 256 processes"):
+        choose(Task().settings(), parse("32 nodes x 8xH100-80GB"), device="cuda", world_size=256, local_procs=8, nodes=32)
+
+
+def test_memory_by_part_falls_as_more_is_sharded() -> None:
+    known = profile("1.7B", "bf16")
+    ways = [Candidate("ddp", 1, 16, 4), Candidate("fsdp", 1, 16, 4, zero_stage=2), Candidate("fsdp", 1, 16, 4, zero_stage=3)]
+    needs = [sum(memory(known, way).values()) for way in ways]
+    assert needs == sorted(needs, reverse=True)
+    assert memory(known, ways[0])["optimizer"] == 4 * memory(known, ways[2])["optimizer"]
+
+
+def test_measured_points_correct_the_prediction_between_them() -> None:
+    fit = Fit.of([Point(8, True, 2_000, 0.030, 0.010), Point(32, True, 6_000, 0.090, 0.010), Point(64, fits=False)])
+    assert fit is not None and fit.largest == 32
+
+    def half(size: int) -> float:
+        return 0.5 * (0.020 + (size - 8) / 24 * 0.060)
+
+    assert fit.work_seconds(8, half) == pytest.approx(0.020)
+    assert fit.work_seconds(16, half) == pytest.approx(0.040)
+    assert fit.peak_bytes(32, lambda size: 100.0 * size) == pytest.approx(6_000)
