@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drivetrain import Task, Tensors
-from drivetrain.tasks.vision.nets import Conv4
+from drivetrain.tasks.vision.nets import Conv4, resnet18
 
 
 class Labelled(Task):
@@ -36,6 +37,8 @@ class Labelled(Task):
 
 class Cnn(Labelled):
     """Guide 001's four convolutions."""
+
+    samples: int = 8192
 
     def shape(self) -> tuple[int, ...]:
         return 1, 28, 28
@@ -192,7 +195,7 @@ class Lstm(Language):
         return LstmNet(self.vocabulary, 1024)
 
 
-# --- unseen: nothing was fitted to these --------------------------------------------------------
+# --- further models whose measurements the shares of published rates were set by, too -----------
 
 
 class BertNet(nn.Module):
@@ -246,7 +249,7 @@ class UnetNet(nn.Module):
 
         widths = [64, 128, 256, 512]
         self.down = nn.ModuleList(twice(a, b) for a, b in zip([3, *widths], widths, strict=False))
-        self.up = nn.ModuleList(twice(b + a, a) for a, b in zip(widths, widths[1:], strict=False))
+        self.up = nn.ModuleList(twice(b + a, a) for a, b in pairwise(widths))
         self.out = nn.Conv2d(64, 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -273,5 +276,74 @@ class Mlp(Labelled):
         return nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 4096), nn.GELU(), nn.Linear(4096, 10))
 
 
+# --- unseen: nothing was set by these -----------------------------------------------------------
+
+
+class Residual(Labelled):
+    """A ResNet-18 on images of 128."""
+
+    samples: int = 2048
+
+    def shape(self) -> tuple[int, ...]:
+        return 3, 128, 128
+
+    def model(self) -> nn.Module:
+        return resnet18(3, 10, 128)
+
+
+class GruNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.Sequential(nn.Conv1d(80, 256, 5, 2, 2), nn.ReLU(), nn.Conv1d(256, 256, 5, 2, 2), nn.ReLU())
+        self.gru = nn.GRU(256, 512, 3, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(1024, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gru(self.convs(x).transpose(1, 2))[0].mean(1))
+
+
+class Gru(Labelled):
+    """Convolutions over time and a GRU both ways, as for speech."""
+
+    samples: int = 2048
+
+    def shape(self) -> tuple[int, ...]:
+        return 80, 400
+
+    def model(self) -> nn.Module:
+        return GruNet()
+
+
+class MixerBlock(nn.Module):
+    def __init__(self, tokens: int, width: int) -> None:
+        super().__init__()
+        self.n1, self.n2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.across = nn.Sequential(nn.Linear(tokens, 2 * tokens), nn.GELU(), nn.Linear(2 * tokens, tokens))
+        self.within = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.across(self.n1(x).transpose(1, 2)).transpose(1, 2)
+        return x + self.within(self.n2(x))
+
+
+class MixerNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 512, 16, 16)
+        self.blocks = nn.Sequential(*(MixerBlock(196, 512) for _ in range(8)))
+        self.head = nn.Linear(512, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.patch(x).flatten(2).transpose(1, 2)).mean(1))
+
+
+class Mixer(VitB):
+    """An MLP-Mixer on images of 224."""
+
+    def model(self) -> nn.Module:
+        return MixerNet()
+
+
 NAMED = {"CNN (guide 001)": Cnn, "ViT-B/16": VitB, "SmolLM2-135M shape": Smol135, "SmolLM2-1.7B shape": Smol1700, "LSTM": Lstm}
-UNSEEN = {"BERT layers, dropout": Bert, "U-Net": Unet, "MLP": Mlp}
+FURTHER = {"BERT layers, dropout": Bert, "U-Net": Unet, "MLP": Mlp}
+UNSEEN = {"ResNet-18": Residual, "Conv1d + GRU": Gru, "MLP-Mixer": Mixer}

@@ -60,7 +60,7 @@ def _plan(recipe: Any, args: Namespace, screen: Any) -> dict[str, Any]:
     samples = None
     if args.planner != "off":
         profile = planning.profile_of(recipe, plan, screen)
-        samples = profile.samples
+        samples = profile.samples if profile is not None else None
     total = _total(recipe, plan, samples, args.price, place.world_size)
     told = {"format": 1, "task": recipe.task.label, "hardware": place.hardware.to_json(), "plan": plan.to_json(), "total": total}
     other = planning.plan_for(recipe, place, screen, "table") if args.compare else None
@@ -157,7 +157,7 @@ def _compare(recipe: Any, plan: Any, other: Any, place: Any, profile: Any) -> No
     for name in ("global_batch", *SHOWN):
         if mine[name] != theirs[name]:
             print(f"  {name:<26}{theirs[name]!s:<10} instead of {mine[name]}: {other.reasons.get(name, '')}".rstrip(": "))
-    if profile.plain is None:
+    if profile is None or profile.plain is None:
         return
     machine = Machine.of(place.hardware, place.device, place.local_procs)
     search = Search(profile, machine, other.global_batch, place.world_size, place.nodes)

@@ -6,10 +6,13 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -78,9 +81,11 @@ def _plan(recipe: Recipe, place: Place, screen: Screen, planner: Planner, measur
     plain = choose(recipe.settings, place.hardware, **where)
     if planner == "off":
         return plain
-    profile = profile_of(recipe, plain, screen, fresh)
-    if profile.plain is None:
-        why = f"not predicted: {profile.traced}"
+    machine = Machine.of(place.hardware, place.device, place.local_procs)
+    hurry = Hurry(recipe, machine, place.world_size) if measure is None else None
+    profile = profile_of(recipe, plain, screen, fresh, hurry)
+    if profile is None or profile.plain is None:
+        why = "not predicted: " + ("that would take longer than it gains; the next plan knows" if profile is None else profile.traced)
         return replace(plain, reasons=plain.reasons | {"predicted": why})
     points = remembered_points(recipe, plain, place, fresh)
     plan = choose(recipe.settings, place.hardware, **where, profile=profile, points=points)
@@ -89,7 +94,7 @@ def _plan(recipe: Recipe, place: Place, screen: Screen, planner: Planner, measur
     limit = SHARE * total_seconds(recipe, profile, plan)
     if measure is None and limit < PROBES:
         return plan
-    points = measured(recipe, plan, place, profile, screen, None if measure else max(LEAST, limit))
+    points = measured(recipe, plan, place, machine, profile, screen, None if measure else max(LEAST, limit))
     return choose(recipe.settings, place.hardware, **where, profile=profile, points=points) if points else plan
 
 
@@ -104,18 +109,46 @@ def total_seconds(recipe: Recipe, profile: Profile, plan: Plan) -> float:
 # --- profiles and measurements ------------------------------------------------------------------
 
 
-def profile_of(recipe: Recipe, plan: Plan, screen: Screen, fresh: bool = False) -> Profile:
-    """What the task asks of any machine: remembered, or found by a child process."""
+def profile_of(recipe: Recipe, plan: Plan, screen: Screen, fresh: bool = False, hurry: Hurry | None = None) -> Profile | None:
+    """What the task asks of any machine: remembered, or found by a child process. In a hurry None, if that takes too
+    long; the child then goes on beside the training, and the next plan finds what it found."""
     memory = _Remembered("profile", recipe, {"precision": plan.precision, "format": FORMAT})
     known = None if fresh else memory.read()
     if known is None:
         screen.busy("looking at the task's memory and work ...")
-        environment = {"CUDA_VISIBLE_DEVICES": ""}  # shapes suffice
-        known = _child({"mode": "survey", "plan": plan.to_json()}, recipe, SURVEY_LIMIT, environment)
-        if known is None:
-            raise Problem(f"the task's model, data or loss took longer than {SURVEY_LIMIT:.0f} s to look at: --planner off leaves it out")
+        child = _Child({"mode": "survey", "plan": plan.to_json()}, recipe, {"CUDA_VISIBLE_DEVICES": ""})  # shapes suffice
+        begun = time.monotonic()
+        while not child.wait(0.05):
+            waited = time.monotonic() - begun
+            if waited > SURVEY_LIMIT:
+                child.stop()
+                raise Problem(f"the task's model, data or loss took longer than {waited:.0f} s to look at: --planner off leaves it out")
+            if hurry is not None and waited > LEAST and waited > hurry.patience(child.first()):
+                child.leave_to(memory.write)
+                return None
+        known = child.found()
         memory.write(known)
     return Profile.from_json(known)
+
+
+@dataclass(frozen=True)
+class Hurry:
+    """How long a training waits for its plan."""
+
+    recipe: Recipe
+    machine: Machine
+    world_size: int
+
+    def patience(self, first: dict[str, Any] | None) -> float:
+        """Seconds: a share of the run's time, of which the parameters tell the least it can be; without end where the
+        model's state alone takes half of a device."""
+        if first is None:
+            return LEAST
+        if first["parameter_bytes"] + first["trained_bytes"] + first["optimizer_bytes"] > 0.5 * self.machine.usable_bytes:
+            return SURVEY_LIMIT
+        steps = total_steps(self.recipe, first["samples"], self.recipe.settings["global_batch"])
+        flops = 6.0 * first["trained"] * steps * self.recipe.settings["global_batch"] / self.world_size
+        return float(SHARE * flops / (0.5e12 * max(self.machine.card.fp32, self.machine.card.bf16)))
 
 
 def remembered_points(recipe: Recipe, plan: Plan, place: Place, fresh: bool = False) -> list[Point]:
@@ -123,15 +156,19 @@ def remembered_points(recipe: Recipe, plan: Plan, place: Place, fresh: bool = Fa
     return [Point(**p) for p in found or []]
 
 
-def measured(recipe: Recipe, plan: Plan, place: Place, profile: Profile, screen: Screen, limit: float | None) -> list[Point]:
+def measured(
+    recipe: Recipe, plan: Plan, place: Place, machine: Machine, profile: Profile, screen: Screen, limit: float | None
+) -> list[Point]:
     """Measure a few micro-batches in a child process, so that running out of memory costs nothing."""
-    machine = Machine.of(place.hardware, place.device, place.local_procs)
     search = Search(profile, machine, plan.global_batch, place.world_size, place.nodes)
     sizes = probed_sizes(search, plan)
     screen.busy(f"measuring steps with micro-batches of {', '.join(map(str, sizes))} ...")
     environment = {"CUDA_VISIBLE_DEVICES": place.gpu} if place.gpu else {}
     job = {"mode": "probe", "plan": plan.to_json(), "micro_batches": sizes}
-    found = _child(job, recipe, limit, environment) or []
+    child = _Child(job, recipe, environment)
+    if not child.wait(limit):
+        child.stop()
+    found = child.found() or []
     if len(found) == len(sizes):
         _points_memory(recipe, plan, place.hardware).write(found)
     return [Point(**p) for p in found]
@@ -150,28 +187,62 @@ def _points_memory(recipe: Recipe, plan: Plan, hardware: Hardware) -> _Remembere
     return _Remembered("points", recipe, {"precision": plan.precision, "gpu": gpu, "capture": plan.capture, "batch": plan.global_batch})
 
 
-def _child(job: dict[str, Any], recipe: Recipe, limit: float | None, environment: dict[str, str]) -> Any:
-    """What the child found; None where it ran out of time before it found anything."""
-    with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
-        file, out = Path(folder) / "job.json", Path(folder) / "found.json"
+class _Child:
+    """A process that looks at the task; what it finds comes in a file."""
+
+    def __init__(self, job: dict[str, Any], recipe: Recipe, environment: dict[str, str]) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="drivetrain-")
+        base = Path(self.folder.name)
+        file, self.out, self.log = base / "job.json", base / "found.json", base / "log"
         origin = "" if recipe.task.pickled or recipe.task.built_in else str(Path(recipe.task.path).parent)
-        common = {"task": asdict(recipe.task), "settings": recipe.settings, "folder": os.getcwd(), "run": folder, "origin": origin}
+        common = {"task": asdict(recipe.task), "settings": recipe.settings, "folder": os.getcwd(), "run": str(base), "origin": origin}
         file.write_text(json.dumps(common | job))
-        command = [sys.executable, "-P", "-m", "drivetrain.cli.survey", str(file), str(out), str(os.getpid())]
+        command = [sys.executable, "-P", "-m", "drivetrain.cli.survey", str(file), str(self.out), str(os.getpid())]
         kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(command, env=kept | environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def wait(self, seconds: float | None) -> bool:
+        """Whether it has ended."""
         try:
-            done = subprocess.run(command, env=kept | environment, capture_output=True, text=True, timeout=limit, stdin=subprocess.DEVNULL)
-            said = done.stderr
+            self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            said = ""
-        if not out.is_file():
-            if said:
-                raise Problem(f"the task could not be looked at: {said.strip().splitlines()[-1]}", Outcome.USER_ERROR)
+            return False
+        return True
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def first(self) -> dict[str, Any] | None:
+        """What it knows before it has ended: the model's parameters."""
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads(self.out.with_name("first.json").read_text())  # type: ignore[no-any-return]
+        return None
+
+    def found(self) -> Any:
+        """What it found; None where it was stopped before it found anything."""
+        if not self.out.is_file():
+            said = self.log.read_text(errors="replace").strip().splitlines()
+            self.folder.cleanup()
+            if said and self.process.returncode != -signal.SIGKILL:
+                raise Problem(f"the task could not be looked at: {said[-1]}", Outcome.USER_ERROR)
             return None
-        told = json.loads(out.read_text())
-    if told["outcome"] != Outcome.OK:
-        raise Problem(told["message"], Outcome(told["outcome"]))
-    return told["found"]
+        told = json.loads(self.out.read_text())
+        self.folder.cleanup()
+        if told["outcome"] != Outcome.OK:
+            raise Problem(told["message"], Outcome(told["outcome"]))
+        return told["found"]
+
+    def leave_to(self, write: Callable[[Any], None]) -> None:
+        """Let it end by itself, and remember what it found."""
+
+        def wait() -> None:
+            with contextlib.suppress(Problem, OSError):  # the training will say what is wrong
+                self.wait(SURVEY_LIMIT)
+                write(self.found())
+
+        threading.Thread(target=wait, daemon=True).start()
 
 
 class _Remembered:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ def _look(job: dict[str, Any], out: Path) -> None:
     if job["mode"] == "survey":
         from drivetrain.engine.survey import survey
 
-        _write(out, {"outcome": Outcome.OK, "found": survey(task, job["plan"]["precision"]).to_json()})
+        first = partial(_write, out.with_name("first.json"))
+        _write(out, {"outcome": Outcome.OK, "found": survey(task, job["plan"]["precision"], first).to_json()})
         return
     import torch
 

@@ -27,8 +27,9 @@ REAL_SIZES = (1, 2)  # where values are needed, so that the work is really done
 REAL_LIMIT = 200_000_000  # parameters of a model that is really run
 
 
-def survey(task: Task, precision: str) -> Profile:
-    """The profile of a task in one precision; where its passes cannot be traced, `traced` says why."""
+def survey(task: Task, precision: str, early: Callable[[dict[str, Any]], None] = lambda facts: None) -> Profile:
+    """The profile of a task in one precision; where its passes cannot be traced, `traced` says why. What is known of the
+    model before they are goes to `early`."""
     data = task.train_data()
     if not isinstance(data, Source):
         check_data(data, "train_data()")
@@ -37,6 +38,7 @@ def survey(task: Task, precision: str) -> Profile:
     with mode:
         optimizer_bytes = _optimizer_bytes(task, model)
     facts = _facts(task, model, data) | {"optimizer_bytes": optimizer_bytes, "precision": precision}
+    early(facts)
     if isinstance(data, Source):
         return Profile(**facts, traced="its data are made by the model itself (a Source)")
     take = _taker(task, data)
