@@ -260,6 +260,16 @@ def test_models_with_batchnorm_are_warned(tmp_path: Path) -> None:
     assert "from 8 samples at a time, not from the global batch of 16" in found["notices"][0]
 
 
+def test_batchnorm_never_gets_a_single_sample(tmp_path: Path) -> None:
+    """Pieces of two, but the last batch of 13 could then be cut into one of one."""
+    job = prepare("Normed", str(tmp_path), {"samples": 93}, {"micro_batch": 4}, "oom@step:2", Group(0, 1, torch.device("cpu")))
+    with pytest.raises(OutOfMemory, match="at step 2 on rank 0 with 4 samples at a time, and BatchNorm needs more than one"):
+        job.run_to_end()
+    job = prepare("Normed", str(tmp_path), {"samples": 94}, {"micro_batch": 4}, "oom@step:2", Group(0, 1, torch.device("cpu")))
+    assert job.run_to_end().outcome is Outcome.OK
+    assert job.plan.micro_batch == 2
+
+
 def test_an_update_is_not_taken_back(tmp_path: Path) -> None:
     """Half an optimizer's step may be done: the process ends, and says with which plan to start anew."""
     job = prepare("Plain", str(tmp_path), {}, {}, "oom@update:3", Group(0, 1, torch.device("cpu")))
@@ -317,7 +327,7 @@ def repeat(folder: str, seed: int, times: int, group: Group) -> int:
         try:
             assert job.run_to_end().step == 12, faults
         except OutOfMemory:
-            assert job.plan.micro_batch == 1, faults  # two in a row from 2 on
+            assert job.plan.micro_batch <= (3 if name == "Normed" else 1), faults  # two in a row, from few on
             continue
         samples = [ids for rank in group.gather(seen) for (epoch, _), ids in rank.items() if epoch == 0 for ids in ids]
         assert name == "Walk" or sorted(samples) == list(range(job.feed.length)), faults

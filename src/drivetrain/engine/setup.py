@@ -81,10 +81,13 @@ def _batchnorm(model: nn.Module, task: Task, plan: Plan, group: Group, observer:
     return model
 
 
+def has_batchnorm(model: nn.Module) -> bool:
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+
+
 def batchnorm_notice(model: nn.Module, task: Task, plan: Plan) -> str:
     """What differs for a model with BatchNorm under this plan, or nothing."""
-    has = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
-    if not has or plan.micro_batch >= plan.global_batch:
+    if not has_batchnorm(model) or plan.micro_batch >= plan.global_batch:
         return ""
     why = "sync_batchnorm=true shares them between GPUs" if not task.sync_batchnorm else "SyncBatchNorm needs several GPUs"
     return (

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.engine.setup import batchnorm_notice
+from drivetrain.engine.feed import Feed
+from drivetrain.engine.setup import batchnorm_notice, has_batchnorm
 from drivetrain.engine.strategies.replicate import Replicated
 from drivetrain.outcomes import Outcome, Problem
-from drivetrain.plan import Plan, Smaller
+from drivetrain.plan import Plan, Smaller, half
 
 if TYPE_CHECKING:
     from drivetrain.engine.loop import Training
@@ -93,7 +94,7 @@ def shrink(training: Training, ranks: list[int], possible: bool) -> None:
     smaller = _smaller(training, evaluation=False)
     where = f"at step {at:,} on rank {', '.join(map(str, ranks))}"
     if smaller is None:
-        raise OutOfMemory(_the_end(training, f"{where} with one sample at a time"), None)
+        raise _the_end(training, where, evaluation=False)
     if not possible:
         raise OutOfMemory(f"out of memory {where}, in a step that cannot be undone here", smaller.facts(at, ranks[0], "step"))
     training.step.undo()
@@ -120,7 +121,7 @@ def shrink_evaluation(training: Training, ranks: list[int]) -> None:
     smaller = _smaller(training, evaluation=True)
     where = f"in the evaluation at step {training.done:,} on rank {', '.join(map(str, ranks))}"
     if smaller is None:
-        raise OutOfMemory(_the_end(training, f"{where} with one sample at a time"), None)
+        raise _the_end(training, where, evaluation=True)
     training._replay = None
     training.plan = Plan.from_json(training.plan.to_json() | smaller.changes)
     training.test.cut(training.plan.eval_micro_batch)
@@ -154,15 +155,36 @@ def new_start(training: Training, error: torch.OutOfMemoryError) -> OutOfMemory:
     first = str(error).partition("\n")[0]
     smaller = _smaller(training, training.evaluating)
     if smaller is None:
-        return OutOfMemory(_the_end(training, f"at step {at:,} with one sample at a time ({first})"), None)
+        return _the_end(training, f"at step {at:,} ({first})", training.evaluating)
     facts = smaller.facts(at, training.group.rank, during)
     return OutOfMemory(f"out of memory at step {at:,} ({first}): {smaller.sentence()} from here on", facts)
 
 
 def _smaller(training: Training, evaluation: bool) -> Smaller | None:
-    feed = training.test if evaluation and training.test is not None else training.feed
-    return training.plan.halved(training.done + (not evaluation), feed.largest, evaluation)
+    """Half as many samples at a time; None where that cannot be."""
+    smaller = training.plan.halved(training.done + (not evaluation), _feed(training, evaluation).largest, evaluation)
+    if smaller is None or evaluation or not has_batchnorm(training.model):
+        return smaller
+    feed, world = training.feed, training.group.size
+    sizes = {feed.size(0), feed.size(feed.steps_per_epoch - 1)}
+    return smaller if all(_least(size, world, smaller.now) > 1 for size in sizes) else None
 
 
-def _the_end(training: Training, where: str) -> str:
-    return f"out of memory {where}\nWays out: {WAYS_OUT} (drivetrain resume {training.run.name} plan.KEY=VALUE)"
+def _least(size: int, world: int, micro: int) -> int:
+    """Samples in the smallest micro-batch of a batch of this size."""
+    largest = -(-size // world)
+    pieces = -(-largest // micro)
+    return size // world // pieces
+
+
+def _feed(training: Training, evaluation: bool) -> Feed:
+    return training.test if evaluation and training.test is not None else training.feed
+
+
+def _the_end(training: Training, where: str, evaluation: bool) -> OutOfMemory:
+    plan = training.plan
+    least, _ = half(_feed(training, evaluation).largest, plan.eval_micro_batch if evaluation else plan.micro_batch)
+    few = "one sample" if least == 1 else f"{least} samples"
+    why = "" if least == 1 else ", and BatchNorm needs more than one in every micro-batch"
+    ways = f"Ways out: {WAYS_OUT} (drivetrain resume {training.run.name} plan.KEY=VALUE)"
+    return OutOfMemory(f"out of memory {where} with {few} at a time{why}\n{ways}", None)
