@@ -87,7 +87,7 @@ def test_again_and_again_until_one_sample_is_too_much(folder: Path) -> None:
     write_task()
     faults = ",".join(f"oom@update:{step}" for step in (2, 2, 3))
     message = bad("train", "small.py", "global_batch=4", "steps=8", "--name", "n", "--procs", "1", code=203, DRIVETRAIN_FAULTS=faults)
-    assert "at step 3 with one sample at a time" in message
+    assert "out of memory at step 3 (" in message and ") with one sample at a time" in message
     assert "Ways out: plan.activation_checkpointing=on, plan.strategy=fsdp, or more GPUs" in message
     assert kinds("n") == ["oom", "replanned", "restarted"] * 2 + ["stopped"]
     assert plan("n")["micro_batch"] == 1
