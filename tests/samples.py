@@ -72,6 +72,15 @@ class Augmented(Plain):
         return x + 0.3 * rand.normal(4) * rand.uniform(1), y
 
 
+class Normed(Plain):
+    """BatchNorm, whose statistics a forward pass changes, and dropout."""
+
+    samples: int = 96
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 4))
+
+
 class Listed(torch.utils.data.Dataset[Any]):
     """A map-style data set with randomness of its own and dict samples."""
 
@@ -369,6 +378,7 @@ TASKS = {
     for t in (
         Plain,
         Augmented,
+        Normed,
         Loaded,
         Tokens,
         Parts,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -19,13 +20,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
-from drivetrain.outcomes import Outcome, outcome_of_code
+from drivetrain.outcomes import Outcome, Problem, outcome_of_code
 from drivetrain.plan import Plan
 from drivetrain.runs import Run, record_plan
 from drivetrain.watch.screen import Screen, replay
 
+RECORDED = ("train", "verify")  # jobs that keep the plan in run.json true
 WIRE = "_DRIVETRAIN_WIRE"  # tells a worker the handle of its wire, and who its parent is
 GRACE = 5.0  # seconds the others get to say how they ended, once one has failed
+SHORT_GRACE = 1.0  # where one ran out of memory: what the others will say is known
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Ended:
     message: str = ""
     result: dict[str, Any] = field(default_factory=dict)
     interrupted: bool = False
+    stopped: bool = False
+    """Whether this process was asked to stop, by whatever signal."""
 
 
 @dataclass
@@ -66,7 +71,34 @@ def local_place(procs: int) -> Place:
 
 
 def run_workers(job: dict[str, Any], plan: Plan, place: Place, screen: Screen, gpus: list[str], verbose: bool = False) -> Ended:
-    """Run a job on this machine's processes until all have ended."""
+    """Run a job on this machine's processes until all have ended; where memory ran out, from the last checkpoint on
+    with the smaller plan that the worker asks for."""
+    while True:
+        ended = _run_once(job, plan, place, screen, gpus, verbose)
+        smaller = ended.result.get("smaller")
+        if ended.outcome is not Outcome.OOM or not smaller or job["mode"] not in RECORDED:
+            return ended
+        run = Run(job["run"])
+        record_shortage(run, smaller)
+        if ended.stopped or place.local_procs < place.world_size:
+            return ended  # the other machines' processes are not ours to start
+        plan = Plan.from_json(plan.to_json() | smaller["plan"])
+        job, place = job | {"plan": plan.to_json()}, local_place(place.local_procs)
+        steps = run.steps()
+        screen.line("plan", f"{smaller['sentence']}; starting anew from {f'step {steps[-1]:,}' if steps else 'the beginning'}")
+        run.event("restarted", step=steps[-1] if steps else 0, why="oom")
+
+
+def record_shortage(run: Run, smaller: dict[str, Any]) -> None:
+    """Note, once, that memory ran out, and the plan with which the run goes on."""
+    with contextlib.suppress(Problem):  # another machine's disk may have the run
+        if any(run.read()["plan"][key] != size for key, size in smaller["sizes"].items()):
+            run.event("oom", **smaller["oom"])
+            record_plan(run, smaller["plan"])
+            run.event("replanned", step=smaller["oom"]["step"], **smaller["sizes"])
+
+
+def _run_once(job: dict[str, Any], plan: Plan, place: Place, screen: Screen, gpus: list[str], verbose: bool) -> Ended:
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
         file = Path(folder) / "job.json"
         file.write_text(json.dumps(job))
@@ -77,10 +109,11 @@ class _Supervisor:
     def __init__(self, file: Path, job: dict[str, Any], plan: Plan, place: Place, screen: Screen, gpus: list[str], verbose: bool) -> None:
         self.file, self.plan, self.place, self.screen, self.gpus, self.verbose = file, plan, place, screen, gpus, verbose
         self.run_dir = Run(job["run"])
-        self.records = job["mode"] in ("train", "verify")
+        self.records = job["mode"] in RECORDED
         self.workers: list[_Worker] = []
         self.signals = 0
-        self.failed_at: float | None = None
+        self.stopped = False
+        self.end_by: float | None = None
         self.selector = selectors.DefaultSelector()
 
     def run(self) -> Ended:
@@ -142,9 +175,10 @@ class _Supervisor:
     def _watch(self) -> None:
         """Once one has failed, the others can only wait in vain: end them after a moment."""
         codes = [w.process.poll() for w in self.workers]
-        if self.failed_at is None and any(code not in (None, 0, Outcome.PREEMPTED.code) for code in codes):
-            self.failed_at = time.monotonic()
-        if self.failed_at is not None and time.monotonic() - self.failed_at > GRACE:
+        if any(code not in (None, 0, Outcome.PREEMPTED.code) for code in codes):
+            grace = SHORT_GRACE if Outcome.OOM.code in codes else GRACE
+            self.end_by = min(self.end_by or math.inf, time.monotonic() + grace)
+        if self.end_by is not None and time.monotonic() > self.end_by:
             self._kill()
         if all(code is not None for code in codes):
             # A loader worker that outlives its rank may hold the pipes open: do not wait for it.
@@ -222,7 +256,7 @@ class _Supervisor:
         severity = [Outcome.USER_ERROR, Outcome.USAGE, Outcome.DATA, Outcome.NAN, Outcome.OOM, Outcome.HANG, Outcome.INFRA]
         ranking = {o: i for i, o in enumerate([*severity, Outcome.PREEMPTED, Outcome.OK])}
         outcome, _, message, said = min(ends, key=lambda e: (ranking[e[0]], e[1]))
-        return Ended(outcome, message, said, interrupted=self.signals > 0)
+        return Ended(outcome, message, said, interrupted=self.signals > 0, stopped=self.stopped)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -238,6 +272,7 @@ class _Supervisor:
                 signal.signal(n, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.stopped = True
         if number == signal.SIGINT:
             self.signals += 1
             if self.signals > 1:

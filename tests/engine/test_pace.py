@@ -202,6 +202,7 @@ def test_a_step_that_finds_its_number_on_the_device_is_the_same_step(
         """Stands where graphs stand, and calls."""
 
         broken = ""
+        plain = 0
 
         def __call__(self, key: Any, work: Any, inputs: Any, *constants: Any) -> Any:
             handed.append(inputs)
@@ -211,6 +212,12 @@ def test_a_step_that_finds_its_number_on_the_device_is_the_same_step(
             return True
 
         def forget(self) -> None:
+            pass
+
+        def settled(self, kind: Any) -> bool:
+            return False
+
+        def settle(self, kind: Any, plain: int) -> None:
             pass
 
     monkeypatch.setattr(Step, "graphs", property(lambda self: Calls(), lambda self, value: None), raising=False)

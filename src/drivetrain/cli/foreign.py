@@ -23,7 +23,7 @@ from drivetrain.cli.worker import StopFlag, work
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.recipe import Recipe, TaskRef
 from drivetrain.runs import Run
-from drivetrain.supervise import Ended, Place
+from drivetrain.supervise import Ended, Place, record_shortage
 from drivetrain.watch.screen import Screen
 
 if TYPE_CHECKING:
@@ -144,7 +144,11 @@ def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tup
         result = work(job | {"task": _task_here(job, told["code"], recipe)}, group, watchers, stop)
     except Problem as problem:
         result = {"outcome": problem.outcome, "message": str(problem)}
+    if result.get("smaller"):  # whichever rank it is: the others may wait for it until the launcher ends them
+        record_shortage(run, result["smaller"])
     result = _cause(result, group)
+    if group.main and result.get("smaller"):
+        record_shortage(run, result["smaller"])
     screen.close()
     ended = Ended(Outcome(result["outcome"]), result.get("message", ""), result)
     if opened is not None:
@@ -172,7 +176,8 @@ def _cause(result: dict[str, Any], group: Group) -> dict[str, Any]:
     store = dist.distributed_c10d._get_default_store()
     with contextlib.suppress(RuntimeError):  # the store is gone where its machine is
         if not group.main:
-            store.set(f"drivetrain/{group.rank}", json.dumps({"outcome": result["outcome"], "message": result["message"]}))
+            told_by_me = {key: result.get(key) for key in ("outcome", "message", "smaller")}
+            store.set(f"drivetrain/{group.rank}", json.dumps(told_by_me))
         elif result["outcome"] == Outcome.INFRA:
             told = [json.loads(store.get(key)) for rank in range(1, group.size) if store.check([key := f"drivetrain/{rank}"])]
             return next((other for other in told if other["outcome"] != Outcome.INFRA), result)

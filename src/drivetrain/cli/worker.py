@@ -50,7 +50,14 @@ def work(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag) ->
         return _run(job, group, screen, stop)
     except BaseException as error:
         outcome, message = explain(error, job)
-        return {"outcome": outcome, "message": message}
+        return {"outcome": outcome, "message": message, "smaller": _smaller_plan(error)}
+
+
+def _smaller_plan(error: BaseException) -> dict[str, Any] | None:
+    """With which plan the run may start anew, where memory ran out."""
+    from drivetrain.engine.shortage import OutOfMemory
+
+    return error.smaller if isinstance(error, OutOfMemory) else None
 
 
 def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag) -> dict[str, Any]:
@@ -67,7 +74,7 @@ def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag) ->
 
         return {"outcome": Outcome.OK} | evaluate_run(task, plan, run, group)
     files: list[Observer] = [MetricsFile(run), TensorBoard(run.path / "tensorboard"), screen] if group.main else []
-    observer = Observers([*files, *injectors()])
+    observer = Observers([*files, *injectors(run)])
 
     from drivetrain.engine.fingerprint import Fingerprint
     from drivetrain.engine.loop import Training
@@ -150,8 +157,12 @@ def explain(error: BaseException, job: dict[str, Any]) -> tuple[Outcome, str]:
         lines = text.splitlines(keepends=True)
         begin = max(i for i, line in enumerate(lines) if line.rstrip().endswith(" failed:"))
         return Outcome.USER_ERROR, _as_users_see("".join(lines[begin:]).removeprefix("drivetrain.engine.loader.SampleError: "), job)
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return Outcome.OOM, f"out of memory: {first}\nLower plan.micro_batch (now {job['plan']['micro_batch']})"
+    if isinstance(error, torch.OutOfMemoryError):  # not in a step: those are told as a Problem
+        from drivetrain.engine.shortage import WAYS_OUT
+
+        return Outcome.OOM, f"out of memory before the first step: {first}\nModel, optimizer and data do not fit; ways out: {WAYS_OUT}"
+    if isinstance(error, MemoryError):
+        return Outcome.OOM, f"the host's memory ran out: {first}\nLower plan.workers (now {job['plan']['workers']}) or plan.prefetch"
     if "DataLoader worker" in text:
         return Outcome.INFRA, f"{first}\nIf memory ran out: lower plan.workers (now {job['plan']['workers']}) or plan.prefetch"
     if "Expected more than 1 value per channel" in text:
@@ -164,7 +175,8 @@ def explain(error: BaseException, job: dict[str, Any]) -> tuple[Outcome, str]:
         )
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
     lost = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "Connection refused")
-    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and not frames and any(w in text for w in lost)):
+    theirs = not frames or "gloo/transport" in text  # sharded models talk to the others from within the user's frames
+    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and theirs and any(w in text for w in lost)):
         return Outcome.INFRA, f"another process of this run was lost: {first}"
     if isinstance(error, OSError) and not frames:
         return Outcome.INFRA, f"{error.strerror or error} ({error.filename or 'no file'})"

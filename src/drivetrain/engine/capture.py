@@ -74,6 +74,9 @@ class Graphs:
         self._captured: dict[Hashable, Captured] = {}
         self._seen: Counter[Hashable] = Counter()
         self._said = False
+        self.plain = 0
+        """Calls that were no replays."""
+        self._settled: set[Hashable] = set()
         self.broken = ""
         """Why nothing is captured any more."""
 
@@ -81,6 +84,7 @@ class Graphs:
         """`work(inputs, *constants)`; its output stands until the next call."""
         found = self._captured.get(key)
         if found is None:
+            self.plain += 1
             turn = self._turn(key)
             if turn < 0:
                 return work(inputs, *constants)
@@ -99,8 +103,17 @@ class Graphs:
     def holds(self, kind: str) -> bool:
         return any(isinstance(key, tuple) and key[0] == kind for key in self._captured)
 
+    def settle(self, kind: Hashable, plain: int) -> None:
+        """A step of this kind was taken, and `plain` calls had been made before: whether it was all replays."""
+        (self._settled.add if self.plain == plain else self._settled.discard)(kind)
+
+    def settled(self, kind: Hashable) -> bool:
+        """Whether the last step of this kind was all replays: such a one needs no memory."""
+        return kind in self._settled
+
     def forget(self) -> None:
         """What was captured no longer holds: begin anew."""
+        self._settled.clear()
         self._captured.clear()
         self._seen.clear()
 
@@ -139,6 +152,7 @@ class Graphs:
 
     def give_up(self, why: str) -> None:
         self.broken = why
+        self._settled.clear()
         self._captured.clear()  # they were captured with the generator's old state
         self._notice(f"nothing is captured from here on: {why}")
 

@@ -60,7 +60,7 @@ class SourceFeed(Feed):
     """What a `Source` collects: each global batch takes equally from every group, so ranks exchange nothing."""
 
     def __init__(self, source: Source, plan: Plan, group: Group, seed: int) -> None:
-        self.source, self.plan, self.group, self.seed = source, plan, group, seed
+        self.source, self.micro, self.group, self.seed = source, plan.micro_batch, group, seed
         total, groups = len(source), source.groups
         self.length = total
         if groups < 1 or total % groups:
@@ -70,6 +70,7 @@ class SourceFeed(Feed):
         if groups < group.size:
             raise Problem(f"the source has {groups} groups for {group.size} processes: lower --procs to at most {groups}")
         self.per_group, self.take = total // groups, plan.global_batch // groups
+        self.largest = -(-groups // group.size) * self.take
         self.steps_per_pass = -(-self.per_group // self.take)
         self.steps_per_epoch = self.steps_per_pass * source.passes
         self.low, self.high = groups * group.rank // group.size, groups * (group.rank + 1) // group.size
@@ -115,6 +116,9 @@ class SourceFeed(Feed):
             self._orders = {turn: rows + first}
         return self._orders[turn]
 
+    def cut(self, micro: int) -> None:
+        self.micro = micro
+
     def _columns(self, index: int) -> range:
         place = index % self.steps_per_pass
         return range(place * self.take, min(self.per_group, (place + 1) * self.take))
@@ -129,7 +133,7 @@ class SourceFeed(Feed):
         rows = self._order(index // self.steps_per_pass)[:, part.start : part.stop].reshape(-1)
         width, turn = len(part), index // self.steps_per_pass
         largest = -(-self.source.groups // self.group.size) * width  # of any rank: all take the same number of micro-steps
-        count = -(-largest // self.plan.micro_batch)
+        count = -(-largest // self.micro)
         base = turn * len(self.source) + part.start * self.source.groups + self.low * width
         for i in range(count):
             low, high = len(rows) * i // count, len(rows) * (i + 1) // count

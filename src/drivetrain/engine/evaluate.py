@@ -16,6 +16,7 @@ from drivetrain.engine.feed import EVAL, OrderedFeed
 from drivetrain.engine.group import Group
 from drivetrain.engine.precision import Precision
 from drivetrain.engine.rand import host_state, key, seed_model
+from drivetrain.engine.shortage import Short
 from drivetrain.outcomes import Problem
 from drivetrain.task import Task, overrides
 
@@ -67,9 +68,18 @@ def _alike(one: Any, two: Any) -> bool:
 
 
 def evaluate(
-    task: Task, model: nn.Module, feed: OrderedFeed, precision: Precision, group: Group, replay: Replay | None = None
+    task: Task,
+    model: nn.Module,
+    feed: OrderedFeed,
+    precision: Precision,
+    group: Group,
+    replay: Replay | None = None,
+    moment: Callable[[str], None] | None = None,
+    undoable: bool = True,
 ) -> Evaluation:
+    """Raises Short, on every rank, where memory ran out on any; unless ranks talk to each other in the forward pass."""
     training = model.training
+    short = False
 
     def metrics_of(inputs: tuple[Any, Tensor]) -> Any:
         with precision.forward():
@@ -86,12 +96,22 @@ def evaluate(
                 seed = partial(seed_model, group.device, key(int(task.seed), EVAL, micro.position))
                 seed()
                 inputs = micro.given, micro.ids
+                if moment is not None:
+                    moment("metrics")
                 metrics = metrics_of(inputs) if replay is None else replay(metrics_of, inputs, seed)
                 _add(metrics, micro.weight, len(micro.ids), values, sums)
                 order |= dict.fromkeys(metrics)
+    except torch.OutOfMemoryError:
+        if not undoable:
+            raise
+        short = True
     finally:
         feed.close()
         model.train(training)
+    if undoable:
+        told = group.sum_on_hosts([float(short and rank == group.rank) for rank in range(group.size)])
+        if any(told):
+            raise Short([rank for rank, one in enumerate(told) if one])
     return _finish(task, values, sums, list(order), feed.length, group)
 
 

@@ -56,6 +56,8 @@ class Feed:
     """Samples in an epoch."""
     resident: bool = True
     """Whether the samples are where the step runs."""
+    largest: int
+    """Samples of a full global batch that a rank takes at most."""
     version: int = 0
     """Changes whenever the samples on the device have moved to another place."""
 
@@ -80,6 +82,10 @@ class Feed:
         """The batch of a micro-batch's parts: device work alone, so that it can be captured with the step."""
         return given
 
+    def cut(self, micro: int) -> None:
+        """Give micro-batches of at most this many samples from now on; a step that was begun is given anew."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """End workers, if any."""
 
@@ -90,6 +96,7 @@ class OrderedFeed(Feed):
     def __init__(self, length: int, batch: int, micro: int, group: Group, seed: int | None) -> None:
         self.length, self.batch, self.micro, self.group, self.seed = length, batch, micro, group, seed
         self.steps_per_epoch = -(-length // batch)
+        self.largest = -(-batch // group.size)
         self._order: tuple[int, Tensor] | None = None
         self._device = torch.device("cpu")
 
@@ -101,6 +108,9 @@ class OrderedFeed(Feed):
 
     def _placed(self, rows: Tensor) -> Tensor:
         return placed(rows, self._device)
+
+    def cut(self, micro: int) -> None:
+        self.micro = micro
 
     def size(self, index: int) -> int:
         return min(self.batch, self.length - index * self.batch)

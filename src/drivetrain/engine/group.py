@@ -24,6 +24,8 @@ class Group:
     rank: int
     size: int
     device: torch.device
+    side: dist.ProcessGroup | None = None
+    """Where the ranks' devices talk to each other: another way, from host to host."""
 
     @property
     def runs_ahead(self) -> bool:
@@ -37,6 +39,14 @@ class Group:
     def all_reduce(self, tensor: Tensor) -> None:
         if self.size > 1:
             dist.all_reduce(tensor)
+
+    def sum_on_hosts(self, values: Sequence[float]) -> list[float]:
+        """The sums over all ranks of plain numbers: no device is waited for."""
+        if self.size == 1:
+            return list(values)
+        told = torch.tensor(values)
+        dist.all_reduce(told, group=self.side)
+        return [float(value) for value in told.tolist()]
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         if self.size > 1:
@@ -88,4 +98,5 @@ def join(device: str, backend: str) -> Group:
             if "EADDRINUSE" in str(error) or "in use" in str(error):
                 raise Problem(f"port {os.environ.get('MASTER_PORT')} is in use: choose another in --rendezvous or MASTER_PORT") from None
             raise Problem(f"the {size} processes could not meet at {where}: {text}", Outcome.INFRA) from None
-    return Group(rank, size, place)
+    side = dist.new_group(backend="gloo", timeout=TIMEOUT) if size > 1 and backend != "gloo" else None
+    return Group(rank, size, place, side)

@@ -9,12 +9,14 @@ from torch import nn
 
 from drivetrain.engine import state
 from drivetrain.engine.data import eval_feed
-from drivetrain.engine.evaluate import evaluate
+from drivetrain.engine.evaluate import Evaluation, evaluate
+from drivetrain.engine.feed import OrderedFeed
 from drivetrain.engine.group import Group
 from drivetrain.engine.precision import Precision
 from drivetrain.engine.setup import prepare, run_weights
-from drivetrain.outcomes import Problem
-from drivetrain.plan import Plan
+from drivetrain.engine.shortage import Short
+from drivetrain.outcomes import Outcome, Problem
+from drivetrain.plan import Plan, half
 from drivetrain.runs import Run
 from drivetrain.task import Task
 
@@ -33,7 +35,22 @@ def evaluate_run(task: Task, plan: Plan, run: Run, group: Group) -> dict[str, An
     if data is None:
         raise Problem(f"{type(task).__name__} has no eval_data(): there is nothing to evaluate on")
     model = trained_model(task, run, group.device)
-    result = evaluate(task, model, eval_feed(task, data, plan, group), Precision(plan.precision, group.device), group)
+    result = _evaluate(task, model, eval_feed(task, data, plan, group), plan, group)
     figures = {name: figure.tolist() for name, figure in result.figures.items()}
     names = list(getattr(task, "classes", None) or [])
     return {"metrics": result.metrics, "samples": result.samples, "figures": figures, "classes": names}
+
+
+def _evaluate(task: Task, model: nn.Module, feed: OrderedFeed, plan: Plan, group: Group) -> Evaluation:
+    """With fewer samples at a time where memory runs out."""
+    while True:
+        try:
+            return evaluate(task, model, feed, Precision(plan.precision, group.device), group)
+        except Short:
+            pass
+        was, now = half(feed.largest, feed.micro)
+        if was == 1:
+            raise Problem("out of memory with one sample at a time: a GPU with more memory is needed", Outcome.OOM)
+        feed.cut(now)
+        if group.device.type == "cuda":
+            torch.cuda.empty_cache()

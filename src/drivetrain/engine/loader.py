@@ -106,6 +106,11 @@ class LoaderFeed(OrderedFeed):
         """Go on with another number of workers from the next step on; what they load stays the same."""
         self.workers, self._reopen = workers, workers != self.workers
 
+    def cut(self, micro: int) -> None:
+        super().cut(micro)
+        self.close()  # what workers hold ready is cut the old way
+        self._reopen = True
+
     def close(self) -> None:
         self._batches = None
 

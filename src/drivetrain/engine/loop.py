@@ -30,6 +30,7 @@ from drivetrain.engine.pace import Pace
 from drivetrain.engine.precision import Precision
 from drivetrain.engine.rows import Rows
 from drivetrain.engine.setup import build_model, prepare
+from drivetrain.engine.shortage import Short, new_start, shrink, shrink_evaluation, undoable
 from drivetrain.engine.step import TAIL, Step
 from drivetrain.engine.strategies import spread
 from drivetrain.outcomes import Outcome, Problem
@@ -75,10 +76,14 @@ class Training:
         self.total = int(task.steps or task.epochs * per_epoch)
         self.rates = Rates(self.optimizer, schedule_of(task, self.total, per_epoch), self.total, group)
         self.step = Step(task, self.model, self.feed, self.strategy, self.optimizer, self.rates, self.precision, group)
+        self.tail = TAIL
+        self.step.undoable = undoable(plan, self.model)
+        self.step.moment = observer.moment if observer.watches else None
         self.writer = Writer(run, task.keep, observer.moment, observer.notice) if group.main else None
         self.log, self.evaluate_every, self.save_every = (Every(s, per_epoch) for s in (task.log_every, task.eval_every, task.save_every))
         self.compiled_from = plan.compiled_from(0, None)
         self.done = 0
+        self.evaluating = False
         self._replay: Replay | None = None
         self.best = Best(task.best)
         self.metrics: dict[str, float] = {}
@@ -89,8 +94,17 @@ class Training:
 
     def run_to_end(self, stop_after: int | None = None) -> Result:
         self._restore()
-        pace = Pace(self.step, self.plan, self.group, self.total, self.observer, self.compiled_from)
-        self.pace = self.step.pace = pace
+        try:
+            return self._train(stop_after)
+        except torch.OutOfMemoryError as error:
+            raise new_start(self, error) from None
+
+    def set_pace(self) -> None:
+        """Find out how steps run best, from the next one on."""
+        self.pace = self.step.pace = Pace(self.step, self.plan, self.group, self.total, self.observer, self.compiled_from)
+
+    def _train(self, stop_after: int | None) -> Result:
+        self.set_pace()
         self.observer.started(self._facts())
         self.observer.moment("start")
         agreement = Agreement(self.group)
@@ -118,7 +132,7 @@ class Training:
             evaluate_late |= self.evaluate_every.due(coming)
             evaluating = self.test is not None and (last or (evaluate_late and resumable))
             logging = last or evaluating or self.log.due(coming) or (self.group.main and self.log.overdue())
-            self.step(self.done, with_norm=logging)
+            self._take(self.done, with_norm=logging)
             self.done = coming
             ledger = self.step.ledger
             assert ledger is not None
@@ -147,15 +161,25 @@ class Training:
         per_epoch = self.feed.steps_per_epoch
         epoch_end = self.done - self.done % per_epoch + per_epoch
         due = min(self.total, epoch_end, *(every.next(self.done) for every in (self.log, self.evaluate_every, self.save_every)))
-        step, ledger, stop, moment = self.step, self.step.ledger, self.stop, self.observer.moment
+        take, ledger, stop, moment = self._take, self.step.ledger, self.stop, self.observer.moment
         if ledger is None or self.group.size > 1:
             return  # before the first step; and others may ask for something at every step
         for number in range(self.done, due - 1):
             if stop or ledger.full or (ticking and self.rows.tick_due()):
                 return
             moment("step")
-            step(number, with_norm=False)
+            take(number, with_norm=False)
             self.done = number + 1
+
+    def _take(self, number: int, with_norm: bool) -> None:
+        """Take a step; where memory runs out on any rank, all take it again with smaller micro-batches."""
+        while True:
+            try:
+                self.step(number, with_norm)
+                return
+            except Short as short:
+                ranks, possible = short.ranks, short.undoable
+            shrink(self, ranks, possible)  # out of the except clause, whose traceback holds the memory
 
     def _ask(self, stop_after: int | None) -> None:
         """Note this rank's wishes; they reach every rank with the gradients of the coming step."""
@@ -201,9 +225,22 @@ class Training:
         if self._replay is None and self.step.graphs is not None:  # its own: a failure there shall not touch training's
             graphs = Graphs(self.group.device, self.observer.notice)
             self._replay = Replay(graphs, self.pace.marked)
-        result = evaluate(self.task, self.model, self.test, self.precision, self.group, self._replay)
+        self.evaluating = True
+        while (result := self._try_to_evaluate(self.test)) is None:
+            pass
+        self.evaluating = False
         self._look_again()
         return result
+
+    def _try_to_evaluate(self, test: OrderedFeed) -> Evaluation | None:
+        """None where memory ran out on any rank; all will then take fewer samples at a time."""
+        try:
+            step = self.step
+            return evaluate(self.task, self.model, test, self.precision, self.group, self._replay, step.moment, step.undoable)
+        except Short as short:
+            ranks = short.ranks
+        shrink_evaluation(self, ranks)
+        return None
 
     def _look_again(self) -> None:
         """Other code had its turn: what was captured may no longer hold."""

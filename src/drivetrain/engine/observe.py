@@ -32,6 +32,11 @@ class Observer:
     def moment(self, name: str) -> None:
         """A named point of the code was reached; fault injectors wait for these."""
 
+    @property
+    def watches(self) -> bool:
+        """Whether moments mean anything to it."""
+        return type(self).moment is not Observer.moment
+
     def close(self) -> None:
         """The run ends."""
 
@@ -41,7 +46,7 @@ class Observers(Observer):
 
     def __init__(self, members: list[Observer]) -> None:
         self.members = members
-        self._watching = [m for m in members if type(m).moment is not Observer.moment]  # reached every step
+        self._watching = [m for m in members if m.watches]  # reached every step
 
     def resumed(self, step: int) -> None:
         for member in self.members:
@@ -70,6 +75,10 @@ class Observers(Observer):
     def flush(self) -> None:
         for member in self.members:
             member.flush()
+
+    @property
+    def watches(self) -> bool:
+        return bool(self._watching)
 
     def moment(self, name: str) -> None:
         for member in self._watching:

@@ -119,6 +119,7 @@ class Pace:
 
     def _choose(self, seed: int, inputs: Inputs, form: Form) -> None:
         # All ranks take one way, for what is tried out may talk to the others.
+        self.step.agree()
         obstacle = next((why for why in self.group.gather(self._obstacle()) if why), "")
         captured = self._capture(seed, inputs, form, obstacle) if self.cuda else None
         if self.compiled_from is None and self._compile_is_worth_it(captured, obstacle):
@@ -214,6 +215,7 @@ class Pace:
             why = f"torch.compile failed: {blame(error)}"
         step.compiled = None
         compiled.switch(False)
+        step.agree()
         why = next((w for w in self.group.gather(why) if w), "")
         if why:
             self.compiled_from = None

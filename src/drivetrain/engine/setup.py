@@ -73,15 +73,24 @@ def run_weights(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def _batchnorm(model: nn.Module, task: Task, plan: Plan, group: Group, observer: Observer) -> nn.Module:
-    has = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
-    if not has or plan.micro_batch >= plan.global_batch:
-        return model
-    if task.sync_batchnorm and group.device.type == "cuda" and group.size > 1:
+    notice = batchnorm_notice(model, task, plan)
+    if notice and task.sync_batchnorm and group.device.type == "cuda" and group.size > 1:
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return]
-    if group.main:
-        why = "sync_batchnorm=true shares them between GPUs" if not task.sync_batchnorm else "SyncBatchNorm needs several GPUs"
-        observer.notice(
-            f"this model has BatchNorm: its statistics come from {plan.micro_batch} samples at a time, not from the global"
-            f" batch of {plan.global_batch}, so the result depends on the plan ({why})"
-        )
+    if notice and group.main:
+        observer.notice(notice)
     return model
+
+
+def has_batchnorm(model: nn.Module) -> bool:
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+
+
+def batchnorm_notice(model: nn.Module, task: Task, plan: Plan) -> str:
+    """What differs for a model with BatchNorm under this plan, or nothing."""
+    if not has_batchnorm(model) or plan.micro_batch >= plan.global_batch:
+        return ""
+    why = "sync_batchnorm=true shares them between GPUs" if not task.sync_batchnorm else "SyncBatchNorm needs several GPUs"
+    return (
+        f"this model has BatchNorm: its statistics come from {plan.micro_batch} samples at a time, not from the global"
+        f" batch of {plan.global_batch}, so the result depends on the plan ({why})"
+    )

@@ -27,6 +27,7 @@ from drivetrain.engine.losses import Part, read_loss
 from drivetrain.engine.optim import Rates, capturable, takes_factor
 from drivetrain.engine.precision import LossScale, Precision
 from drivetrain.engine.rand import HostRandom, key, seed_model
+from drivetrain.engine.shortage import Before, Short
 from drivetrain.engine.strategies import Strategy
 from drivetrain.outcomes import Problem
 from drivetrain.task import Task, overrides
@@ -103,21 +104,34 @@ class Step:
         self.compiled: Compiled | None = None
         self.pace: Callable[[int, Inputs, Form], None] | None = None
         """Looks on while the first steps are measured."""
+        self.moment: Callable[[str], None] | None = None
+        """Where somebody waits for them: the named points within a step."""
+        self.undoable = True
+        """Whether a step that runs out of memory can be taken back, on all ranks together."""
+        self._before = Before(model)
+        self._updating = False
         self.host_random = HostRandom(group.device)
         self.ledger: Ledger | None = None
         self._seed, self._clip = int(task.seed), float(task.clip)
         self._fused = takes_factor(optimizer)
         self._draws = draws_of(task, feed, group.device)
         self.has_counts = overrides(task, "counts")
-        self._tail = strategy.tail
-        self._slots: tuple[Tensor, ...] = () if self._tail is None else self._tail.unbind(0)
         self.number = 0
         self._at = torch.zeros(1, dtype=torch.int64, device=group.device) if group.runs_ahead else None
         """The step's number on the device, where captured work reads it."""
         self._device_number = 0
-        self._follows = self._at is not None and strategy.whole and feed.follow(self._at, 1) is not None
         self._plain: int | None = None
         """The slot of the loss, where it is all there is: a scalar mean over samples."""
+        self._slots: tuple[Tensor, ...] = ()
+        self.renew(strategy)
+
+    def renew(self, strategy: Strategy) -> None:
+        """Begin with a strategy and the feed as it is cut now: what was captured or compiled for others is forgotten."""
+        self.rest()
+        self.graphs = self.compiled = None
+        self.strategy, self._tail = strategy, strategy.tail
+        self._slots = () if self._tail is None else self._tail.unbind(0)
+        self._follows = self._at is not None and strategy.whole and self.feed.follow(self._at, 1) is not None
 
     def __call__(self, step: int, with_norm: bool = True) -> None:
         """Take step number `step` (from 0); its figures go to the ledger."""
@@ -131,20 +145,39 @@ class Step:
         if self._tail is None and self.ledger is not None:
             self._slots = self.ledger.slots(step)
         size = self.feed.size(index)
+        kind, plain = (size, with_norm, self.feed.version), 0 if self.graphs is None else self.graphs.plain
+        if self.graphs is not None and self.graphs.settled(kind):
+            self._before.skip()
+        else:
+            self._before.take()
+        self._updating = False
+        if self.moment is not None:
+            self.moment("take")
         micros = self.feed.micro_batches(epoch, index)
         if self.strategy.whole:
-            [micro] = micros
-            self._take_at_once(micro, size, with_norm)
+            self._take_at_once(micros, size, with_norm)
         else:
             self._take_in_pieces(micros, size, with_norm)
+        if self.graphs is not None:
+            self.graphs.settle(kind, plain)
         assert self.ledger is not None and self.figures is not None
         self._device_number = step + 1
         self.ledger.note(step, None if self._tail is None or self._at is not None else self._tail[: self.figures.used])
 
     # --- pieces ---
 
-    def _take_at_once(self, micro: Micro, size: int, with_norm: bool) -> None:
+    def _take_at_once(self, micros: Iterator[Micro], size: int, with_norm: bool) -> None:
         """One process, one micro-batch: all of the step is one piece."""
+        try:
+            [micro] = micros
+            self._take_whole(micro, size, with_norm)
+            return
+        except torch.OutOfMemoryError:
+            if self._updating or not self.undoable:
+                raise
+        self.agree(short=True)  # out of the except clause, whose traceback holds the memory
+
+    def _take_whole(self, micro: Micro, size: int, with_norm: bool) -> None:
         inputs, form = (micro.given, micro.ids), Form(micro.weight, size, False, form_of(micro.given), self.feed.version)
         self._begin(micro.position, inputs, form)
         if self.graphs is not None:
@@ -165,9 +198,31 @@ class Step:
             inputs, form = (batch, inputs[1]), form._replace(ready=True)
         self.backward(inputs, form, counts)
         self.strategy.reduce()
+        self._begin_update()
         self._update(form.size, bool(counts), with_norm)
 
     def _take_in_pieces(self, micros: Iterator[Micro], size: int, with_norm: bool) -> None:
+        counts: dict[str, Tensor] = {}
+        short = False
+        try:
+            counts = self._take_micros(micros, size)
+        except torch.OutOfMemoryError:
+            if not self.undoable:
+                raise
+            short = True
+        self.agree(short)
+        for slot, asked in enumerate(self.requests, STOP):
+            if asked:
+                self._slots[slot].fill_(1.0)
+        self.strategy.reduce()
+        self._begin_update()
+        if self.graphs is not None and capturable(self.optimizer, self.loss_scale is not None):
+            self.graphs(("update", size, bool(counts), with_norm), self._update_step, (), size, bool(counts), with_norm)
+        else:
+            self._update(size, bool(counts), with_norm)
+
+    def _take_micros(self, micros: Iterator[Micro], size: int) -> dict[str, Tensor]:
+        """Forward and backward of all micro-batches; gives the counts that losses were divided by."""
         self.strategy.zero()
         counts: dict[str, Tensor] = {}
         if self.has_counts:  # all batches must be seen before the first backward
@@ -182,14 +237,7 @@ class Step:
             else:
                 self.backward(inputs, form, counts)
         self.host_random.end()
-        for slot, asked in enumerate(self.requests, STOP):
-            if asked:
-                self._slots[slot].fill_(1.0)
-        self.strategy.reduce()
-        if self.graphs is not None and capturable(self.optimizer, self.loss_scale is not None):
-            self.graphs(("update", size, bool(counts), with_norm), self._update_step, (), size, bool(counts), with_norm)
-        else:
-            self._update(size, bool(counts), with_norm)
+        return counts
 
     def _micro_step(self, inputs: tuple[Any, Tensor, dict[str, Tensor]], form: Form) -> None:
         given, ids, counts = inputs
@@ -207,10 +255,39 @@ class Step:
         if self.graphs is None:  # a task that uses the host's generators is never captured
             self.host_random.begin(seed, check=self.number % LOOK_EVERY == 0)
 
+    def _begin_update(self) -> None:
+        self._updating = True  # from here on a step cannot be taken back
+        if self.moment is not None:
+            self.moment("update")
+
+    # --- out of memory ---
+
+    def agree(self, short: bool = False) -> None:
+        """Before ranks meet within a step: if memory ran out on any of them, all leave this attempt at it."""
+        if not self.undoable or (self.group.size == 1 and not short):
+            return
+        mine = [float(short and rank == self.group.rank) for rank in range(self.group.size)]
+        *told, unknown = self.group.sum_on_hosts([*mine, float(not self._before.known)])
+        ranks = [rank for rank, one in enumerate(told) if one]
+        if ranks:
+            raise Short(ranks, undoable=not unknown)
+
+    def undo(self) -> None:
+        """As if the step under way had not begun."""
+        self._before.restore()
+        self.clear()
+
     # --- trying out ---
 
     def rehearse(self, inputs: Inputs, form: Form) -> None:
         """Forward and backward of a micro-batch by itself, without an update."""
+        moment, self.moment = self.moment, None
+        try:
+            self._rehearse(inputs, form)
+        finally:
+            self.moment = moment
+
+    def _rehearse(self, inputs: Inputs, form: Form) -> None:
         self.clear()
         counts: dict[str, Tensor] = {}
         if self.has_counts:
@@ -258,6 +335,8 @@ class Step:
             value = self.loss_value(*inputs, form.ready)
         else:
             value = self.compiled(form, *inputs, form.ready)
+        if self.moment is not None:
+            self.moment("backward")
         self._objective(value, form.weight, form.size, counts).backward()
 
     def _objective(self, value: Any, weight: int, size: int, counts: dict[str, Tensor]) -> Tensor:
@@ -316,6 +395,7 @@ class Step:
         unknown = [name for name in counts if name not in own]
         if missing or unknown:
             raise Problem(f"counts() gave {list(counts)}, but the parts of the loss with a count of their own are {own}")
+        self.agree()
         everyone = self.group.gather((figures.names, sorted(figures.count)))
         if any(other != everyone[0] for other in everyone):
             raise Problem(f"loss() gave other names on other processes: {everyone}; they must be the same in every batch")
@@ -337,6 +417,7 @@ class Step:
                 totals[name] = totals[name] + value if name in totals else value
         if totals and over_ranks and self.group.size > 1:
             packed = torch.stack(list(totals.values()))
+            self.agree()
             self.group.all_reduce(packed)
             totals = dict(zip(totals, packed.unbind(0), strict=True))
         return {name: torch.where(total == 0, 1.0, total) for name, total in totals.items()}

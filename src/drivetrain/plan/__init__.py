@@ -64,6 +64,29 @@ class Plan:
             return step if saved is None else saved
         return None
 
+    def halved(self, step: int, share: int, evaluation: bool) -> Smaller | None:
+        """What changes once memory ran out at a step: half as many samples at a time, of the `share` of a whole batch that
+        a process takes; None where it is one already."""
+        was, now = half(share, self.eval_micro_batch if evaluation else self.micro_batch)
+        if was == 1:
+            return None
+        why = f"halved from {was}: out of memory {'in the evaluation ' if evaluation else ''}at step {step:,}"
+        if evaluation:
+            return Smaller(was, now, {"eval_micro_batch": now, "reasons": self.reasons | {"eval_micro_batch": why}})
+        accumulation = -(-share // now)
+        reasons = self.reasons | {
+            "micro_batch": why,
+            "accumulation": f"{share} samples a process in micro-batches of at most {now}",
+        }
+        changes: dict[str, Any] = {"micro_batch": now, "accumulation": accumulation, "measured": {}, "reasons": reasons}
+        # How steps run best is found out anew, unless the user said how.
+        for key, open_choice in (("capture", "auto" if self.device == "cuda" else "off"), ("compile", "auto")):
+            if self.reasons.get(key) != "pinned":
+                changes[key] = open_choice
+        if "compile" in changes:
+            changes["compile_from"] = None
+        return Smaller(was, now, changes)
+
     def sentence(self) -> str:
         how = self.strategy if not self.zero_stage else f"{self.strategy} ZeRO-{self.zero_stage}"
         kind = f"{self.world_size} processes ({how}, {self.backend})"
@@ -75,6 +98,35 @@ class Plan:
         more = ", activation checkpointing" if self.activation_checkpointing else ""
         more += "" if self.offload == "none" else f", {'optimizer state' if self.offload == 'optimizer' else 'all state'} in RAM"
         return f"{kind}, {self.precision}, {batch}{more}"
+
+
+def half(share: int, micro: int) -> tuple[int, int]:
+    """How many samples of a share run at a time, where it is cut into equal pieces of at most `micro`; and half of that."""
+    was = -(-share // -(-share // micro))
+    return was, -(-was // 2)
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """A change of the plan to fewer samples at a time."""
+
+    was: int
+    now: int
+    changes: dict[str, Any]
+    """The plan's keys that change."""
+
+    def sizes(self) -> dict[str, int]:
+        return {k: v for k, v in self.changes.items() if k in ("micro_batch", "eval_micro_batch", "accumulation")}
+
+    def sentence(self) -> str:
+        what = "micro-batch" if "micro_batch" in self.changes else "evaluation's micro-batch"
+        return f"{what} {self.was} -> {self.now}"
+
+    def facts(self, step: int, rank: int, during: str) -> dict[str, Any]:
+        """For whoever starts the run anew."""
+        text = f"out of memory at step {step:,} on rank {rank}: {self.sentence()}"
+        oom = {"step": step, "rank": rank, "was": self.was, "now": self.now, "during": during}
+        return {"plan": self.changes, "sizes": self.sizes(), "oom": oom, "sentence": text}
 
 
 PINNABLE = {

@@ -1,0 +1,117 @@
+"""Memory that really runs out on a GPU: a cap on what this process may take stands for a small card."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drivetrain.engine.group import Group
+from drivetrain.engine.loop import Training
+from drivetrain.engine.observe import Observer, Observers
+from drivetrain.hardware import detect
+from drivetrain.plan.choose import choose
+from drivetrain.runs import Run
+from drivetrain.watch.files import MetricsFile
+from tests.samples import Plain, rows
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+MEGABYTE = 1 << 20
+WIDTH = 1 << 20  # numbers a sample holds in each of the layers: 4 MB of activations apiece
+
+
+class Wide(nn.Module):
+    """Few weights, and activations of 4 MB a sample and layer that backward needs; statistics in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.head = nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.inner(x))
+        wide = hidden.mean(1, keepdim=True).expand(-1, WIDTH).contiguous()
+        for _ in range(4):
+            wide = wide.sin()  # keeps its input
+        return self.head(hidden) + wide.mean(1, keepdim=True)
+
+
+class Hungry(Plain):
+    def model(self) -> nn.Module:
+        return Wide()
+
+    def eval_data(self) -> Any:
+        return None
+
+
+class Told(Observer):
+    def __init__(self) -> None:
+        self.plans: list[dict[str, Any]] = []
+
+    def planned(self, facts: dict[str, Any]) -> None:
+        self.plans.append(facts)
+
+
+@pytest.fixture
+def small_card() -> Iterator[None]:
+    """260 MB for this process: 16 samples keep 5 x 64 MB for the backward pass, 8 keep 5 x 32 MB."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(0) + 260 * MEGABYTE) / total, 0)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0, 0)
+    torch.cuda.empty_cache()
+
+
+def prepare(folder: Path, told: Told, samples: int) -> Training:
+    task = Hungry(epochs=12, samples=samples, precision="fp32")
+    plan = choose(task.settings(), detect(), device="cuda", world_size=1, local_procs=1, pins={"compile": "off"})
+    return Training(task, plan, Run(folder), Group(0, 1, torch.device("cuda", 0)), Observers([told, MetricsFile(Run(folder))]), False)
+
+
+def happened(folder: Path) -> list[str]:
+    return [json.loads(line)["event"] for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def test_a_batch_that_does_not_fit_is_halved_until_it_does(tmp_path: Path, small_card: None) -> None:
+    told = Told()
+    job = prepare(tmp_path, told, samples=96)
+    job.run_to_end()
+    job.observer.close()
+    assert job.plan.micro_batch in (2, 4, 8)
+    assert job.plan.accumulation == 16 // job.plan.micro_batch
+    assert [r["step"] for r in rows(tmp_path)] == list(range(1, 73))
+    assert "out of memory at step 1 on rank 0: micro-batch 16 -> 8" in told.plans[0]["sentence"]
+    assert told.plans[-1]["capture"] in ("on", "off"), "how steps run was found out anew"
+    assert happened(tmp_path).count("oom") == happened(tmp_path).count("replanned") >= 1
+
+
+def test_steps_that_were_captured_are_captured_anew(tmp_path: Path) -> None:
+    """The last batch of an epoch is a partial one, which runs eager beside the captured steps when memory runs out."""
+    told = Told()
+    job = prepare(tmp_path, told, samples=100)
+    plain = job.task.loss
+    captured: list[bool] = []
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        value = plain(model, batch)
+        if job.step.number == 20 and not captured:
+            captured.append(job.step.graphs is not None and job.step.graphs.holds("step"))
+            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")  # more than any card has
+        return value
+
+    job.task.loss = loss  # type: ignore[method-assign]
+    job.run_to_end()
+    job.observer.close()
+    assert captured == [True]
+    assert (job.plan.micro_batch, job.plan.accumulation) == (8, 2)
+    assert happened(tmp_path).count("oom") == 1
+    assert "out of memory at step 21 on rank 0: micro-batch 16 -> 8" in told.plans[0]["sentence"]
+    assert told.plans[-1]["capture"] == "on"
+    assert job.step.graphs is not None and job.step.graphs.holds("micro") and not job.step.graphs.holds("step")
+    assert [r["step"] for r in rows(tmp_path)] == list(range(1, 85))

@@ -1,0 +1,124 @@
+"""Out of memory through the command: the plan in run.json shrinks, the run goes on, and whoever repeats the command goes on with it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command import TASK, bad, good, write_task
+from tests.command import drivetrain as command
+from tests.launching import free_port, start
+from tests.samples import rows, weights
+
+HALF = "halved from 50: out of memory at step {}"
+
+
+def plan(name: str) -> dict[str, Any]:
+    return dict(json.loads(Path(f"runs/{name}/run.json").read_text())["plan"])
+
+
+def events(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(f"runs/{name}/events.jsonl").read_text().splitlines()]
+
+
+def kinds(name: str) -> list[str]:
+    return [e["event"] for e in events(name) if e["event"] in ("oom", "replanned", "restarted", "resumed", "finished", "stopped")]
+
+
+def test_in_place_and_a_resume_goes_on_with_the_smaller_plan(folder: Path) -> None:
+    write_task()
+    words = ("train", "small.py", "--procs", "2")
+    output = good(*words, "--name", "whole", DRIVETRAIN_FAULTS="oom@step:7:rank=1")
+    assert output.count("out of memory at step 7 on rank 1: micro-batch 50 -> 25; the step is taken again") == 1
+    assert kinds("whole") == ["oom", "replanned", "finished"]
+    found = plan("whole")
+    assert (found["micro_batch"], found["accumulation"], found["eval_micro_batch"]) == (25, 2, 50)
+    assert found["reasons"]["micro_batch"] == HALF.format(7)
+
+    killed = command(*words, "--name", "broken", DRIVETRAIN_FAULTS="oom@step:7:rank=1,kill@published:1")
+    assert killed.returncode == -9
+    assert plan("broken")["micro_batch"] == 25
+    assert "accumulation 2" in good("resume", "broken")
+    assert rows("runs/broken") == rows("runs/whole")
+    assert weights("runs/broken") == weights("runs/whole")
+
+
+def test_in_the_optimizer_the_run_starts_anew_from_its_checkpoint(folder: Path) -> None:
+    write_task()
+    words = ("train", "small.py", "--procs", "2", "save_every=8")
+    output = good(*words, "--name", "short", DRIVETRAIN_FAULTS="oom@update:20:rank=0")  # which first ends its last save
+    assert "out of memory at step 20 on rank 0: micro-batch 50 -> 25; starting anew from step 16" in output
+    assert kinds("short") == ["oom", "replanned", "restarted", "resumed", "finished"]
+    assert [e["rank"] for e in events("short") if e["event"] == "oom"] == [0]
+    assert (plan("short")["micro_batch"], plan("short")["accumulation"]) == (25, 2)
+    assert plan("short")["reasons"]["micro_batch"] == HALF.format(20)
+
+    assert command(*words, "--name", "killed", DRIVETRAIN_FAULTS="kill@published:2").returncode == -9
+    good("resume", "killed", "plan.micro_batch=25", "plan.eval_micro_batch=50")
+    assert [r["step"] for r in rows("runs/short")] == list(range(1, 29)), "each step stands once"
+    assert rows("runs/short") == rows("runs/killed")
+    assert weights("runs/short") == weights("runs/killed")
+
+
+def test_ranks_that_wait_are_not_waited_for(folder: Path) -> None:
+    """One rank is short of memory while the other is in a call that lasts, as those of a sharded model would be."""
+    asleep = 'if os.environ["RANK"] == "0" and model.training and self.calls == 6 and not os.path.exists("slept"):'
+    loss = f"""\
+        self.calls = getattr(self, "calls", 0) + 1
+        {asleep}
+            open("slept", "w").close()
+            time.sleep(100)
+        x, y = batch
+        return F.cross"""
+    write_task(text="import os, time\n" + TASK.replace("        x, y = batch\n        return F.cross", loss))
+    begun = time.monotonic()
+    good("train", "small.py", "--procs", "2", "--name", "short", DRIVETRAIN_FAULTS="oom@update:5:rank=1")
+    assert Path("slept").exists() and time.monotonic() - begun < 80
+    first, restarted = (next(e["time"] for e in events("short") if e["event"] == kind) for kind in ("injected", "restarted"))
+    assert restarted - first < 4, "the others get a second, not five"
+    assert kinds("short") == ["oom", "replanned", "restarted", "finished"], "no checkpoint yet: from the beginning"
+
+
+def test_again_and_again_until_one_sample_is_too_much(folder: Path) -> None:
+    write_task()
+    faults = ",".join(f"oom@update:{step}" for step in (2, 2, 3))
+    message = bad("train", "small.py", "global_batch=4", "steps=8", "--name", "n", "--procs", "1", code=203, DRIVETRAIN_FAULTS=faults)
+    assert "out of memory at step 3 (" in message and ") with one sample at a time" in message
+    assert "Ways out: plan.activation_checkpointing=on, plan.strategy=fsdp, or more GPUs" in message
+    assert kinds("n") == ["oom", "replanned", "restarted"] * 2 + ["stopped"]
+    assert plan("n")["micro_batch"] == 1
+
+
+def test_a_model_that_does_not_fit_is_not_tried_again(folder: Path) -> None:
+    """Fewer samples at a time would not help."""
+    write_task(change=("return nn.Sequential", 'raise torch.OutOfMemoryError("CUDA out of memory.")\n        return nn.Sequential'))
+    message = bad("train", "small.py", "--name", "n", "--procs", "1", code=203, lines=3)
+    assert "out of memory before the first step: CUDA out of memory." in message
+    assert kinds("n") == ["stopped"]
+    assert plan("n")["micro_batch"] == 100
+
+
+def test_under_torchrun_the_smaller_plan_is_left_behind(folder: Path) -> None:
+    write_task()
+    words = ("torchrun", "--nproc-per-node", 2, "--master-port", free_port(), "-m", "drivetrain", "train", "small.py", "save_every=8")
+    for _ in range(2):  # the fault is asked for again, and does not strike again
+        with start(*words, folder=folder, DRIVETRAIN_FAULTS="oom@update:20:rank=1") as torchrun:
+            if torchrun.wait() == 0:
+                break
+            assert "exitcode  : 203" in torchrun.output
+            assert (plan("small-001")["micro_batch"], plan("small-001")["accumulation"]) == (25, 2)
+            assert plan("small-001")["reasons"]["micro_batch"] == HALF.format(20)
+            assert kinds("small-001") == ["oom", "replanned", "stopped"]
+    assert kinds("small-001") == ["oom", "replanned", "stopped", "resumed", "finished"]
+    assert plan("small-001")["micro_batch"] == 25
+    assert [r["step"] for r in rows("runs/small-001")] == list(range(1, 29))
+
+
+@pytest.mark.parametrize("words", ["oom@step", "oom@forward:3", "kill@start:1,oom"])
+def test_a_fault_that_nobody_understands(words: str, folder: Path) -> None:
+    write_task()
+    assert "oom@PLACE:STEP[:micro=M][:rank=R]" in bad("train", "small.py", "--procs", "1", DRIVETRAIN_FAULTS=words)
