@@ -67,13 +67,22 @@ def _alike(one: Any, two: Any) -> bool:
 
 
 def evaluate(
-    task: Task, model: nn.Module, feed: OrderedFeed, precision: Precision, group: Group, replay: Replay | None = None
+    task: Task,
+    model: nn.Module,
+    feed: OrderedFeed,
+    precision: Precision,
+    group: Group,
+    run: Callable[..., Any] = lambda function, *args: function(*args),
+    replay: Replay | None = None,
 ) -> Evaluation:
     training = model.training
 
-    def metrics_of(inputs: tuple[Any, Tensor]) -> Any:
+    def compute(inputs: tuple[Any, Tensor]) -> Any:
         with precision.forward():
             return task.metrics(model, feed.assemble(*inputs))
+
+    def metrics_of(inputs: tuple[Any, Tensor]) -> Any:
+        return run(compute, inputs)
 
     model.eval()
     feed.open(0)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from drivetrain.outcomes import Outcome, Problem
 
@@ -64,8 +65,13 @@ class Group:
         dist.all_gather_object(values, value)
         return values
 
+    def open(self, backend: str) -> None:
+        """Make the group of a process that is alone, for what works on a group only."""
+        if not dist.is_initialized():
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
     def leave(self) -> None:
-        if self.size > 1 and dist.is_initialized():
+        if dist.is_initialized():
             dist.destroy_process_group()
 
 
