@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO: optimizer state (stage 1), gradients (2) and parameters (3) in flat partitions, one a process.
 
-DeepSpeed's engine reduces, clips and steps. The gradient is that of the global mean because the objective is multiplied by
-what DeepSpeed divides by, the number of processes; counts that are known only after the forward pass, and fp16's scale, are
-divided out as its loss scale at the step.
+DeepSpeed's engine reduces, clips and steps. The gradient is that of the global mean because what it has to be multiplied by
+(the number of processes, by which DeepSpeed divides; a count that is known only after the forward pass; fp16's scale) is
+handed to DeepSpeed as the loss scale to divide out at the step.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Zero(Strategy):
         return function(*args)
 
     def backward(self, objective: Tensor) -> None:
-        self.engine.backward(objective * self.group.size, scale_wrt_gas=False)
+        self.engine.backward(objective, scale_wrt_gas=False)
 
     # --- gradients ---
 
@@ -102,7 +102,7 @@ class Zero(Strategy):
 
     def update(self, factor: Tensor | None, clip: float, with_norm: bool, guarded: bool) -> Tensor | None:
         """DeepSpeed waits for the device here anyway, so the factor may pass through the host."""
-        value = 1.0 if factor is None else float(factor)
+        value = self.group.size * (1.0 if factor is None else float(factor))
         self.zero_optimizer.loss_scale = 1.0 / value if value else math.inf
         self.engine.step()
         self.zero_optimizer.loss_scale = 1.0
@@ -115,7 +115,10 @@ class Zero(Strategy):
         """Weights were shared before they were sharded."""
 
     def finite(self) -> bool:
-        return all(self.group.gather(state.all_finite([flat for flat, _ in self._partitions()])))
+        parts = [
+            flat[p.place : p.place + p.length] for flat, pieces in self._partitions() for p in pieces
+        ]  # what pads them may be anything
+        return all(self.group.gather(state.all_finite(parts)))
 
     def model_tensors(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         def take(tensor: Tensor) -> Tensor:
