@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,6 +66,18 @@ class Group:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
+
+    def reach(self, folder: Path) -> bool:
+        """Whether every process sees the same folder."""
+        token = folder / self.share(f".reach-{uuid.uuid4().hex}")
+        if self.main:
+            folder.mkdir(parents=True, exist_ok=True)
+            token.touch()
+        self.gather(None)
+        seen = all(self.gather(token.exists()))
+        if self.main:
+            token.unlink(missing_ok=True)
+        return seen
 
     def open(self, backend: str) -> None:
         """Make the group of a process that is alone, for what works on a group only."""

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drivetrain.engine import state
 from drivetrain.engine.best import Best
@@ -80,7 +80,9 @@ class Training:
         self.total = int(task.steps or task.epochs * per_epoch)
         self.rates = Rates(self.optimizer, schedule_of(task, self.total, per_epoch), self.total, group, on_device=not plan.shards)
         self.step = Step(task, self.model, self.feed, self.strategy, self.rates, self.precision, group)
-        self.writer = Writer(run, task.keep, observer.moment, observer.notice) if group.main else None
+        self.writer: Writer | None = None
+        if group.main or self.strategy.files is not None:
+            self.writer = Writer(run, task.keep, observer.moment, observer.notice, self.strategy.files, group.main)
         self.log, self.evaluate_every, self.save_every = (Every(s, per_epoch) for s in (task.log_every, task.eval_every, task.save_every))
         self.compiled_from = plan.compiled_from(0, None)
         self.done = 0
@@ -222,11 +224,12 @@ class Training:
 
     # --- state ---
 
-    def _tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _tensors(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """All that a resume needs; a collective call, for rank 0's buffers and everybody's groups."""
         self.strategy.share_buffers()
-        model, aliases = self.strategy.model_tensors()
-        optimizer, plain = self.strategy.optimizer_tensors()
+        parted = self.strategy.files is not None
+        model, aliases = self.strategy.model_tensors(parted)
+        optimizer, plain = self.strategy.optimizer_tensors(parted)
         parts = {"model": model, "optimizer": optimizer}
         if self.step.loss_scale is not None:
             parts["scale"] = self.step.loss_scale.tensors()
@@ -271,7 +274,10 @@ class Training:
         step, extra = facts
         if step > self.total:
             raise Problem(f"the run is at step {step:,} already; {self.total:,} steps were asked for (epochs or steps)")
-        stored = state.Stored(found.tensors() if found else None, self.group)
+        if self.strategy.files is not None:
+            stored: state.Stored = state.StoredFiles(self.run.checkpoints / folder(step))
+        else:
+            stored = state.Stored(found.tensors() if found else None, self.group)
         self.strategy.load_model(stored.part("model"), extra["aliases"], f"checkpoint {step}")
         self.strategy.load_optimizer(stored.part("optimizer"), extra["optimizer"])
         if self.step.loss_scale is not None:

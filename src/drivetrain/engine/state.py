@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -16,6 +16,14 @@ from drivetrain.engine.group import Group
 from drivetrain.outcomes import Problem
 
 _OF_THE_DEVICE = ("fused", "foreach", "capturable")  # how an optimizer computes, not what
+
+
+class Part(NamedTuple):
+    """What this rank holds of a tensor, and which box of it that is."""
+
+    plain: Tensor
+    offsets: torch.Size
+    size: torch.Size
 
 
 class Stored:
@@ -40,6 +48,10 @@ class Stored:
         self._group.broadcast([place])
         return place
 
+    def take_like(self, name: str, place: Tensor) -> Tensor:
+        """The tensor, sharded as another one is."""
+        return shard_like(place, self.take(name))
+
     def part(self, part: str) -> Stored:
         """Those whose names begin with `part/`, without that."""
         chosen = Stored(None)
@@ -49,7 +61,37 @@ class Stored:
         return chosen
 
 
-def model_tensors(model: nn.Module, take: Callable[[Tensor], Tensor] = Tensor.detach) -> tuple[dict[str, Tensor], dict[str, str]]:
+class StoredFiles(Stored):
+    """A checkpoint that every rank can read: each takes only what it keeps."""
+
+    def __init__(self, path: Path, prefix: str = "", index: Any = None) -> None:
+        from drivetrain.engine import shards
+
+        self._path, self._prefix = path, prefix
+        self._index = index or shards.read_index(path)
+        self.layout = {n[len(prefix) :]: form for n, form in shards.layout_of(self._index).items() if n.startswith(prefix)}
+
+    def take(self, name: str) -> Tensor:
+        shape, _ = self.layout[name]
+        return self._read(name, Part(torch.empty(shape, device="meta"), torch.Size([0] * len(shape)), shape))
+
+    def take_like(self, name: str, place: Tensor) -> Tensor:
+        if not is_sharded(place) or place.shape != self.layout[name][0]:
+            return super().take_like(name, place)
+        sharded = torch.empty_like(place, dtype=self.layout[name][1], requires_grad=False)
+        local(sharded).copy_(self._read(name, part_of(sharded)))
+        return sharded
+
+    def part(self, part: str) -> Stored:
+        return StoredFiles(self._path, f"{part}/", self._index)
+
+    def _read(self, name: str, part: Part) -> Tensor:
+        from drivetrain.engine import shards
+
+        return shards.read_part(self._path, self._index, self._prefix + name, part)
+
+
+def model_tensors(model: nn.Module, take: Callable[[Tensor], Any] = Tensor.detach) -> tuple[dict[str, Any], dict[str, str]]:
     """The model's tensors by name, each stored once, and which other names share them (tied weights)."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -70,7 +112,7 @@ def load_model(model: nn.Module, tensors: Stored | Mapping[str, Tensor], aliases
     stored = tensors if isinstance(tensors, Stored) else Stored(tensors)
     own = model.state_dict()
     check_model({n: t.shape for n, t in own.items()}, stored, aliases, where)
-    values = {kept: shard_like(own[kept], stored.take(kept)) for kept in stored.layout}
+    values = {kept: stored.take_like(kept, own[kept]) for kept in stored.layout}
     model.load_state_dict(values | {name: values[kept] for name, kept in aliases.items() if kept in values})
 
 
@@ -132,9 +174,9 @@ def load_optimizer(
     optimizer: torch.optim.Optimizer,
     stored: Stored,
     plain: dict[str, Any],
-    fit: Callable[[Tensor, Tensor], Tensor] = lambda value, owner: value,
+    take: Callable[[str, Tensor], Tensor] | None = None,
 ) -> None:
-    """The other way; `fit` makes a value what is kept of it beside a parameter."""
+    """The other way; `take` gives what is kept of a stored tensor beside a parameter."""
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     on_cpu = set(plain.get("on_cpu", ()))
     optimizer.state.clear()
@@ -142,16 +184,18 @@ def load_optimizer(
         group |= kept
     for name in (*stored.layout, *plain.get("values", {})):
         owner, _, entry = name.rpartition("/")
-        value = stored.take(name) if name in stored.layout else plain["values"][name]
         if owner.startswith("#"):
-            optimizer.param_groups[int(owner[1:])][entry] = value
+            optimizer.param_groups[int(owner[1:])][entry] = stored.take(name)
             continue
         if owner not in parameters:
             raise Problem(f"the checkpoint's optimizer knows a parameter {owner!r} that this model does not have")
         parameter = parameters[owner]
-        if isinstance(value, Tensor):
+        if name not in stored.layout:
+            value = plain["values"][name]
+        else:
+            value = stored.take(name) if take is None else take(name, parameter)
             host = on_host(value, groups.get(parameter, {}), name in on_cpu)
-            value = value.to("cpu") if host else fit(value, parameter).to(parameter.device)
+            value = value.to("cpu" if host else parameter.device)
             if value.shape == parameter.shape and not host:
                 value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)  # in the parameter's memory format
         optimizer.state[parameter][entry] = value
@@ -168,7 +212,7 @@ def all_finite(parameters: Iterable[Tensor]) -> bool:
     return not found or bool(torch.stack([f.to(found[0].device) for f in found]).all())
 
 
-def pack(parts: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
+def pack(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
 
 
@@ -190,6 +234,14 @@ def local(tensor: Any) -> Tensor:
     return found.to_local() if is_sharded(found) else found  # type: ignore[attr-defined]
 
 
+def part_of(tensor: Any) -> Part:
+    """This rank's part of a sharded tensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Part(local(tensor), torch.Size(offsets), tensor.shape)
+
+
 def shard_like(place: Any, value: Tensor) -> Tensor:
     """A whole tensor, sharded as another one is."""
     if not is_sharded(place) or is_sharded(value):
@@ -198,10 +250,8 @@ def shard_like(place: Any, value: Tensor) -> Tensor:
 
     if value.shape != place.shape:
         return DTensor.from_local(value.to(place.device), place.device_mesh, [Replicate()], run_check=False)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    sizes, offsets = compute_local_shape_and_global_offset(place.shape, place.device_mesh, place.placements)
-    part = value[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+    box = part_of(place)
+    part = value[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.plain.shape, strict=True))]
     sharded = torch.empty_like(place, dtype=value.dtype, requires_grad=False)
     local(sharded).copy_(part)
     return sharded

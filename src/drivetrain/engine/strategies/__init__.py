@@ -26,7 +26,7 @@ def spread(
     if plan.strategy == "fsdp":
         from drivetrain.engine.strategies.sharded import Sharded
 
-        strategy: Strategy = Sharded(model, plan, group, tail)
+        strategy: Strategy = Sharded(model, plan, group, tail, folder)
         optimizer = make()
     elif plan.strategy == "deepspeed":  # shards the parameters of an optimizer that it is given
         from drivetrain.engine.strategies.zero import Zero

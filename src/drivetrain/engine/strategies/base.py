@@ -23,6 +23,8 @@ class Strategy:
     tail: Tensor | None
     """Where a step's figures and requests travel from rank to rank, if they travel."""
     optimizer: torch.optim.Optimizer
+    files: Any = None
+    """The group over which each rank writes its own parts of a checkpoint; None where rank 0 writes all of it."""
     _takes_factor = False
 
     def __init__(self, model: nn.Module, group: Group) -> None:
@@ -105,12 +107,12 @@ class Strategy:
         """Whether every trained parameter is a number; one wait for the device."""
         return state.all_finite(self.parameters)
 
-    def model_tensors(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The model's tensors by name, on rank 0 whole; a collective call."""
+    def model_tensors(self, parts: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
+        """The model's tensors by name, on rank 0 whole, or each rank's parts of them; a collective call."""
         return state.model_tensors(self.model)
 
-    def optimizer_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The optimizer's state by parameter name, on rank 0 whole; a collective call."""
+    def optimizer_tensors(self, parts: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The optimizer's state by parameter name, on rank 0 whole, or each rank's parts of it; a collective call."""
         return state.optimizer_tensors(dict(self.model.named_parameters()), self.optimizer)
 
     def load_model(self, stored: state.Stored, aliases: dict[str, str], where: str) -> None:

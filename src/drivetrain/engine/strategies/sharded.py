@@ -7,9 +7,11 @@ task may use its module as it likes, its methods and attributes included.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
@@ -30,11 +32,13 @@ class Sharded(Strategy):
     obstacle = "parameters come and go under fsdp"
     tail: Tensor
 
-    def __init__(self, model: nn.Module, plan: Plan, group: Group, tail: int) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, group: Group, tail: int, folder: Path) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         group.open(plan.backend)
+        if group.reach(folder):
+            self.files = dist.new_group(backend="gloo")
         dense_gradients(model)
         share_weights(model, group)
         half = HALF.get(plan.precision)
@@ -155,28 +159,29 @@ class Sharded(Strategy):
     def finite(self) -> bool:
         return all(self.group.gather(state.all_finite(self.parameters)))
 
-    def model_tensors(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        return state.model_tensors(self.model, self._whole)
+    def model_tensors(self, parts: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
+        return state.model_tensors(self.model, _part if parts else self._whole)
 
-    def optimizer_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def optimizer_tensors(self, parts: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
         owners = self._owners()
+        give = _part if parts else self._whole
 
-        def take(value: Tensor, owner: Tensor) -> Tensor:
+        def take(value: Tensor, owner: Tensor) -> Any:
             sharded = owners.get(owner)
-            return self._whole(value if sharded is None or value.shape != owner.shape else _rejoined(value, sharded))
+            return give(value if sharded is None or value.shape != owner.shape else _rejoined(value, sharded))
 
         return state.optimizer_tensors(self._held(), self.optimizer, take)
 
     def load_optimizer(self, stored: state.Stored, plain: dict[str, Any]) -> None:
         owners = self._owners()
 
-        def fit(value: Tensor, owner: Tensor) -> Tensor:
-            sharded = owners.get(owner)
-            if value.dim() == 0 or (sharded is not None and value.shape != sharded.shape):
-                return value
-            return state.shard_like(owner, value) if sharded is None else state.local(state.shard_like(sharded, value))
+        def take(name: str, owner: Tensor) -> Tensor:
+            sharded, (shape, _) = owners.get(owner), stored.layout[name]
+            if not shape or (sharded is not None and shape != sharded.shape):
+                return stored.take(name)
+            return stored.take_like(name, owner) if sharded is None else state.local(stored.take_like(name, sharded))
 
-        state.load_optimizer(self._held(), self.optimizer, stored, plain, fit)
+        state.load_optimizer(self._held(), self.optimizer, stored, plain, take)
 
     def _held(self) -> dict[str, Tensor]:
         """By name, what the optimizer holds of each parameter."""
@@ -192,6 +197,12 @@ class Sharded(Strategy):
             return tensor
         whole: Tensor = tensor.to(self.group.device).full_tensor()  # type: ignore[attr-defined]
         return whole.cpu() if self.group.main else torch.empty(0)
+
+
+def _part(tensor: Tensor) -> Any:
+    """What this rank writes of a tensor."""
+    tensor = tensor.detach()
+    return state.part_of(tensor) if state.is_sharded(tensor) else tensor
 
 
 def _rejoined(part: Tensor, like: Any) -> Tensor:

@@ -120,7 +120,7 @@ class Zero(Strategy):
         ]  # what pads them may be anything
         return all(self.group.gather(state.all_finite(parts)))
 
-    def model_tensors(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+    def model_tensors(self, parts: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
         def take(tensor: Tensor) -> Tensor:
             with self._gathered(tensor):
                 return tensor.detach().cpu() if self.group.main else torch.empty(0)
@@ -142,7 +142,7 @@ class Zero(Strategy):
         parted = [tensor] if hasattr(tensor, "ds_id") else []
         return zero.GatheredParameters(parted, modifier_rank=0 if changed else None, enabled=bool(parted))
 
-    def optimizer_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def optimizer_tensors(self, parts: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
         tensors, plain = state.group_tensors(self.optimizer)
         for flat, pieces in self._partitions():
             for entry, value in self.optimizer.state.get(flat, {}).items():
