@@ -23,9 +23,15 @@ from tests.samples import HARDWARE, Plain, rows, weights
 
 FSDP, FSDP2 = {"strategy": "fsdp"}, {"strategy": "fsdp", "zero_stage": 2}
 ZERO1, ZERO2, ZERO3 = ({"strategy": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3))
+ZERO3["deepspeed_config"] = str(Path(__file__).with_name("parted.json"))  # DeepSpeed would leave parameters as small as these whole
 AGAIN = {"activation_checkpointing": True}
 SGD = {"optim": "sgd", "clip": 0.1, "learning_rate": 0.2}  # AdamW would hide a wrong scale of the gradient
 ADAM = {"optim": "adamw", "learning_rate": 0.02, "clip": 0.5}
+
+
+def label(value: Any) -> str:
+    """A test's name: what is pinned or set."""
+    return " ".join(f"{k}={v}" for k, v in value.items() if k != "deepspeed_config") if isinstance(value, dict) else str(value)
 
 
 def run(name: str, folder: Path, world: int, pins: dict[str, Any], stop: int | None = None, **settings: Any) -> list[dict[str, Any]]:
@@ -52,7 +58,6 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("world", "pins"),
     [
-        (2, {}),
         (2, FSDP | {"micro_batch": 2}),
         (2, FSDP2 | {"micro_batch": 4} | AGAIN),
         (2, ZERO1 | {"micro_batch": 4}),
@@ -61,13 +66,10 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> Any:
         (4, {}),
         (4, FSDP | AGAIN),
         (4, FSDP2 | {"micro_batch": 2}),
-        (4, ZERO1),
-        (4, ZERO2),
-        (4, ZERO3 | {"micro_batch": 2}),
         (1, FSDP),
         (1, ZERO2),
     ],
-    ids=str,
+    ids=label,
 )
 def test_every_strategy_gives_one_curve(world: int, pins: dict[str, Any], curves: Any, tmp_path: Path) -> None:
     """Losses, gradient norms and evaluations of a transformer, with tied embeddings, a loss over tokens, a clip that bites
@@ -78,12 +80,12 @@ def test_every_strategy_gives_one_curve(world: int, pins: dict[str, Any], curves
     same(reference, run("Transformer", tmp_path, world, pins), 1e-5)
 
 
-@pytest.mark.parametrize("pins", [{}, FSDP | {"micro_batch": 3}, FSDP2 | AGAIN, ZERO2, ZERO3 | {"micro_batch": 3}], ids=str)
+@pytest.mark.parametrize("pins", [{}, FSDP | {"micro_batch": 3}, ZERO2], ids=label)
 def test_half_precision_stays_within_its_own_spread(pins: dict[str, Any], curves: Any, tmp_path: Path) -> None:
     same(curves("Transformer", precision="bf16"), run("Transformer", tmp_path, 2, pins, precision="bf16"), 8e-3)
 
 
-@pytest.mark.parametrize("pins", [FSDP, ZERO3], ids=str)
+@pytest.mark.parametrize("pins", [FSDP, ZERO2], ids=label)
 def test_fp16_scales_the_loss_and_skips_alike(pins: dict[str, Any], tmp_path: Path) -> None:
     """A loss too large for fp16: the first steps overflow on some rank, and every rank leaves them out."""
     settings = ADAM | {"precision": "fp16", "spike": 3000.0}
@@ -95,25 +97,26 @@ def test_fp16_scales_the_loss_and_skips_alike(pins: dict[str, Any], tmp_path: Pa
     assert found[-1]["train/loss"] == pytest.approx(reference[-1]["train/loss"], rel=1e-2)
 
 
-@pytest.mark.parametrize("pins", [FSDP, ZERO2, ZERO3], ids=str)
 @pytest.mark.parametrize(
-    ("name", "settings"),
+    ("name", "settings", "pins"),
     [
-        ("Odd", {}),  # an LSTM, frozen, unused and tied parameters, a sparse embedding
-        ("Parts", {}),
-        ("Twofold", {}),
-        ("OwnOptimizer", {"kind": "rmsprop"}),
-        ("OwnOptimizer", {"kind": "count"}),
+        ("Odd", {}, FSDP),  # an LSTM, frozen, unused and tied parameters, a sparse embedding
+        ("Odd", {}, ZERO3),
+        ("Parts", {}, ZERO2),
+        ("Twofold", {}, FSDP),
+        ("OwnOptimizer", {"kind": "rmsprop"}, FSDP),
+        ("OwnOptimizer", {"kind": "count"}, FSDP),
+        ("OwnOptimizer", {"kind": "count"}, ZERO3),
     ],
-    ids=str,
+    ids=label,
 )
 def test_models_losses_and_optimizers_of_all_kinds(
     name: str, settings: dict[str, Any], pins: dict[str, Any], curves: Any, tmp_path: Path
 ) -> None:
-    same(curves(name, **SGD, **settings), run(name, tmp_path, 3, pins | {"micro_batch": 3}, **SGD, **settings), 1e-4)
+    same(curves(name, **SGD, **settings), run(name, tmp_path, 2, pins | {"micro_batch": 3}, **SGD, **settings), 1e-4)
 
 
-@pytest.mark.parametrize("pins", [FSDP, ZERO3], ids=str)
+@pytest.mark.parametrize("pins", [FSDP], ids=label)
 def test_batchnorm_is_as_in_ddp(pins: dict[str, Any], curves: Any, tmp_path: Path) -> None:
     same(curves("Norms", world=2, **SGD), run("Norms", tmp_path, 2, pins | AGAIN, **SGD), 1e-4)
 
@@ -124,7 +127,7 @@ def test_single_numbers_other_formats_and_sources_under_fsdp(curves: Any, tmp_pa
     same(curves("Walk", **SGD), run("Walk", tmp_path / "c", 2, FSDP, **SGD), 1e-5)
 
 
-@pytest.mark.parametrize("pins", [FSDP | {"offload": "all"}, ZERO2 | {"offload": "optimizer"}, ZERO3 | {"offload": "all"}], ids=str)
+@pytest.mark.parametrize("pins", [FSDP | {"offload": "all"}, ZERO3 | {"offload": "all"}], ids=label)
 def test_offload_changes_where_things_lie_only(pins: dict[str, Any], curves: Any, tmp_path: Path) -> None:
     same(curves("Transformer", **ADAM), run("Transformer", tmp_path, 2, pins | {"micro_batch": 3}, **ADAM), 2e-5)
 
@@ -173,17 +176,17 @@ def test_a_model_without_blocks_is_told_so() -> None:
 # --- resume ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pins", [FSDP, FSDP2 | {"offload": "all"}, ZERO1, ZERO2, ZERO3], ids=str)
+@pytest.mark.parametrize("pins", [FSDP, ZERO2], ids=label)
 def test_stopped_and_gone_on_is_bit_equal(pins: dict[str, Any], tmp_path: Path) -> None:
     settings = ADAM | {"dropout": 0.2, "eval_every": 3}
     run("Transformer", tmp_path / "whole", 2, pins | {"micro_batch": 3}, **settings)
-    for stop in (2, 5, None):
+    for stop in (2, None):
         run("Transformer", tmp_path / "broken", 2, pins | {"micro_batch": 3}, stop, **settings)
     assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("pins", [FSDP, ZERO2, ZERO3], ids=str)
+@pytest.mark.parametrize("pins", [FSDP], ids=label)
 def test_another_number_of_processes_keeps_the_curve(pins: dict[str, Any], curves: Any, tmp_path: Path) -> None:
     for world, stop in ((2, 2), (1, 5), (3, None)):
         run("Transformer", tmp_path, world, pins, stop, **ADAM)
@@ -191,21 +194,49 @@ def test_another_number_of_processes_keeps_the_curve(pins: dict[str, Any], curve
 
 
 def test_any_strategy_goes_on_from_any_other(curves: Any, tmp_path: Path) -> None:
-    for pins, stop in (({}, 1), (FSDP, 2), (ZERO3, 3), (FSDP2, 4), (ZERO1, 5), ({}, 6), (ZERO2, 7), (FSDP, None)):
+    for pins, stop in (({}, 1), (FSDP, 2), (ZERO3, 4), (FSDP, None)):
         run("Transformer", tmp_path, 2, pins, stop, **ADAM)
     same(curves("Transformer", **ADAM), rows(tmp_path), 5e-5)
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert [e["step"] for e in events if e["event"] == "resumed"] == [1, 2, 3, 4, 5, 6, 7]
+    assert [e["step"] for e in events if e["event"] == "resumed"] == [1, 2, 4]
 
 
-@pytest.mark.parametrize("kind", ["rmsprop", "count"])
-@pytest.mark.parametrize("pins", [FSDP, ZERO3], ids=str)
-def test_an_optimizer_of_the_users_own_goes_on(kind: str, pins: dict[str, Any], tmp_path: Path) -> None:
-    run("OwnOptimizer", tmp_path / "whole", 2, pins, kind=kind, clip=0.5)
-    for stop in (3, 9, None):
-        run("OwnOptimizer", tmp_path / "broken", 2, pins, stop, kind=kind, clip=0.5)
-    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
-    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+def _resumes_apart(folder: str, stop: int | None, group: Group) -> list[dict[str, Any]]:
+    """As on machines of which only the first has the run's folder: rank 0 writes and reads all."""
+    from unittest.mock import patch
+
+    mine = folder if group.main else f"{folder}-of-rank-{group.rank}"
+    with patch.object(Group, "reach", lambda *_: False):
+        return train("Transformer", mine, ADAM, FSDP, stop, group)
+
+
+def test_processes_that_do_not_share_a_folder(curves: Any, tmp_path: Path) -> None:
+    for stop in (3, None):
+        on_ranks(2, _resumes_apart, str(tmp_path / "run"), stop)
+    same(curves("Transformer", **ADAM), rows(tmp_path / "run"), 5e-5)
+    assert not (tmp_path / "run-of-rank-1" / "checkpoints").exists()
+
+
+@pytest.mark.world_size(2)
+def test_whether_all_see_a_folder_is_found_out(group: Group, tmp_path: Path) -> None:
+    assert group.reach(tmp_path / "new")
+    assert not group.reach(tmp_path / str(group.rank))
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_one_ranks_torn_file_spoils_the_checkpoint(tmp_path: Path) -> None:
+    """The one before it is used, and the run comes out the same."""
+    settings = ADAM | {"save_every": 2, "keep": 5}
+    run("Transformer", tmp_path / "whole", 2, FSDP, **settings)
+    run("Transformer", tmp_path / "torn", 2, FSDP, 4, **settings)
+    mine = sorted(p.name for p in (tmp_path / "torn/checkpoints/step-00000004").glob("*.distcp"))
+    assert mine == ["__0_0.distcp", "__1_0.distcp"], "each rank writes a file of its own"
+    file = tmp_path / "torn/checkpoints/step-00000004/__1_0.distcp"
+    file.write_bytes(file.read_bytes()[:-10])
+    run("Transformer", tmp_path / "torn", 2, FSDP, **settings)
+    assert rows(tmp_path / "torn") == rows(tmp_path / "whole")
+    assert weights(tmp_path / "torn") == weights(tmp_path / "whole")
+    assert '"resumed", "rank": 0, "step": 2' in (tmp_path / "torn/events.jsonl").read_text()
 
 
 # --- shards are shards -------------------------------------------------------------------------
@@ -222,7 +253,7 @@ def _held(folder: str, pins: dict[str, Any], group: Group) -> dict[str, int]:
     return {"model": sum(local(p).numel() for p in job.model.parameters()), "optimizer": sum(local(v).numel() for v in state)}
 
 
-@pytest.mark.parametrize(("pins", "parts"), [(FSDP, (2, 2)), (FSDP2, (2, 2)), (ZERO1, (1, 2)), (ZERO3, (1000, 2))], ids=str)
+@pytest.mark.parametrize(("pins", "parts"), [(FSDP, (2, 2)), (FSDP2, (2, 2)), (ZERO1, (1, 2)), (ZERO3, (1000, 2))], ids=label)
 def test_a_rank_holds_its_part_only(pins: dict[str, Any], parts: tuple[int, int], tmp_path: Path) -> None:
     size = sum(p.numel() for p in Transformer().model().parameters())
     for held in on_ranks(2, _held, str(tmp_path), pins):
@@ -267,7 +298,7 @@ def test_deepspeeds_configuration_is_the_plans_with_the_users_beneath(tmp_path: 
         ({"optimizer": {"type": "Adam"}}, "optimizer .* use optim"),
         ({"scheduler": {"type": "WarmupLR"}}, "scheduler .* use decay"),
     ],
-    ids=str,
+    ids=label,
 )
 def test_what_conflicts_is_refused_by_name(given: dict[str, Any], use: str, tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text(json.dumps(given))
