@@ -12,9 +12,9 @@ from torch import nn
 from drivetrain.engine.group import Group
 from drivetrain.engine.observe import Observer
 from drivetrain.engine.setup import _batchnorm
-from drivetrain.engine.state import share
-from drivetrain.engine.strategies import spread
-from drivetrain.engine.strategies.single import norm_of
+from drivetrain.engine.state import Stored
+from drivetrain.engine.strategies import Replicated
+from drivetrain.engine.strategies.base import norm_of
 from drivetrain.plan import Plan
 from tests.samples import Plain
 
@@ -31,7 +31,7 @@ def test_gradients_are_summed_whatever_took_part(group: Group) -> None:
         "long": nn.Linear(4, 2).double(),
     }
     model = nn.ModuleDict(sizes)
-    strategy = spread(model, group, 8, False)
+    strategy = Replicated(model, group, 8)
 
     def backward(net: nn.ModuleDict, rank: int) -> None:
         hidden = net["b"](net["a"](torch.full((2, 8), float(rank + 1))).relu())
@@ -66,11 +66,12 @@ def test_gradients_are_summed_whatever_took_part(group: Group) -> None:
 def test_buffers_and_tensors_are_rank_0s(group: Group) -> None:
     model = nn.BatchNorm1d(3)
     model.running_mean.fill_(group.rank)  # type: ignore[union-attr]
-    spread(model, group, 8, False).share_buffers()
+    Replicated(model, group, 8).share_buffers()
     assert (model.running_mean == 0).all()  # type: ignore[union-attr]
-    shared = share({"w": torch.arange(4), "s": torch.tensor(2.5)} if group.main else None, group)
-    assert torch.equal(shared["w"], torch.arange(4))
-    assert shared["s"] == 2.5
+    stored = Stored({"a/w": torch.arange(4), "b/s": torch.tensor(2.5)} if group.main else None, group)
+    assert list(stored.layout) == ["a/w", "b/s"]
+    assert torch.equal(stored.part("a").take("w"), torch.arange(4))
+    assert stored.part("b").take("s") == 2.5
 
 
 def test_batchnorm_is_told_what_differs() -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
+from drivetrain.engine.state import Part
 from drivetrain.outcomes import Problem
 from drivetrain.runs import FORMAT, Run
 
@@ -101,23 +102,27 @@ def _digest(manifest: dict[str, Any]) -> str:
 class Writer:
     """Stages tensors at once and writes them behind the training's back, one checkpoint at a time."""
 
-    def __init__(self, run: Run, keep: int, moment: Callable[[str], None], notice: Callable[[str], None]) -> None:
-        self.run, self.keep = run, keep
+    def __init__(
+        self, run: Run, keep: int, moment: Callable[[str], None], notice: Callable[[str], None], group: Any = None, main: bool = True
+    ) -> None:
+        """With a process group every rank has a writer, and writes its own parts; rank 0 proves and publishes them."""
+        self.run, self.keep, self.group, self.main = run, keep, group, main
         self.moment, self.notice = moment, notice
         self.failure: str | None = None
         self.newest: int | None = None
         self._thread: threading.Thread | None = None
-        self._clean()
+        if main:
+            self._clean()
 
     def _clean(self) -> None:
         """Remove what an interrupted save left behind."""
         for path in self.run.checkpoints.glob(".*"):
             shutil.rmtree(path, ignore_errors=True)
 
-    def save(self, step: int, tensors: dict[str, Tensor], extra: dict[str, Any], best: int | None) -> None:
+    def save(self, step: int, tensors: dict[str, Tensor | Part], extra: dict[str, Any], best: int | None) -> None:
         self.wait()
         self.moment("save")
-        staged = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        staged = {name: _staged(tensor) for name, tensor in tensors.items() if self.main or isinstance(tensor, Part)}
         self._thread = threading.Thread(target=self._write, args=(step, staged, extra, best), name="checkpoint")
         self._thread.start()
 
@@ -126,23 +131,28 @@ class Writer:
             self._thread.join()
             self._thread = None
 
-    def _write(self, step: int, staged: dict[str, Tensor], extra: dict[str, Any], best: int | None) -> None:
+    def _write(self, step: int, staged: dict[str, Tensor | Part], extra: dict[str, Any], best: int | None) -> None:
         hidden = self.run.checkpoints / f".{folder(step)}"
         try:
             hidden.mkdir(parents=True, exist_ok=True)
             from drivetrain.engine import shards
 
-            shards.write(hidden, staged)
+            shards.write(hidden, staged, self.group)
             self.moment("written")
+            if not self.main:
+                self.failure = None
+                return
             self._publish(hidden, step, extra)
             self.moment("published")
             self.failure, self.newest = None, step
             self.run.event("checkpoint", step=step)
             self._retire(best)
         except BaseException as error:  # DCP's own error is no Exception; and nothing here may end the training
-            shutil.rmtree(hidden, ignore_errors=True)
             self.failure = _cause(error)
-            need = sum(t.nbytes for t in staged.values()) / 2**20
+            if not self.main:
+                return
+            shutil.rmtree(hidden, ignore_errors=True)
+            need = sum((t.plain if isinstance(t, Part) else t).nbytes for t in staged.values()) / 2**20
             self.run.event("save-failed", step=step, reason=self.failure)
             self.notice(f"the checkpoint at step {step:,} ({need:,.1f} MB) was not saved: {self.failure}; training goes on")
 
@@ -171,6 +181,13 @@ class Writer:
             gone = self.run.checkpoints / f".gone-{folder(step)}"
             os.rename(path, gone)  # never a half-deleted folder under a published name
             shutil.rmtree(gone, ignore_errors=True)
+
+
+def _staged(tensor: Tensor | Part) -> Tensor | Part:
+    """A copy in the host's memory."""
+    if isinstance(tensor, Part):
+        return tensor._replace(plain=tensor.plain.to("cpu", copy=True))
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _sync_folder(path: Path) -> None:

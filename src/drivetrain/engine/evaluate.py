@@ -73,6 +73,7 @@ def evaluate(
     feed: OrderedFeed,
     precision: Precision,
     group: Group,
+    run: Callable[..., Any] = lambda function, *args: function(*args),
     replay: Replay | None = None,
     moment: Callable[[str], None] | None = None,
     undoable: bool = True,
@@ -81,9 +82,12 @@ def evaluate(
     training = model.training
     short = False
 
-    def metrics_of(inputs: tuple[Any, Tensor]) -> Any:
+    def compute(inputs: tuple[Any, Tensor]) -> Any:
         with precision.forward():
             return task.metrics(model, feed.assemble(*inputs))
+
+    def metrics_of(inputs: tuple[Any, Tensor]) -> Any:
+        return run(compute, inputs)
 
     model.eval()
     feed.open(0)

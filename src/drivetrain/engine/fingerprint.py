@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.engine.feed import tensors_in
+from drivetrain.engine.state import local
 
 
 def digest(tensors: Any) -> str:
     found = hashlib.sha256()
     for tensor in tensors_in(tensors):
-        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found.update(local(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
 
 

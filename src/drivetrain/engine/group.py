@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from drivetrain.outcomes import Outcome, Problem
 
@@ -74,8 +77,25 @@ class Group:
         dist.all_gather_object(values, value)
         return values
 
+    def reach(self, folder: Path) -> bool:
+        """Whether every process sees the same folder."""
+        token = folder / self.share(f".reach-{uuid.uuid4().hex}")
+        if self.main:
+            folder.mkdir(parents=True, exist_ok=True)
+            token.touch()
+        self.gather(None)
+        seen = all(self.gather(token.exists()))
+        if self.main:
+            token.unlink(missing_ok=True)
+        return seen
+
+    def open(self, backend: str) -> None:
+        """Make the group of a process that is alone, for what works on a group only."""
+        if not dist.is_initialized():
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
     def leave(self) -> None:
-        if self.size > 1 and dist.is_initialized():
+        if dist.is_initialized():
             dist.destroy_process_group()
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drivetrain.engine import state
 from drivetrain.engine.best import Best
@@ -25,7 +26,7 @@ from drivetrain.engine.feed import Feed, OrderedFeed
 from drivetrain.engine.group import Group
 from drivetrain.engine.memory import peak_memory
 from drivetrain.engine.observe import Observer
-from drivetrain.engine.optim import Rates, capturable, make_optimizer, schedule_of
+from drivetrain.engine.optim import Rates, make_optimizer, schedule_of
 from drivetrain.engine.pace import Pace
 from drivetrain.engine.precision import Precision
 from drivetrain.engine.rows import Rows
@@ -68,18 +69,24 @@ class Training:
             raise Problem(f"best={task.best} needs an evaluation, but the task has no eval_data()")
         self.source: Source | None = data if isinstance(data, Source) else None
         state.model_tensors(self.model)  # what cannot be saved is said now, not at the first save
-        self.optimizer = make_optimizer(task, self.model, group.device)
-        # One piece of work where nothing comes between backward and update: no further micro-batch, rank, or host.
-        at_once = group.size == plan.accumulation == 1 and (not group.runs_ahead or capturable(self.optimizer, plan.precision == "fp16"))
-        self.strategy = spread(self.model, group, TAIL, at_once)
+        parameters = list(self.model.parameters())
+        self._sizes = {
+            "parameters": state.count_parameters(parameters),
+            "trainable": state.count_parameters(parameters, lambda p: p.requires_grad),
+        }
+        make = partial(make_optimizer, task, self.model, group.device, captured=not plan.shards)
+        self.strategy = spread(self.model, make, task, plan, group, TAIL, run.path)
+        self.optimizer = self.strategy.optimizer
         per_epoch = self.feed.steps_per_epoch
         self.total = int(task.steps or task.epochs * per_epoch)
-        self.rates = Rates(self.optimizer, schedule_of(task, self.total, per_epoch), self.total, group)
-        self.step = Step(task, self.model, self.feed, self.strategy, self.optimizer, self.rates, self.precision, group)
+        self.rates = Rates(self.optimizer, schedule_of(task, self.total, per_epoch), self.total, group, on_device=not plan.shards)
+        self.step = Step(task, self.model, self.feed, self.strategy, self.rates, self.precision, group)
         self.tail = TAIL
         self.step.undoable = undoable(plan, self.model)
         self.step.moment = observer.moment if observer.watches else None
-        self.writer = Writer(run, task.keep, observer.moment, observer.notice) if group.main else None
+        self.writer: Writer | None = None
+        if group.main or self.strategy.files is not None:
+            self.writer = Writer(run, task.keep, observer.moment, observer.notice, self.strategy.files, group.main)
         self.log, self.evaluate_every, self.save_every = (Every(s, per_epoch) for s in (task.log_every, task.eval_every, task.save_every))
         self.compiled_from = plan.compiled_from(0, None)
         self.done = 0
@@ -118,8 +125,10 @@ class Training:
         while self.done < self.total:
             if self.done % per_epoch == 0:
                 self.step.rest()
-                self.feed.begin_epoch(self.done // per_epoch, self.model)
-                if self.source is not None:
+                if self.source is None:
+                    self.feed.begin_epoch(self.done // per_epoch, self.model)
+                else:
+                    self.strategy.collect(self.feed.begin_epoch, self.done // per_epoch, self.model)
                     self._look_again()
             if not (clocked or save_late or evaluate_late or stop_after):
                 self._take_quiet_steps(ticking)
@@ -236,7 +245,9 @@ class Training:
         """None where memory ran out on any rank; all will then take fewer samples at a time."""
         try:
             step = self.step
-            return evaluate(self.task, self.model, test, self.precision, self.group, self._replay, step.moment, step.undoable)
+            return evaluate(
+                self.task, self.model, test, self.precision, self.group, self.strategy.run, self._replay, step.moment, step.undoable
+            )
         except Short as short:
             ranks = short.ranks
         shrink_evaluation(self, ranks)
@@ -252,11 +263,12 @@ class Training:
 
     # --- state ---
 
-    def _tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _tensors(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """All that a resume needs; a collective call, for rank 0's buffers and everybody's groups."""
         self.strategy.share_buffers()
-        model, aliases = state.model_tensors(self.model)
-        optimizer, plain = state.optimizer_tensors(self.model, self.optimizer)
+        parted = self.strategy.files is not None
+        model, aliases = self.strategy.model_tensors(parted)
+        optimizer, plain = self.strategy.optimizer_tensors(parted)
         parts = {"model": model, "optimizer": optimizer}
         if self.step.loss_scale is not None:
             parts["scale"] = self.step.loss_scale.tensors()
@@ -271,7 +283,7 @@ class Training:
 
     def _save(self, wait: bool) -> None:
         self.observer.flush()
-        if not state.all_finite(self.model):
+        if not self.strategy.finite():
             raise self._not_a_number(self.done - 1)  # the loss was finite, but the update was not
         self.rows.sum_epoch()
         tensors, extra = self._tensors()
@@ -296,21 +308,26 @@ class Training:
         facts = self.group.share(None if found is None else (found.step, found.extra))
         self.observer.resumed(0 if facts is None else facts[0])
         if facts is None:
-            self.group.broadcast([*self.model.parameters(), *self.model.buffers()])
+            self.strategy.begin()
             return
         step, extra = facts
         if step > self.total:
             raise Problem(f"the run is at step {step:,} already; {self.total:,} steps were asked for (epochs or steps)")
-        tensors = state.share(found.tensors() if found else None, self.group)
-        state.load_model(self.model, state.unpack(tensors, "model"), extra["aliases"], f"checkpoint {step}")
-        state.load_optimizer(self.model, self.optimizer, state.unpack(tensors, "optimizer"), extra["optimizer"])
+        if self.strategy.files is not None:
+            stored: state.Stored = state.StoredFiles(self.run.checkpoints / folder(step))
+        else:
+            stored = state.Stored(found.tensors() if found else None, self.group)
+        self.strategy.load_model(stored.part("model"), extra["aliases"], f"checkpoint {step}")
+        self.strategy.load_optimizer(stored.part("optimizer"), extra["optimizer"])
         if self.step.loss_scale is not None:
-            for name, value in state.unpack(tensors, "scale").items():
-                self.step.loss_scale.tensors()[name].copy_(value)
+            scale = stored.part("scale")
+            for name in scale.layout:
+                self.step.loss_scale.tensors()[name].copy_(scale.take(name))
         if self.source is not None:
             assert isinstance(self.feed, SourceFeed)
             rows = slice(self.feed.low, self.feed.high)
-            self.source.load({k: v[rows].to(self.group.device) for k, v in state.unpack(tensors, "source").items()})
+            kept = stored.part("source")
+            self.source.load({name: kept.take(name)[rows].to(self.group.device) for name in kept.layout})
         self.done, self._before, self.metrics = step, extra["time"], extra["metrics"]
         self.best.load(extra["best"])
         self.compiled_from = self.plan.compiled_from(step, extra.get("compiled_from"))
@@ -324,10 +341,7 @@ class Training:
     # --- the ends ---
 
     def _facts(self) -> dict[str, Any]:
-        parameters = list(self.model.parameters())
-        return {
-            "parameters": state.count_parameters(parameters),
-            "trainable": state.count_parameters(parameters, lambda p: p.requires_grad),
+        return self._sizes | {
             "processes": self.group.size,
             "backend": self.plan.backend,
             "precision": self.plan.precision,
@@ -347,8 +361,8 @@ class Training:
         self.observer.flush()
         self.rows.sum_epoch()
         facts = self._facts() | {"time": self._elapsed(), "peak_memory_bytes": peak_memory(self.group.device), "train": self.rows.means()}
+        tensors, aliases = self.strategy.model_tensors()
         if self.group.main:
-            tensors, aliases = state.model_tensors(self.model)
             if self.best.step is not None and self.best.step != self.done:
                 try:
                     best = verify(self.run.checkpoints / folder(self.best.step))

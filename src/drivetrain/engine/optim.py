@@ -15,9 +15,9 @@ from drivetrain.settings import Length
 from drivetrain.task import Task, overrides
 
 
-def make_optimizer(task: Task, model: torch.nn.Module, device: torch.device) -> torch.optim.Optimizer:
+def make_optimizer(task: Task, model: torch.nn.Module, device: torch.device, captured: bool = True) -> torch.optim.Optimizer:
     optimizer = _make(task, model)
-    if device.type == "cuda" and is_torchs(optimizer):
+    if captured and device.type == "cuda" and is_torchs(optimizer):
         for group in optimizer.param_groups:
             if "capturable" in group:
                 group["capturable"] = True  # its counts of steps live on the device, where a graph finds them
@@ -87,14 +87,16 @@ def _factor(decay: str, step: int, steps: int, warmup: int) -> float:
 class Rates:
     """Sets each parameter group's learning rate: its own peak times the schedule's factor."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float], steps: int, group: Group) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float], steps: int, group: Group, on_device: bool = True
+    ) -> None:
         self.groups = optimizer.param_groups
         self.peaks = [float(group["lr"]) for group in self.groups]
         self.factor = factor
         self._factors: list[float] = []
         self._tables: list[tuple[Tensor, Tensor]] = []
         """Of each group on a GPU: all its rates, and the place from which the optimizer's kernel reads the present one."""
-        if group.runs_ahead and capturable(optimizer, False):
+        if on_device and group.runs_ahead and capturable(optimizer, False):
             self._factors = [factor(step) for step in range(steps)]
             factors = torch.tensor(self._factors, device=group.device)
             for options, peak in zip(self.groups, self.peaks, strict=True):

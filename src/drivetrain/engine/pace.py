@@ -130,6 +130,8 @@ class Pace:
 
     def _obstacle(self) -> str:
         """What neither a graph nor a compiler could follow, if there is such a thing."""
+        if self.step.strategy.obstacle:
+            return self.step.strategy.obstacle
         if self.step.host_random.used:
             return "the loss draws from the host's random generators (Python's, numpy's or torch's for the CPU: draw on the device)"
         if any(isinstance(m, nn.SyncBatchNorm) for m in self.step.model.modules()):
@@ -144,6 +146,8 @@ class Pace:
         why = obstacle
         if self.plan.capture == "off" and self._pinned("capture"):
             why = "pinned"
+        elif not why and self.plan.activation_checkpointing:
+            why = "a block that runs again puts the generator back, which a graph cannot"
         elif not why and (kind := opaque(inputs)):
             why = f"batches hold a {kind}, which a graph cannot be handed"
         seconds = 0.0
@@ -298,6 +302,8 @@ class Pace:
 
     def marked(self) -> dict[str, object]:
         step = self.step
+        if step.strategy.obstacle:
+            return {}
         captured = self.cuda and capturable(step.optimizer, step.loss_scale is not None)
         return marks(step.task, step.model, step.optimizer if captured else None)
 
@@ -328,7 +334,7 @@ class Pace:
             self.found.reject("capture=on", self.step.graphs.broken or "the host waits within the step")
             self.step.graphs = None
         whole = "one graph a step" if self.step.strategy.whole else "a graph a micro-batch"
-        self.found.reasons.setdefault("capture", whole if self.cuda else "graphs are a GPU's")
+        self.found.reasons.setdefault("capture", self.step.strategy.obstacle or (whole if self.cuda else "graphs are a GPU's"))
         if self.group.main:
             self.observer.planned(self.facts())
         self.step.pace = None

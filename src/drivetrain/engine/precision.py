@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FIRST_SCALE, LEAST_SCALE = 2.0**16, 2.0**-14
 
 
@@ -16,7 +17,7 @@ class Precision:
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name, self.device = name, device
-        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+        self.dtype = HALF.get(name)
         torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
         if device.type == "cuda":
             torch.backends.cudnn.allow_tf32 = name == "tf32"

@@ -15,7 +15,7 @@ from drivetrain.engine.capture import WARM
 from drivetrain.engine.data import train_feed
 from drivetrain.engine.group import Group
 from drivetrain.engine.observe import Observer
-from drivetrain.engine.optim import Rates, capturable, make_optimizer, schedule_of
+from drivetrain.engine.optim import Rates, make_optimizer, schedule_of
 from drivetrain.engine.pace import REPLAYED, TIMED, UNTIMED, Pace
 from drivetrain.engine.precision import Precision
 from drivetrain.engine.setup import build_model, prepare
@@ -71,11 +71,11 @@ class Probe:
         self.optimizer.zero_grad(set_to_none=True)
         self._empty()
         feed = train_feed(self.task, self.data, plan, self.group)
-        at_once = not self.group.runs_ahead or capturable(self.optimizer, plan.precision == "fp16")
-        strategy = spread(self.model, self.group, TAIL, at_once)
+        strategy = spread(self.model, lambda: self.optimizer, self.task, plan, self.group, TAIL, Path())
         total = 1_000_000
         rates = Rates(self.optimizer, schedule_of(self.task, total, feed.steps_per_epoch), total, self.group)
-        step = Step(self.task, self.model, feed, strategy, self.optimizer, rates, self.precision, self.group)
+        step = Step(self.task, self.model, feed, strategy, rates, self.precision, self.group)
+        step.undoable = False  # running out of memory is an answer here
         self.model.train()
         number = -1
 
@@ -95,7 +95,7 @@ class Probe:
             take()
             seconds, kind = self._seconds(take, EAGER), "eager"
             peak = self._peak()
-            update = self._seconds(lambda: step._apply(None, None), EAGER)
+            update = self._seconds(lambda: strategy.update(None, 0.0, False, False), EAGER)
             if seconds < SHORT and self.device.type == "cuda" and plan.capture != "off":
                 step.pace = Pace(step, plan, self.group, total, Observer(), None)
                 for _ in range(UNTIMED + TIMED + 1 + WARM + 1):  # the choice, and the steps until the graph is made
@@ -108,7 +108,7 @@ class Probe:
         finally:
             feed.close()
 
-    def _seconds(self, work: Callable[[], None], times: int) -> float:
+    def _seconds(self, work: Callable[[], object], times: int) -> float:
         self._sync()
         begun = time.perf_counter()
         for _ in range(times):

@@ -13,6 +13,7 @@ from drivetrain.engine.checkpoint import must_exist, newest_good
 from drivetrain.engine.group import Group
 from drivetrain.engine.observe import Observer
 from drivetrain.engine.rand import seed_everything
+from drivetrain.engine.recompute import recompute_blocks
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
 from drivetrain.runs import Run, find
@@ -46,14 +47,18 @@ def build_model(task: Task, plan: Plan, run: Run, group: Group, observer: Observ
     if task.start and not group.share(bool(run.steps())):  # a run that goes on needs it no more
         found = weights_of(task.start) if group.main else None  # another machine may not have the file
         aliases = group.share(found[1] if found else None)
-        state.load_model(model, state.share(found[0] if found else None, group), aliases, task.start)
-    model = model.to(group.device)
+        state.load_model(model, state.Stored(found[0] if found else None, group), aliases, task.start)
+    if not plan.shards:  # which brings it there part by part, for it may not fit at once
+        model = model.to(group.device)
     if plan.channels_last and any(isinstance(m, nn.Conv2d) for m in model.modules()):
         for parameter in model.parameters():
             if parameter.dim() == 4:
                 # By strides: with one channel a tensor counts as both, and a convolution would take it for the other.
                 parameter.data = torch.empty_like(parameter, memory_format=torch.channels_last).copy_(parameter)
-    return _batchnorm(model, task, plan, group, observer)
+    model = _batchnorm(model, task, plan, group, observer)
+    if plan.activation_checkpointing:
+        recompute_blocks(model, observer, group.main)
+    return model
 
 
 def weights_of(start: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

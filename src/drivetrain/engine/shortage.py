@@ -104,6 +104,7 @@ def shrink(training: Training, ranks: list[int], possible: bool) -> None:
             parameter.grad = None
         _free(training)
         training.strategy = Replicated(training.model, training.group, training.tail)
+        training.strategy.adopt(training.optimizer)
     training.plan = Plan.from_json(training.plan.to_json() | smaller.changes)
     training.feed.cut(training.plan.micro_batch)
     training.step.renew(training.strategy)

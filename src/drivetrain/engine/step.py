@@ -24,7 +24,7 @@ from drivetrain.engine.feed import Feed, Micro
 from drivetrain.engine.group import Group
 from drivetrain.engine.ledger import Ledger
 from drivetrain.engine.losses import Part, read_loss
-from drivetrain.engine.optim import Rates, capturable, takes_factor
+from drivetrain.engine.optim import Rates, capturable
 from drivetrain.engine.precision import LossScale, Precision
 from drivetrain.engine.rand import HostRandom, key, seed_model
 from drivetrain.engine.shortage import Before, Short
@@ -91,11 +91,11 @@ class Form(NamedTuple):
 
 class Step:
     def __init__(
-        self, task: Task, model: nn.Module, feed: Feed, strategy: Strategy, optimizer: torch.optim.Optimizer,
+        self, task: Task, model: nn.Module, feed: Feed, strategy: Strategy,
         rates: Rates, precision: Precision, group: Group,
     ) -> None:  # fmt: skip
         self.task, self.model, self.feed, self.strategy = task, model, feed, strategy
-        self.optimizer, self.rates, self.precision, self.group = optimizer, rates, precision, group
+        self.optimizer, self.rates, self.precision, self.group = strategy.optimizer, rates, precision, group
         self.loss_scale = LossScale(group.device) if precision.name == "fp16" else None
         self.figures: Figures | None = None
         self.requests = [False, False, False]
@@ -113,7 +113,6 @@ class Step:
         self.host_random = HostRandom(group.device)
         self.ledger: Ledger | None = None
         self._seed, self._clip = int(task.seed), float(task.clip)
-        self._fused = takes_factor(optimizer)
         self._draws = draws_of(task, feed, group.device)
         self.has_counts = overrides(task, "counts")
         self.number = 0
@@ -332,12 +331,12 @@ class Step:
     def backward(self, inputs: Inputs, form: Form, counts: dict[str, Tensor]) -> None:
         """Add a micro-batch's gradients, and its figures to the tail."""
         if self.compiled is None:
-            value = self.loss_value(*inputs, form.ready)
+            value = self.strategy.run(self.loss_value, *inputs, form.ready)
         else:
             value = self.compiled(form, *inputs, form.ready)
         if self.moment is not None:
             self.moment("backward")
-        self._objective(value, form.weight, form.size, counts).backward()
+        self.strategy.backward(self._objective(value, form.weight, form.size, counts))
 
     def _objective(self, value: Any, weight: int, size: int, counts: dict[str, Tensor]) -> Tensor:
         """This micro-batch's share of the objective; its figures go to the tail."""
@@ -423,44 +422,23 @@ class Step:
         return {name: torch.where(total == 0, 1.0, total) for name, total in totals.items()}
 
     def _update(self, size: int, counted: bool, with_norm: bool) -> None:
-        """Norm, clip, unscale and the optimizer's step."""
+        """What gradients are multiplied by, then the update."""
         assert self.figures is not None
         if self._at is not None:
             self.rates.follow(self._at)
         factor: Tensor | None = None
-        overflow: Tensor | None = None
         if self.figures.count and not counted and self.figures.parts[0] in self.figures.count:
             count = self._slots[self.figures.count[self.figures.parts[0]]]
             factor = torch.where(count == 0, 0.0, size / count)
         if self.loss_scale is not None:
             factor = 1.0 / self.loss_scale.scale if factor is None else factor / self.loss_scale.scale
-        if with_norm or self._clip or self.loss_scale is not None:
-            norm = self.strategy.norm() if factor is None else self.strategy.norm() * factor
+        norm = self.strategy.update(factor, self._clip, with_norm, self.loss_scale is not None)
+        if norm is not None:
             self._slots[NORM].copy_(norm)
-            if self._clip:
-                clip = (self._clip / (norm + 1e-6)).clamp_(max=1.0)
-                factor = clip if factor is None else factor * clip
-            if self.loss_scale is not None:
-                overflow = (~torch.isfinite(norm)).float()
-        self._apply(factor, overflow)
-        if self.loss_scale is not None and overflow is not None:
-            self.loss_scale.update(overflow)
+        if self.loss_scale is not None and norm is not None:
+            self.loss_scale.update((~torch.isfinite(norm)).float())
             self._slots[SCALE].copy_(self.loss_scale.scale)
             self._slots[SKIPPED].copy_(self.loss_scale.skipped)
         if self._at is not None and self._tail is not None and self.ledger is not None:
             self.ledger.write(self._at, self._tail[: self.figures.used])
             self._at.add_(1)
-
-    def _apply(self, factor: Tensor | None, overflow: Tensor | None) -> None:
-        optimizer: Any = self.optimizer
-        if self._fused:
-            if factor is not None:
-                optimizer.grad_scale = 1.0 / factor
-            if overflow is not None:
-                optimizer.found_inf = overflow
-        else:
-            if overflow is not None and overflow.item():
-                return  # an optimizer of the user's own cannot skip by itself: this costs a host sync
-            if factor is not None:
-                self.strategy.scale(factor)
-        optimizer.step()

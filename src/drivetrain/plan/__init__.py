@@ -55,9 +55,16 @@ class Plan:
         known = {f.name for f in fields(Plan)}
         return Plan(**{k: v for k, v in values.items() if k in known})
 
+    @property
+    def shards(self) -> bool:
+        """Whether processes hold parts of the model's state, so that parameters come and go within a step."""
+        return self.strategy in ("fsdp", "deepspeed")
+
     def compiled_from(self, step: int, saved: int | None) -> int | None:
         """The step from which on compiled code runs, for a run that begins or goes on after `step`: as a checkpoint
         saved it or as it was decided, unless it is pinned now."""
+        if self.shards:
+            return None
         if self.reasons.get("compile") != "pinned":
             return self.compile_from if saved is None else saved
         if self.compile == "on":

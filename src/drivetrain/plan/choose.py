@@ -11,6 +11,7 @@ from typing import Any
 from drivetrain.hardware import Hardware
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan, read_pins
+from drivetrain.plan.deepspeed import configuration
 from drivetrain.plan.fit import Fit, Point
 from drivetrain.plan.predict import Machine
 from drivetrain.plan.profile import Profile
@@ -75,9 +76,7 @@ def choose(
     threads = pinned("threads", cores, f"{hardware.cpu_cores} cores over {local_procs} local process{'es' if local_procs > 1 else ''}")
     gpu = device == "cuda"
     half = gpu and precision in ("bf16", "fp16")
-    if not gpu:
-        reasons["capture"] = "graphs are a GPU's"
-    return Plan(
+    plan = Plan(
         strategy=strategy,
         device=device,
         backend=backend,
@@ -92,21 +91,40 @@ def choose(
         activation_checkpointing=pinned("activation_checkpointing", False, "activations fit"),
         **sharding,
         threads=threads,
-        capture=pinned("capture", "auto", "the first steps show") if gpu else "off",
-        compile=pinned("compile", "auto", "the first steps show"),
+        **_pace(strategy, bool(sharding), gpu, half, pin, reasons),
         data=pinned("data", "auto", "tensors stay on the device, data sets go through the loader"),
         workers=pinned("workers", min(GPU_LOADER_WORKERS, cores) if gpu else 0, "of a GPU's host" if gpu else "the CPU is busy training"),
         prefetch=pinned("prefetch", 2, "two batches ahead a worker"),
         pin_memory=gpu,
-        channels_last=pinned(
-            "channels_last", half, "convolutions in half precision run faster so" if half else "no gain in full precision"
-        ),
         env=_environment(device, threads, bool(sharding)),
         predicted=searched.get("predicted", {}),
         measured=searched.get("measured", {}),
         reasons=reasons,
         rejected=searched.get("rejected", []),
     )
+    if strategy == "deepspeed":
+        configuration(plan, float(settings["clip"]))  # what conflicts is said before anything starts
+    return plan
+
+
+def _pace(strategy: str, shards: bool, gpu: bool, half: bool, pin: dict[str, Any], reasons: dict[str, str]) -> dict[str, Any]:
+    """How steps run, where the first ones do not decide it."""
+    faster = "convolutions in half precision run faster so" if half else "no gain in full precision"
+    chosen = {
+        "capture": ("auto", "the first steps show") if gpu else ("off", "graphs are a GPU's"),
+        "compile": ("auto", "the first steps show"),
+        "channels_last": (half, faster),
+    }
+    if shards:
+        why = f"parameters come and go under {strategy}"
+        chosen = {"capture": ("off", why), "compile": ("off", why), "channels_last": (False, "parts of parameters lie flat")}
+        for key, off in (("capture", "off"), ("compile", "off"), ("channels_last", False)):
+            if pin.get(key, off) not in (off, "auto"):
+                raise Problem(f"plan.{key}={pin[key]} does not go with plan.strategy={strategy}: {chosen[key][1]}")
+    for key, (_, reason) in chosen.items():
+        pinnable = key in pin and (gpu or key != "capture")
+        reasons[key] = "pinned" if pinnable and not shards else reason
+    return {k: pin.get(k, value) if reasons[k] == "pinned" else value for k, (value, _) in chosen.items()}
 
 
 def _search(

@@ -16,6 +16,7 @@ from drivetrain.plan.profile import Pass, Profile, Work
 CONTEXT = 600 << 20  # bytes that CUDA and its libraries take for themselves, outside of what torch counts
 LIBRARIES = 76 << 20  # bytes that matrix products take from torch's own count, once
 NCCL = 400 << 20  # bytes of a process group's buffers
+BUCKET = 500_000_000  # numbers that DeepSpeed sums at once
 SLACK = 0.95  # share of what is free that can be used: the rest goes to gaps between blocks
 CPU_FLOPS, CPU_BANDWIDTH = 0.05e12, 8e9  # of one core
 CPU_RATE, CPU_FLOOR, GPU_FLOOR, CONV_FLOOR = 0.5, 8e-6, 2.8e-6, 16e-6
@@ -113,7 +114,8 @@ def memory(profile: Profile, candidate: Candidate, on_gpu: bool = True, resident
     parts = {"parameters": profile.parameter_bytes, "gradients": 0, "optimizer": profile.optimizer_bytes, "buffers": profile.buffer_bytes}
     if candidate.sharded:
         parts |= _sharded(profile, candidate)
-        parts["activations"] = int(max(0.0, work.peak(micro, gradients=False) - work.weight_copies))
+        spared = work.weight_copies if candidate.strategy == "fsdp" else 0.0  # which gathers parameters in half precision
+        parts["activations"] = int(max(0.0, work.peak(micro, gradients=False) - spared))
     elif candidate.world_size == candidate.accumulation == 1:
         parts["activations"] = int(work.peak(micro, gradients=False))
         parts["gradients"] = int(work.peak(micro, gradients=True)) - parts["activations"]  # they come as activations go
@@ -133,10 +135,10 @@ def _sharded(profile: Profile, candidate: Candidate) -> dict[str, int]:
     parameters, gradients, optimizer = (size / world for size in (profile.parameter_bytes, profile.trained_bytes, profile.optimizer_bytes))
     at_once = 2 * profile.block_bytes + root if profile.blocks else profile.parameter_bytes
     if candidate.strategy == "deepspeed":
-        master = profile.trained_bytes / world if half < 1 else 0.0
-        whole = profile.parameter_bytes * half
-        parameters = (at_once * half + whole / world if candidate.zero_stage == 3 else whole) + master
-        gradients = profile.trained_bytes * half * (1.0 if candidate.zero_stage == 1 else 1 / world) + min(2e8, profile.trained) * 4 * half
+        # Parameters stay in fp32, beside a flat copy of the part that this process updates.
+        kept = parameters + at_once if candidate.zero_stage == 3 else float(profile.parameter_bytes)
+        parameters = kept + profile.trained_bytes / world
+        gradients = profile.trained_bytes * (1.0 if candidate.zero_stage == 1 else 1 / world) + 4 * min(BUCKET, profile.trained)
     else:
         parameters += (profile.parameter_bytes if candidate.zero_stage == 2 else at_once) * half
         gradients += (profile.block_bytes or profile.trained_bytes) * (1 + half)

@@ -12,17 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from drivetrain.engine.group import Group
-from drivetrain.engine.strategies.single import norm_of
+from drivetrain.engine.strategies.base import Strategy
 
 ALIGN = 32  # elements: kernels read vectors
 
 
-class Replicated:
-    whole = False
+class Replicated(Strategy):
+    tail: Tensor
 
     def __init__(self, model: nn.Module, group: Group, tail: int) -> None:
-        self.model, self.group = model, group
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        super().__init__(model, group)
         self.flats: list[Tensor] = []
         for dtype in sorted({p.dtype for p in self.parameters} - {torch.float32}, key=str):
             self._lay_out(dtype, 0)
@@ -51,18 +50,10 @@ class Replicated:
         for work in [dist.all_reduce(flat, async_op=True) for flat in self.flats]:
             work.wait()
 
-    def norm(self) -> Tensor:
-        """The norm of all gradients."""
-        return norm_of(self.parameters)
-
     def scale(self, factor: Tensor) -> None:
         *others, last = self.flats
         for flat in (*others, last[: len(last) - len(self.tail)]):  # the tail is no gradient
             flat.mul_(factor)
-
-    def share_buffers(self) -> None:
-        """Give every rank rank 0's buffers (BatchNorm statistics), before evaluating or saving."""
-        self.group.broadcast([b for b in self.model.buffers() if b is not None])
 
 
 def _view(flat: Tensor, offset: int, parameter: nn.Parameter) -> Tensor:

@@ -6,24 +6,18 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.engine.group import Group
+from drivetrain.engine.strategies.base import Strategy
 
 
-def norm_of(parameters: list[nn.Parameter]) -> Tensor:
-    """The norm over all gradients, tensor by tensor, so that it is the same in every strategy."""
-    norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
-    total: Tensor = torch.linalg.vector_norm(torch.stack([n.float() for n in norms]))
-    return total
-
-
-class Single:
+class Single(Strategy):
     """The strategy of a process on its own; `Replicated` does the same for many."""
 
+    whole = True
+
     def __init__(self, model: nn.Module, group: Group, tail: int) -> None:
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        super().__init__(model, group)
         # There is nobody to send figures to; but a captured step needs one place for them.
         self.tail = torch.zeros(tail, device=group.device) if group.runs_ahead else None
-
-    whole = True
 
     def zero(self) -> None:
         if self.tail is not None:
@@ -39,10 +33,6 @@ class Single:
                 parameter.grad = torch.zeros_like(parameter)
             elif gradient.is_sparse:
                 parameter.grad = gradient.to_dense()
-
-    def norm(self) -> Tensor:
-        """The norm of all gradients."""
-        return norm_of(self.parameters)
 
     def scale(self, factor: Tensor) -> None:
         torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)

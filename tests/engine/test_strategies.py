@@ -1,0 +1,324 @@
+"""Sharded or whole, the strategy never changes the maths, and any strategy goes on from any other's checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain.engine.group import Group
+from drivetrain.engine.recompute import recompute_blocks
+from drivetrain.outcomes import Problem
+from drivetrain.plan import Plan
+from drivetrain.plan.choose import choose
+from drivetrain.plan.deepspeed import configuration
+from tests.deep import Net, Transformer, train
+from tests.engine.test_invariance import same
+from tests.processes import on_ranks
+from tests.samples import HARDWARE, Plain, rows, weights
+
+FSDP, FSDP2 = {"strategy": "fsdp"}, {"strategy": "fsdp", "zero_stage": 2}
+ZERO1, ZERO2, ZERO3 = ({"strategy": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3))
+ZERO3["deepspeed_config"] = str(Path(__file__).with_name("parted.json"))  # DeepSpeed would leave parameters as small as these whole
+AGAIN = {"activation_checkpointing": True}
+SGD = {"optim": "sgd", "clip": 0.1, "learning_rate": 0.2}  # AdamW would hide a wrong scale of the gradient
+ADAM = {"optim": "adamw", "learning_rate": 0.02, "clip": 0.5}
+
+
+def label(value: Any) -> str:
+    """A test's name: what is pinned or set."""
+    return " ".join(f"{k}={v}" for k, v in value.items() if k != "deepspeed_config") if isinstance(value, dict) else str(value)
+
+
+def run(name: str, folder: Path, world: int, pins: dict[str, Any], stop: int | None = None, **settings: Any) -> list[dict[str, Any]]:
+    return list(on_ranks(world, train, name, str(folder), settings, pins, stop)[0])
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The rows of one process on its own, each task and its settings trained once."""
+    kept: dict[str, list[dict[str, Any]]] = {}
+
+    def curve(name: str, world: int = 1, **settings: Any) -> list[dict[str, Any]]:
+        key = f"{name} {world} {settings}"
+        if key not in kept:
+            kept[key] = run(name, tmp_path_factory.mktemp("alone"), world, {}, **settings)
+        return kept[key]
+
+    return curve
+
+
+# --- the same maths ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world", "pins"),
+    [
+        (2, FSDP | {"micro_batch": 2}),
+        (2, FSDP2 | {"micro_batch": 4} | AGAIN),
+        (2, ZERO1 | {"micro_batch": 4}),
+        (2, ZERO2 | {"micro_batch": 2} | AGAIN),
+        (2, ZERO3 | {"micro_batch": 4} | AGAIN),
+        (4, {}),
+        (4, FSDP | AGAIN),
+        (4, FSDP2 | {"micro_batch": 2}),
+        (1, FSDP),
+        (1, ZERO2),
+    ],
+    ids=label,
+)
+def test_every_strategy_gives_one_curve(world: int, pins: dict[str, Any], curves: Any, tmp_path: Path) -> None:
+    """Losses, gradient norms and evaluations of a transformer, with tied embeddings, a loss over tokens, a clip that bites
+    and accumulation."""
+    reference = curves("Transformer")
+    assert reference[-1]["train/loss"] < 0.8 * reference[0]["train/loss"]
+    assert sum(r["grad_norm"] > 0.5 for r in reference) >= 4, "the clip must bite, or the test proves nothing"
+    same(reference, run("Transformer", tmp_path, world, pins), 1e-5)
+
+
+@pytest.mark.parametrize("pins", [{}, FSDP | {"micro_batch": 3}, ZERO2], ids=label)
+def test_half_precision_stays_within_its_own_spread(pins: dict[str, Any], curves: Any, tmp_path: Path) -> None:
+    same(curves("Transformer", precision="bf16"), run("Transformer", tmp_path, 2, pins, precision="bf16"), 8e-3)
+
+
+@pytest.mark.parametrize("pins", [FSDP, ZERO2], ids=label)
+def test_fp16_scales_the_loss_and_skips_alike(pins: dict[str, Any], tmp_path: Path) -> None:
+    """A loss too large for fp16: the first steps overflow on some rank, and every rank leaves them out."""
+    settings = ADAM | {"precision": "fp16", "spike": 3000.0}
+    reference = run("Exploding", tmp_path / "ddp", 2, {}, **settings)
+    assert reference[-1]["skipped_steps"] > 0
+    found = run("Exploding", tmp_path / "found", 2, pins, **settings)
+    for key in ("skipped_steps", "loss_scale"):
+        assert [r[key] for r in found] == [r[key] for r in reference]
+    assert found[-1]["train/loss"] == pytest.approx(reference[-1]["train/loss"], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "pins"),
+    [
+        ("Odd", {}, FSDP),  # an LSTM, frozen, unused and tied parameters, a sparse embedding
+        ("Odd", {}, ZERO3),
+        ("Parts", {}, ZERO2),
+        ("Twofold", {}, FSDP),
+        ("OwnOptimizer", {"kind": "rmsprop"}, FSDP),
+        ("OwnOptimizer", {"kind": "count"}, FSDP),
+        ("OwnOptimizer", {"kind": "count"}, ZERO3),
+    ],
+    ids=label,
+)
+def test_models_losses_and_optimizers_of_all_kinds(
+    name: str, settings: dict[str, Any], pins: dict[str, Any], curves: Any, tmp_path: Path
+) -> None:
+    same(curves(name, **SGD, **settings), run(name, tmp_path, 2, pins | {"micro_batch": 3}, **SGD, **settings), 1e-4)
+
+
+@pytest.mark.parametrize("pins", [FSDP], ids=label)
+def test_batchnorm_is_as_in_ddp(pins: dict[str, Any], curves: Any, tmp_path: Path) -> None:
+    same(curves("Norms", world=2, **SGD), run("Norms", tmp_path, 2, pins | AGAIN, **SGD), 1e-4)
+
+
+def test_single_numbers_other_formats_and_sources_under_fsdp(curves: Any, tmp_path: Path) -> None:
+    same(curves("Transformer", scalar=True), run("Transformer", tmp_path / "a", 2, FSDP, scalar=True), 1e-5)
+    same(curves("Double", **SGD), run("Double", tmp_path / "b", 2, FSDP, **SGD), 1e-5)
+    same(curves("Walk", **SGD), run("Walk", tmp_path / "c", 2, FSDP, **SGD), 1e-5)
+
+
+@pytest.mark.parametrize("pins", [FSDP | {"offload": "all"}, ZERO3 | {"offload": "all"}], ids=label)
+def test_offload_changes_where_things_lie_only(pins: dict[str, Any], curves: Any, tmp_path: Path) -> None:
+    same(curves("Transformer", **ADAM), run("Transformer", tmp_path, 2, pins | {"micro_batch": 3}, **ADAM), 2e-5)
+
+
+# --- activation checkpointing ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "settings"), [("Transformer", {"dropout": 0.2}), ("Norms", {})])
+def test_blocks_that_run_again_change_no_bit(name: str, settings: dict[str, Any], curves: Any, tmp_path: Path) -> None:
+    """Neither dropout's masks nor BatchNorm's statistics."""
+    assert run(name, tmp_path, 1, AGAIN, **settings) == curves(name, **settings)
+
+
+def test_a_block_keeps_its_inputs_only() -> None:
+    torch.manual_seed(0)
+    kept: list[int] = []
+
+    def count(net: nn.Module) -> int:
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):  # type: ignore[func-returns-value]
+            net.logits(torch.randint(23, (8, 7))).sum()  # type: ignore[operator]
+        return sum(kept)
+
+    net = Net(6, 0.0, False)
+    before = count(net)
+    recompute_blocks(net, Notes(), True)
+    assert count(net) < before / 3
+    assert {type(b).__name__ for b in net.blocks} == {"RecomputedBlock"}
+    assert list(net.state_dict()) == list(Net(6, 0.0, False).state_dict())
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def notice(self, text: str) -> None:
+        self.said.append(text)
+
+
+def test_a_model_without_blocks_is_told_so() -> None:
+    notes = Notes()
+    recompute_blocks(Plain().model(), notes, True)  # type: ignore[arg-type]
+    assert notes.said == ["activation checkpointing is left out: this model has no repeated blocks"]
+
+
+# --- resume ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pins", [FSDP, ZERO2], ids=label)
+def test_stopped_and_gone_on_is_bit_equal(pins: dict[str, Any], tmp_path: Path) -> None:
+    settings = ADAM | {"dropout": 0.2, "eval_every": 3}
+    run("Transformer", tmp_path / "whole", 2, pins | {"micro_batch": 3}, **settings)
+    for stop in (2, None):
+        run("Transformer", tmp_path / "broken", 2, pins | {"micro_batch": 3}, stop, **settings)
+    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
+    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("pins", [FSDP], ids=label)
+def test_another_number_of_processes_keeps_the_curve(pins: dict[str, Any], curves: Any, tmp_path: Path) -> None:
+    for world, stop in ((2, 2), (1, 5), (3, None)):
+        run("Transformer", tmp_path, world, pins, stop, **ADAM)
+    same(curves("Transformer", **ADAM), rows(tmp_path), 5e-5)
+
+
+def test_any_strategy_goes_on_from_any_other(curves: Any, tmp_path: Path) -> None:
+    for pins, stop in (({}, 1), (FSDP, 2), (ZERO3, 4), (FSDP, None)):
+        run("Transformer", tmp_path, 2, pins, stop, **ADAM)
+    same(curves("Transformer", **ADAM), rows(tmp_path), 5e-5)
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in events if e["event"] == "resumed"] == [1, 2, 4]
+
+
+def _resumes_apart(folder: str, stop: int | None, group: Group) -> list[dict[str, Any]]:
+    """As on machines of which only the first has the run's folder: rank 0 writes and reads all."""
+    from unittest.mock import patch
+
+    mine = folder if group.main else f"{folder}-of-rank-{group.rank}"
+    with patch.object(Group, "reach", lambda *_: False):
+        return train("Transformer", mine, ADAM, FSDP, stop, group)
+
+
+def test_processes_that_do_not_share_a_folder(curves: Any, tmp_path: Path) -> None:
+    for stop in (3, None):
+        on_ranks(2, _resumes_apart, str(tmp_path / "run"), stop)
+    same(curves("Transformer", **ADAM), rows(tmp_path / "run"), 5e-5)
+    assert not (tmp_path / "run-of-rank-1" / "checkpoints").exists()
+
+
+@pytest.mark.world_size(2)
+def test_whether_all_see_a_folder_is_found_out(group: Group, tmp_path: Path) -> None:
+    assert group.reach(tmp_path / "new")
+    assert not group.reach(tmp_path / str(group.rank))
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_one_ranks_torn_file_spoils_the_checkpoint(tmp_path: Path) -> None:
+    """The one before it is used, and the run comes out the same."""
+    settings = ADAM | {"save_every": 2, "keep": 5}
+    run("Transformer", tmp_path / "whole", 2, FSDP, **settings)
+    run("Transformer", tmp_path / "torn", 2, FSDP, 4, **settings)
+    mine = sorted(p.name for p in (tmp_path / "torn/checkpoints/step-00000004").glob("*.distcp"))
+    assert mine == ["__0_0.distcp", "__1_0.distcp"], "each rank writes a file of its own"
+    file = tmp_path / "torn/checkpoints/step-00000004/__1_0.distcp"
+    file.write_bytes(file.read_bytes()[:-10])
+    run("Transformer", tmp_path / "torn", 2, FSDP, **settings)
+    assert rows(tmp_path / "torn") == rows(tmp_path / "whole")
+    assert weights(tmp_path / "torn") == weights(tmp_path / "whole")
+    assert '"resumed", "rank": 0, "step": 2' in (tmp_path / "torn/events.jsonl").read_text()
+
+
+# --- shards are shards -------------------------------------------------------------------------
+
+
+def _held(folder: str, pins: dict[str, Any], group: Group) -> dict[str, int]:
+    """Numbers of the model's parameters and of the optimizer's state on this rank, after a step."""
+    import tests.samples as samples
+    from drivetrain.engine.state import local
+
+    job = samples.training("Transformer", folder, group, ADAM, pins)
+    job.step(0)
+    state = [v for s in job.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
+    return {"model": sum(local(p).numel() for p in job.model.parameters()), "optimizer": sum(local(v).numel() for v in state)}
+
+
+@pytest.mark.parametrize(("pins", "parts"), [(FSDP, (2, 2)), (FSDP2, (2, 2)), (ZERO1, (1, 2)), (ZERO3, (1000, 2))], ids=label)
+def test_a_rank_holds_its_part_only(pins: dict[str, Any], parts: tuple[int, int], tmp_path: Path) -> None:
+    size = sum(p.numel() for p in Transformer().model().parameters())
+    for held in on_ranks(2, _held, str(tmp_path), pins):
+        assert held["model"] <= size / parts[0] + 200
+        assert size / parts[1] - 400 < held["optimizer"] / 2 <= size / parts[1] + 400
+
+
+# --- plans -------------------------------------------------------------------------------------
+
+
+def plan(pins: dict[str, Any], **settings: Any) -> Plan:
+    return choose(Transformer(**settings).settings(), HARDWARE, device="cpu", world_size=2, local_procs=2, pins=pins)
+
+
+def test_steps_run_eager_and_the_plan_says_why() -> None:
+    found = plan(FSDP)
+    assert (found.capture, found.compile, found.reasons["compile"]) == ("off", "off", "parameters come and go under fsdp")
+    with pytest.raises(Problem, match=r"plan\.compile=on does not go with plan\.strategy=deepspeed"):
+        plan(ZERO2 | {"compile": "on"})
+
+
+def test_deepspeeds_configuration_is_the_plans_with_the_users_beneath(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    given = {"zero_optimization": {"stage": "auto", "reduce_bucket_size": 1000}, "bf16": {"enabled": "auto"}, "fp16": {"enabled": False}}
+    file.write_text(json.dumps(given))
+    pins = ZERO2 | {"deepspeed_config": str(file), "micro_batch": 3}
+    run("Transformer", tmp_path / "run", 2, pins, 2, epochs=1)
+    written = json.loads((tmp_path / "run" / "deepspeed.json").read_text())
+    assert written["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1000}
+    assert written["gradient_clipping"] == 0.5
+    assert written["train_micro_batch_size_per_gpu"] == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "use"),
+    [
+        ({"train_batch_size": 999}, "train_batch_size .* use global_batch"),
+        ({"gradient_clipping": 9.0}, "gradient_clipping .* the plan has 0.5; use clip"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage .* the plan has 2; use plan.zero_stage"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer.device .* use plan.offload"),
+        ({"bf16": {"enabled": True}}, "bf16 .* use precision"),
+        ({"optimizer": {"type": "Adam"}}, "optimizer .* use optim"),
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler .* use decay"),
+    ],
+    ids=label,
+)
+def test_what_conflicts_is_refused_by_name(given: dict[str, Any], use: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text(json.dumps(given))
+    with pytest.raises(Problem, match=use):
+        plan(ZERO2 | {"deepspeed_config": str(tmp_path / "mine.json")})
+
+
+def test_what_agrees_or_is_off_is_no_conflict() -> None:
+    agreeing = {"gradient_clipping": 0.5, "zero_optimization": {"stage": 2, "offload_param": {"device": "none"}}, "amp": {"enabled": False}}
+    assert configuration(Plan(strategy="deepspeed", zero_stage=2, deepspeed_config=agreeing), 0.5)["zero_optimization"]["stage"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "pins", "settings", "why"),
+    [
+        ("Transformer", ZERO2, {"scalar": True}, r"a parameter of a single number \(scale\): give it the shape \[1\]"),
+        ("Double", ZERO2, {}, "this model has float64: use fsdp"),
+        ("Walk", ZERO3, {}, "a Source uses the model on its own"),
+    ],
+)
+def test_what_deepspeed_cannot_do_is_said(name: str, pins: dict[str, Any], settings: dict[str, Any], why: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=why):
+        run(name, tmp_path, 2, pins, **settings)

@@ -1,0 +1,42 @@
+"""Sharding on a real GPU: one process, so that shards are whole, but every part of the way is taken."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tests.deep  # noqa: F401 (adds its tasks)
+from tests.engine.test_invariance import same
+from tests.gpu.test_cuda import train
+from tests.samples import rows, weights
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+ADAM = {"optim": "adamw", "learning_rate": 0.02, "clip": 0.5}
+FSDP = {"strategy": "fsdp", "micro_batch": 3}
+WAYS = [FSDP, FSDP | {"offload": "all"}, FSDP | {"zero_stage": 2, "activation_checkpointing": True}]
+if find_spec("deepspeed"):
+    WAYS += [{"strategy": "deepspeed", "zero_stage": stage, "micro_batch": 3} for stage in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("pins", WAYS, ids=str)
+def test_a_sharded_run_is_like_a_whole_one_and_goes_on(pins: dict[str, Any], precision: str, tmp_path: Path) -> None:
+    train("Transformer", tmp_path / "single", precision=precision, **ADAM)
+    train("Transformer", tmp_path / "whole", pins=pins, precision=precision, **ADAM)
+    same(rows(tmp_path / "single"), rows(tmp_path / "whole"), 2e-4 if precision == "fp32" else 2e-2)
+    for stop in (3, None):
+        train("Transformer", tmp_path / "broken", stop, pins, precision=precision, **ADAM)
+    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
+    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+
+
+def test_blocks_that_run_again_give_the_same_and_are_not_captured(tmp_path: Path) -> None:
+    options = {"precision": "fp32", "dropout": 0.1, "epochs": 8} | ADAM
+    train("Transformer", tmp_path / "kept", pins={"capture": "off"}, **options)
+    train("Transformer", tmp_path / "again", pins={"activation_checkpointing": True}, **options)
+    same(rows(tmp_path / "kept"), rows(tmp_path / "again"), 1e-4)

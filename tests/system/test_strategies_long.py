@@ -1,0 +1,108 @@
+"""The strategies once more: every stage at every size, and kill -9 through the command line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command import COMMAND, environment, good, write_task
+from tests.engine.test_invariance import same
+from tests.engine.test_strategies import ADAM, AGAIN, FSDP, FSDP2, SGD, ZERO1, ZERO2, ZERO3, label, run
+from tests.killing import SETTINGS, SLOW, kill_tree
+from tests.samples import rows, weights
+
+ALL = [FSDP, FSDP2, ZERO1, ZERO2, ZERO3]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("pins", [{}, *ALL], ids=label)
+def test_every_strategy_on_four_processes(pins: dict[str, Any], precision: str, tmp_path: Path) -> None:
+    reference = run("Transformer", tmp_path / "one", 1, {}, precision=precision)
+    found = run("Transformer", tmp_path / "four", 4, pins | {"micro_batch": 2}, precision=precision)
+    same(reference, found, 1e-5 if precision == "fp32" else 8e-3)
+
+
+@pytest.mark.parametrize("pins", ALL, ids=label)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("Odd", {}),
+        ("Parts", {}),
+        ("Tokens", {}),
+        ("Twofold", {}),
+        ("OwnOptimizer", {"kind": "rmsprop"}),
+        ("OwnOptimizer", {"kind": "count"}),
+    ],
+    ids=label,
+)
+def test_every_kind_on_three_processes(name: str, settings: dict[str, Any], pins: dict[str, Any], tmp_path: Path) -> None:
+    reference = run(name, tmp_path / "one", 1, {}, **SGD, **settings)
+    same(reference, run(name, tmp_path / "three", 3, pins | {"micro_batch": 3}, **SGD, **settings), 1e-4)
+
+
+@pytest.mark.parametrize("pins", ALL, ids=label)
+def test_batchnorm_and_blocks_that_run_again(pins: dict[str, Any], tmp_path: Path) -> None:
+    same(run("Norms", tmp_path / "ddp", 2, {}, **SGD), run("Norms", tmp_path / "found", 2, pins | AGAIN, **SGD), 1e-4)
+
+
+@pytest.mark.parametrize(
+    "pins", [FSDP2 | {"offload": "all"}, ZERO1, ZERO2 | {"offload": "optimizer"}, ZERO3, ZERO3 | {"offload": "all"}], ids=label
+)
+def test_stopped_twice_and_gone_on(pins: dict[str, Any], tmp_path: Path) -> None:
+    settings = ADAM | {"dropout": 0.2, "eval_every": 3}
+    run("Transformer", tmp_path / "whole", 2, pins | {"micro_batch": 3}, **settings)
+    for stop in (2, 5, None):
+        run("Transformer", tmp_path / "broken", 2, pins | {"micro_batch": 3}, stop, **settings)
+    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
+    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kind", ["rmsprop", "count"])
+@pytest.mark.parametrize("pins", ALL, ids=label)
+def test_an_optimizer_of_the_users_own_goes_on(kind: str, pins: dict[str, Any], tmp_path: Path) -> None:
+    run("OwnOptimizer", tmp_path / "whole", 2, pins, kind=kind, clip=0.5)
+    for stop in (3, 9, None):
+        run("OwnOptimizer", tmp_path / "broken", 2, pins, stop, kind=kind, clip=0.5)
+    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
+    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("pins", [FSDP2, ZERO1, ZERO2, ZERO3], ids=label)
+def test_another_number_of_processes(pins: dict[str, Any], tmp_path: Path) -> None:
+    reference = run("Transformer", tmp_path / "one", 1, {}, **ADAM)
+    for world, stop in ((2, 2), (1, 5), (3, None)):
+        run("Transformer", tmp_path / "changing", world, pins, stop, **ADAM)
+    same(reference, rows(tmp_path / "changing"), 5e-5)
+
+
+@pytest.mark.parametrize("words", [["plan.strategy=fsdp"], ["plan.strategy=deepspeed", "plan.zero_stage=3"]], ids=label)
+def test_killed_and_run_again(words: list[str], folder: Path) -> None:
+    """kill -9 of everything, while it writes, between a file and its publication, and at a moment of the clock."""
+    write_task(change=SLOW)
+    command = ["train", "small.py", *SETTINGS, "epochs=8", *words, "--procs", "2"]
+    good(*command, "--name", "whole", seconds=300)
+    for fault in ("save:2", "written:3", "rename:4", ""):
+        variables = environment(DRIVETRAIN_FAULTS=f"kill@{fault}") if fault else environment()
+        front = subprocess.Popen([*COMMAND, *command, "--name", "broken", "-q"], env=variables, stdin=subprocess.DEVNULL)
+        try:
+            front.wait(timeout=None if fault else 12)
+            assert not fault or front.returncode != 0, f"the fault {fault} did not come"
+        except subprocess.TimeoutExpired:
+            kill_tree(front)
+        time.sleep(1)
+    good(*command, "--name", "broken", seconds=300)
+    assert rows("runs/broken") == rows("runs/whole")
+    assert weights("runs/broken") == weights("runs/whole")
+    assert not [name for name in os.listdir("runs/broken/checkpoints") if name.startswith(".")]
+
+
+def test_any_strategy_goes_on_from_any_other(tmp_path: Path) -> None:
+    reference = run("Transformer", tmp_path / "one", 1, {}, **ADAM)
+    for pins, stop in (({}, 1), (FSDP, 2), (ZERO3, 3), (FSDP2, 4), (ZERO1, 5), ({}, 6), (ZERO2, 7), (FSDP, None)):
+        run("Transformer", tmp_path / "changing", 2, pins, stop, **ADAM)
+    same(reference, rows(tmp_path / "changing"), 5e-5)
