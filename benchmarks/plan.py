@@ -30,14 +30,29 @@ from drivetrain.plan.fit import Fit, Point
 from drivetrain.plan.predict import Candidate, Machine, memory, step_seconds
 from drivetrain.plan.search import Search
 
-LARGEST = {"Cnn": 4096, "VitB": 192, "Smol135": 32, "Smol1700": 16, "Lstm": 512, "Bert": 96, "Unet": 128, "Mlp": 8192, "Gru": 192, "Residual": 192, "Mixer": 192}
-POINTS = 10  # micro-batches of a sweep
+LARGEST = {
+    "Cnn": 4096,
+    "VitB": 192,
+    "Smol135": 32,
+    "Smol1700": 16,
+    "Lstm": 512,
+    "Bert": 96,
+    "Unet": 128,
+    "Mlp": 8192,
+    "Gru": 192,
+    "Residual": 192,
+    "Mixer": 192,
+    "ByHand": 96,
+    "Autoencoder": 256,
+    "Recommender": 8192,
+}
+POINTS = 7  # micro-batches of a sweep
 
 
 def sweep_sizes(name: str) -> list[int]:
     largest = LARGEST.get(name, 128)
     sizes = sorted({s for k in range(14) for s in (2**k, 3 * 2**k) if s <= largest})
-    return sizes[-POINTS:]
+    return sizes[-POINTS:] if len(sizes) <= POINTS + 2 else sizes[-2 * POINTS :: 2]  # fewer, further apart
 
 
 def run(task_class: Any, words: str, seconds: float) -> dict[str, Any]:
@@ -130,13 +145,19 @@ def main() -> None:
     parser.add_argument("--hardware", default="1xH200-141GB", help="how this machine would be described")
     parser.add_argument("--json", help="write the results here")
     parser.add_argument("--only", nargs="*", help="names of task classes")
-    parser.add_argument("--seconds", type=float, default=60.0, help="at most, for the sweep of one model")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="at most, for the sweep of one of the five named models; half for others"
+    )
     args = parser.parse_args()
     models = []
     for name, task_class in {**NAMED, **FURTHER, **UNSEEN}.items():
         if args.only and task_class.__name__ not in args.only:
             continue
-        found = {"model": name, "unseen": name in UNSEEN, **run(task_class, args.hardware, args.seconds)}
+        found = {
+            "model": name,
+            "unseen": name in UNSEEN,
+            **run(task_class, args.hardware, args.seconds if name in NAMED else args.seconds / 2),
+        }
         models.append(found)
         _print(found)
         if args.json:

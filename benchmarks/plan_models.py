@@ -276,9 +276,6 @@ class Mlp(Labelled):
         return nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 4096), nn.GELU(), nn.Linear(4096, 10))
 
 
-# --- unseen: nothing was set by these -----------------------------------------------------------
-
-
 class Residual(Labelled):
     """A ResNet-18 on images of 128."""
 
@@ -344,6 +341,87 @@ class Mixer(VitB):
         return MixerNet()
 
 
+# --- unseen: nothing was set by these -----------------------------------------------------------
+
+
+class PlainBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.out = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.n1, self.n2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.inner = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.n1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.transpose(-1, -2) / (width // self.heads) ** 0.5).softmax(-1)
+        x = x + self.out((F.dropout(scores, 0.1, self.training) @ v).transpose(1, 2).reshape(batch, length, width))
+        return x + self.inner(self.n2(x))
+
+
+class PlainNet(nn.Module):
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, 512)
+        self.blocks = nn.ModuleList(PlainBlock(512, 8) for _ in range(6))
+        self.head = nn.Linear(512, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class ByHand(Language):
+    """Attention written out, so that every score is kept."""
+
+    length: int = 256
+    vocabulary: int = 8000
+    samples: int = 2048
+    global_batch: int = 128
+
+    def model(self) -> nn.Module:
+        return PlainNet(self.vocabulary)
+
+
+class Autoencoder(Unet):
+    """Convolutions down, and transposed ones up."""
+
+    def model(self) -> nn.Module:
+        down = [nn.Conv2d(3, 64, 4, 2, 1), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 128, 4, 2, 1), nn.BatchNorm2d(128), nn.ReLU()]
+        up = [nn.ConvTranspose2d(128, 64, 4, 2, 1), nn.BatchNorm2d(64), nn.ReLU(), nn.ConvTranspose2d(64, 3, 4, 2, 1), nn.Sigmoid()]
+        return nn.Sequential(*down, *up)
+
+
+class RecommenderNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(50000, 64) for _ in range(8))
+        self.inner = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 10))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.inner(torch.cat([table(ids[:, i]) for i, table in enumerate(self.tables)], 1))
+
+
+class Recommender(Labelled):
+    """Eight tables of embeddings and a perceptron."""
+
+    samples: int = 16384
+    global_batch: int = 2048
+
+    def shape(self) -> tuple[int, ...]:
+        return (8,)
+
+    def model(self) -> nn.Module:
+        return RecommenderNet()
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0].long() * 190), batch[1])
+
+
 NAMED = {"CNN (guide 001)": Cnn, "ViT-B/16": VitB, "SmolLM2-135M shape": Smol135, "SmolLM2-1.7B shape": Smol1700, "LSTM": Lstm}
-FURTHER = {"BERT layers, dropout": Bert, "U-Net": Unet, "MLP": Mlp}
-UNSEEN = {"ResNet-18": Residual, "Conv1d + GRU": Gru, "MLP-Mixer": Mixer}
+FURTHER = {
+    "BERT layers, dropout": Bert, "U-Net": Unet, "MLP": Mlp, "ResNet-18": Residual, "Conv1d + GRU": Gru, "MLP-Mixer": Mixer,
+}  # fmt: skip
+UNSEEN = {"attention by hand": ByHand, "convolutional autoencoder": Autoencoder, "recommender": Recommender}

@@ -26,7 +26,8 @@ if find_spec("deepspeed"):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("pins", WAYS, ids=str)
 def test_a_sharded_run_is_like_a_whole_one_and_goes_on(pins: dict[str, Any], precision: str, tmp_path: Path) -> None:
-    train("Transformer", tmp_path / "single", precision=precision, **ADAM)
+    # In fp16 it depends on the micro-batch which sums overflow.
+    train("Transformer", tmp_path / "single", pins={"micro_batch": pins["micro_batch"]}, precision=precision, **ADAM)
     train("Transformer", tmp_path / "whole", pins=pins, precision=precision, **ADAM)
     same(rows(tmp_path / "single"), rows(tmp_path / "whole"), 2e-4 if precision == "fp32" else 2e-2)
     for stop in (3, None):

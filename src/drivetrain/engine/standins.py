@@ -47,7 +47,7 @@ class _Recurrent(torch.autograd.Function):
         out = x.new_empty((*x.shape[:-1], width))
         ctx.flops, ctx.note, ctx.steps = flops, note, steps
         ctx.save_for_backward(x, out, x.new_empty(kept), *weights)
-        room = x.new_empty(2 * kept)  # that the library takes while it runs
+        room = x.new_empty(5 * kept // 2)  # that the library takes while it runs
         note("recurrent", flops, [x, out, *weights], steps)
         del room
         return out
@@ -55,7 +55,7 @@ class _Recurrent(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, out, kept, *weights = ctx.saved_tensors
-        room = x.new_empty(2 * kept.numel())
+        room = x.new_empty(5 * kept.numel() // 2)
         ctx.note("recurrent", 2.0 * ctx.flops, [x, out, kept, grad, *weights], ctx.steps)
         del room
         return torch.empty_like(x), None, None, None, None, None, *(torch.empty_like(w) for w in weights)

@@ -61,6 +61,7 @@ class Recorder(TorchDispatchMode):
         self.operations: list[tuple[str, str, float, float, float, float]] = []
         self.copies: set[int] = set()
         """Storages that hold a parameter in another number format."""
+        self.multiplies = False
         self.workspaces: list[int] = []
         """When a matrix product with a bias ran: its library takes room of its own for a moment."""
         self._known = {t.untyped_storage()._cdata for t in known}
@@ -103,6 +104,7 @@ class Recorder(TorchDispatchMode):
         strided = name in ("clone", "copy_", "_to_copy") and any(not t.is_contiguous() for t in inputs)
         scattered = strided or name.startswith(_SCATTERED)
         kind = "gemm" if name in _GEMM else "conv" if name in _CONV else "scattered" if scattered else "other"
+        self.multiplies |= name in _GEMM and min(args[-1].shape[-2:]) >= TILE // 2
         self.workspaces += [self.clock] if name == "addmm" and args[1].shape[1] >= LARGE else []
         tiles, depth = _shape_of_work(name, args, outputs, flops)
         dtype = next((str(t.dtype).removeprefix("torch.") for t in inputs if t.is_floating_point()), "float32")
@@ -171,7 +173,7 @@ def trace(
         return _by_ends(first, second, model, sizes)
     curves = [(r.curve(set()), r.curve(r.gradients)) for r in (first, second)]
     lines = [_hull(a, b, sizes) for a, b in zip(*curves, strict=True)]
-    return Pass(lines[0], lines[1], second.copied(), _grouped(first.operations, second.operations, sizes))
+    return Pass(lines[0], lines[1], second.copied(), second.multiplies, _grouped(first.operations, second.operations, sizes))
 
 
 def trace_evaluation(loss: Callable[[int], Tensor], model: nn.Module, half: torch.dtype | None, sizes: tuple[int, int]) -> tuple[Line, ...]:
@@ -219,7 +221,7 @@ def _by_ends(first: _Traced, second: _Traced, model: nn.Module, sizes: tuple[int
     lines = [(_line(a, b, sizes),) for a, b in zip(*peaks, strict=True)]
     grown = _grouped(second.operations, second.operations, sizes)
     per_sample = tuple(w._replace(flops=(0.0, w.flops[0] / sizes[1]), bytes=(0.0, w.bytes[0] / sizes[1])) for w in grown)
-    return Pass(lines[0], lines[1], second.copied(), per_sample)
+    return Pass(lines[0], lines[1], second.copied(), second.multiplies, per_sample)
 
 
 def _line(a: float, b: float, sizes: tuple[int, int]) -> Line:

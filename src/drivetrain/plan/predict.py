@@ -14,7 +14,7 @@ from drivetrain.hardware.cards import Card, generic, of_product
 from drivetrain.plan.profile import Pass, Profile, Work
 
 CONTEXT = 600 << 20  # bytes that CUDA and its libraries take for themselves, outside of what torch counts
-LIBRARIES = 76 << 20  # bytes that matrix products take from torch's own count, once
+LIBRARIES = 72 << 20  # bytes that matrix products take from torch's own count, once
 NCCL = 400 << 20  # bytes of a process group's buffers
 BUCKET = 500_000_000  # numbers that DeepSpeed sums at once
 SLACK = 0.95  # share of what is free that can be used: the rest goes to gaps between blocks
@@ -124,7 +124,7 @@ def memory(profile: Profile, candidate: Candidate, on_gpu: bool = True, resident
         parts["activations"] = int(work.peak(micro, gradients=False)) + profile.largest_bytes
     parts["data"] = profile.data_bytes if resident else 2 * micro * profile.sample_bytes
     if on_gpu:
-        parts["libraries"] = LIBRARIES if any(w.kind in ("gemm", "recurrent") for w in work.work) else 0
+        parts["libraries"] = LIBRARIES if work.multiplies or any(w.kind == "recurrent" for w in work.work) else 0
         parts["libraries"] += NCCL if candidate.world_size > 1 or candidate.sharded else 0
     return {name: int(size) for name, size in parts.items()}
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
-FORMAT = 2
+FORMAT = 3
 
 
 class Work(NamedTuple):
@@ -47,6 +47,8 @@ class Pass:
     """Activations alone."""
     weight_copies: float
     """Of the activations: half-precision copies of weights, which sharded parameters do not need beside them."""
+    multiplies: bool
+    """Whether there are matrix products for which a library keeps room of its own."""
     work: tuple[Work, ...]
 
     def peak(self, samples: float, gradients: bool) -> float:
@@ -98,4 +100,4 @@ class Profile:
 def _pass(values: Mapping[str, Any]) -> Pass:
     lines = {name: tuple(Line(*line) for line in values[name]) for name in ("with_gradients", "activations")}
     work = tuple(Work(w[0], w[1], w[2], *(tuple(pair) for pair in w[3:])) for w in values["work"])
-    return Pass(lines["with_gradients"], lines["activations"], values["weight_copies"], work)
+    return Pass(lines["with_gradients"], lines["activations"], values["weight_copies"], values["multiplies"], work)

@@ -84,7 +84,9 @@ class Sharded(Strategy):
             kept = optimizer.state.pop(parameter, None)
             if kept:
                 optimizer.state[part] = {k: state.local(v) if isinstance(v, Tensor) else v for k, v in kept.items()}
-        self._takes_factor = takes_factor(optimizer)
+        # A kernel on the host would read a factor of the device before it has come.
+        apart = any(p.device != self.group.device for p in self.parameters)
+        self._takes_factor = takes_factor(optimizer) and not apart
 
     # --- the model's forward and backward passes ---
 
