@@ -6,6 +6,7 @@ A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`; it is
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -49,7 +50,27 @@ def accuracy(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-MAKERS = {"vision-h200": vision, "vision-h200-ways": ways, "accuracy-h200": accuracy, "vision-cpu": vision}
+def plan(result: dict[str, Any]) -> list[str]:
+    """Of each model the worst prediction, and the worst after measuring at sizes that were not measured."""
+    lines = [
+        "| model | micro-batches | memory | time | order (tau) | memory, measured | time, measured | chosen, of the best |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for model in result["models"]:
+        rows = model["rows"]
+        new = [r for r in rows if not r["probed"]]
+        memory = max((r["memory_error"] for r in rows), key=abs)
+        factor = max((r["time_factor"] for r in rows), key=lambda f: abs(math.log(f)))
+        after = [f"{100 * max((r[k] for r in new), key=abs):+.1f} %" if new else "-" for k in ("fitted_memory_error", "fitted_time_error")]
+        name = f"{model['model']} (unseen)" if model["unseen"] else model["model"]
+        lines.append(
+            f"| {name} | {rows[0]['micro_batch']} to {rows[-1]['micro_batch']:,} | {100 * memory:+.1f} % | x {factor:.2f} |"
+            f" {model['kendall_tau']:.2f} | {after[0]} | {after[1]} | {100 * model['chosen']['measured']['of_the_best']:.0f} % |"
+        )
+    return lines
+
+
+MAKERS = {"plan-h200": plan, "vision-h200": vision, "vision-h200-ways": ways, "accuracy-h200": accuracy, "vision-cpu": vision}
 
 
 def filled(text: str) -> str:
@@ -63,7 +84,7 @@ def filled(text: str) -> str:
 
 
 def main() -> None:
-    for page in (ROOT / "README.md", ROOT / "docs" / "speed.md"):
+    for page in (ROOT / "README.md", ROOT / "docs" / "speed.md", ROOT / "docs" / "plan.md"):
         old = page.read_text()
         new = filled(old)
         if old != new:

@@ -1,0 +1,130 @@
+"""`drivetrain plan` and `--plan` as users meet them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command import bad, good, write_task
+
+CACHE = {"XDG_CACHE_HOME": ""}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One for all tests here: the task is looked at once."""
+    CACHE["XDG_CACHE_HOME"] = str(tmp_path_factory.getbasetemp() / "cache")
+    write_task()
+
+
+def plan(*words: str) -> dict[str, Any]:
+    return dict(json.loads(good("plan", "small.py", *words, "--json", **CACHE)))
+
+
+def test_a_plan_tells_memory_time_and_cost_and_is_remembered() -> None:
+    text = good("plan", "small.py", "--hardware", "4xL4-24GB", "--price", "0.8", **CACHE)
+    for part in (
+        "4 processes (ddp, nccl), bf16",
+        "GiB predicted: ",
+        "ms a step predicted (work",
+        "samples/s",
+        "$",
+        "rejected",
+        "fsdp (ZeRO-3)",
+    ):
+        assert part in text
+    assert [f.name.partition("-")[0] for f in (Path(CACHE["XDG_CACHE_HOME"]) / "drivetrain" / "plans").iterdir()].count("profile") >= 1
+
+
+def test_the_plan_of_another_machine_is_another() -> None:
+    told = [plan("--hardware", words) for words in ("1xH100-80GB", "8xH100-80GB", "1xT4-16GB", "cpu, 4 cores, 16GB RAM")]
+    assert [t["plan"]["world_size"] for t in told] == [1, 8, 1, 1]
+    assert [t["plan"]["precision"] for t in told] == ["bf16", "bf16", "fp16", "fp32"]
+    assert len({t["plan"]["reasons"]["strategy"] for t in told}) == 4
+    assert told[0]["total"]["steps"] == 28
+
+
+def test_a_saved_plan_runs_and_only_for_its_task() -> None:
+    Path("plan.json").write_text(json.dumps(plan("plan.micro_batch=25")))
+    good("train", "small.py", "--plan", "plan.json", "--name", "saved")
+    kept = json.loads(Path("runs/saved/run.json").read_text())["plan"]
+    assert (kept["micro_batch"], kept["accumulation"]) == (25, 4)
+    write_task("other.py")
+    assert "is for small, not for other" in bad("train", "other.py", "--plan", "plan.json")
+    assert "is for 1 processes on 1 machines" in bad("train", "small.py", "--plan", "plan.json", "--procs", "2")
+    assert "was made with global_batch=100" in bad("train", "small.py", "global_batch=50", "--plan", "plan.json")
+
+
+def test_an_accelerate_file_is_taken_over_and_the_command_line_wins() -> None:
+    Path("a.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nmixed_precision: bf16\nnum_processes: 2\nuse_cpu: true\nmain_training_function: main\n"
+    )
+    said = good("train", "small.py", "--plan", "a.yaml", "--name", "a", "epochs=1")
+    told = json.loads(Path("runs/a/run.json").read_text())
+    assert (told["plan"]["world_size"], told["plan"]["precision"]) == (2, "bf16")
+    assert "main_training_function is not used" in said
+    good("train", "small.py", "--plan", "a.yaml", "--name", "b", "epochs=1", "precision=fp32", "--procs", "1")
+    assert json.loads(Path("runs/b/run.json").read_text())["plan"]["precision"] == "fp32"
+
+
+def test_a_deepspeed_file_is_taken_over() -> None:
+    pytest.importorskip("deepspeed")
+    config = {
+        "train_batch_size": 60,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 50000},
+        "steps_per_print": 7,
+    }
+    Path("ds.json").write_text(json.dumps(config))
+    good("train", "small.py", "--plan", "ds.json", "--name", "ds", "--procs", "2", "epochs=1")
+    told = json.loads(Path("runs/ds/run.json").read_text())
+    assert (told["plan"]["strategy"], told["plan"]["zero_stage"], told["plan"]["global_batch"]) == ("deepspeed", 2, 60)
+    assert told["recipe"]["settings"]["clip"] == 1.0
+    assert json.loads(Path("runs/ds/deepspeed.json").read_text())["zero_optimization"]["reduce_bucket_size"] == 50000
+
+
+def test_the_guides_table_sets_the_batch_and_says_so() -> None:
+    said = good("train", "small.py", "--planner", "table", "--name", "table", "epochs=1")
+    told = json.loads(Path("runs/table/run.json").read_text())
+    assert told["plan"]["global_batch"] == told["recipe"]["settings"]["global_batch"] == 32
+    assert told["recipe"]["origin"]["global_batch"] == "the guide's table"
+    assert "global_batch=32, not 100" in said
+    text = good("plan", "small.py", "--hardware", "4xT4-16GB", "--compare", **CACHE)
+    assert "global_batch              240" in text
+    assert "times as fast" in text
+
+
+def test_the_users_variables_win_and_are_recorded() -> None:
+    good("train", "small.py", "--name", "v", "epochs=1", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", TORCH_SHOW_CPP_STACKTRACES="0")
+    kept = json.loads(Path("runs/v/run.json").read_text())["plan"]
+    assert kept["env"]["GLOO_SOCKET_IFNAME"] == "lo" and kept["env"]["TORCH_SHOW_CPP_STACKTRACES"] == "0"
+    assert (kept["env"]["OMP_NUM_THREADS"], kept["threads"]) == ("1", 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--hardware", "4xL5"], "there is no GPU 'L5' in the table"),
+        (["--hardware", "8xH100-80GB", "global_batch=4"], "less than one sample for each of 8 processes"),
+        (["--hardware", "1xT4-16GB", "--measure"], "--measure needs the machine itself"),
+        (["plan.stragety=ddp"], "did you mean strategy"),
+        (["--hardware", "1xT4-16GB", "plan.strategy=ddp"], "does not go with 1 process"),
+        (["--hardware", "1x0.1GB", "hidden=4000000"], "the model fits nowhere"),
+    ],
+)
+def test_bad_wishes_name_the_fix(words: list[str], message: str) -> None:
+    assert message in bad("plan", "small.py", *words, **CACHE)
+
+
+def test_a_model_that_cannot_be_traced_is_said_so() -> None:
+    text = "        if x.sum().item() > 1e9: raise RuntimeError('never')\n        return F.cross_entropy(model(x), y)"
+    write_task("values.py", ("        return F.cross_entropy(model(x), y)", text))
+    told = json.loads(good("plan", "values.py", "--hardware", "1xL4-24GB", "--json", **CACHE))
+    assert told["plan"]["predicted"], "run for real on a few samples"
+    broken = "        raise RuntimeError('rubbish')"
+    write_task("broken.py", ("        return F.cross_entropy(model(x), y)", broken))
+    told = json.loads(good("plan", "broken.py", "--hardware", "1xL4-24GB", "--json", **CACHE))
+    assert "not predicted: RuntimeError: rubbish" in told["plan"]["reasons"]["predicted"]
