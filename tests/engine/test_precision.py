@@ -43,6 +43,13 @@ def test_fp16_overflow_skips_the_step_and_is_counted(tmp_path: Path) -> None:
     assert last["eval/accuracy"] > 0.8
 
 
+def test_sgd_s_momentum_begins_with_the_first_step_that_counts(tmp_path: Path) -> None:
+    job = training("Exploding", str(tmp_path), ALONE, {"precision": "fp16", "spike": 1e4, "optim": "sgd"})
+    job.step(0)
+    assert job.step.loss_scale is not None and job.step.loss_scale.skipped == 1
+    assert all(not job.optimizer.state[p]["momentum_buffer"].any() for p in job.model.parameters())
+
+
 def test_fp16_resumes_with_its_scale(tmp_path: Path) -> None:
     options = {"precision": "fp16", "spike": 3e3, "dropout": 0.2}
     on_ranks(2, train, "Exploding", str(tmp_path / "whole"), options, None, None)

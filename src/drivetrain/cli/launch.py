@@ -14,7 +14,7 @@ from typing import Any
 from drivetrain import __version__, hardware, runs
 from drivetrain import recipe as recipes
 from drivetrain.cli import ending, planning
-from drivetrain.hardware import Hardware
+from drivetrain.hardware import Hardware, size
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.plan.table import ORIGIN
@@ -365,6 +365,12 @@ def header(recipe: Recipe, machine: Machine, plan: Plan, screen: Screen, why: st
     if not screen.quiet:
         screen.put(f"drivetrain {__version__}   {recipe.task.label}   {machine.hardware.sentence()}")
     screen.line("plan", plan.sentence())
+    if figures := plan.predicted:
+        need, room = sum(figures["memory_bytes"].values()), figures["usable_bytes"]
+        how = "measured" if plan.measured else "predicted"
+        screen.line(
+            "", f"memory {size(need)} of {size(room)}, {figures['step_seconds'] * 1e3:,.1f} ms a step {how} (drivetrain plan tells why)"
+        )
     for notice in (*recipe.notices, why):
         if notice:
             screen.notice(notice)

@@ -114,7 +114,7 @@ def _total(recipe: Any, plan: Any, samples: int | None, price: float | None, wor
 
 def _show(plan: Any, total: dict[str, Any], place: Any) -> None:
     from drivetrain.cli.planning import parts_text
-    from drivetrain.hardware import gib
+    from drivetrain.hardware import gib, size
     from drivetrain.plan.search import rate_text
 
     _line("plan", plan.sentence())
@@ -123,7 +123,7 @@ def _show(plan: Any, total: dict[str, Any], place: Any) -> None:
         how = "measured" if plan.measured else "predicted"
         need = sum(figures["memory_bytes"].values())
         scale, unit = (2**30, "GiB") if need >= 2**30 else (2**20, "MiB")
-        shown = gib(need) if need >= 2**30 else f"{need / 2**20:.0f} MiB"
+        shown = size(need)
         _line("memory", f"{shown} of {gib(figures['usable_bytes'])} {how}: {parts_text(figures['memory_bytes'], scale, 1)} {unit}")
         parts = parts_text(figures["seconds_by_part"], 1e-3, 2)
         _line("time", f"{figures['step_seconds'] * 1e3:,.1f} ms a step {how} ({parts} ms), {rate_text(figures['samples_per_second'])}")

@@ -55,6 +55,15 @@ def takes_factor(optimizer: torch.optim.Optimizer) -> bool:
     return is_torchs(optimizer) and supports and all(group.get("fused") for group in optimizer.param_groups)
 
 
+def ready_to_skip(optimizer: torch.optim.Optimizer) -> None:
+    """Before fp16's first steps, which may overflow: fused SGD makes its momentum in the first step it sees, skipped or not,
+    and leaves it without values then. From zeros the first step that counts gives the same."""
+    if isinstance(optimizer, torch.optim.SGD) and takes_factor(optimizer):
+        for group in optimizer.param_groups:
+            for parameter in group["params"] if group["momentum"] else ():
+                optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+
 def capturable(optimizer: torch.optim.Optimizer, scaled: bool) -> bool:
     """Whether the optimizer's step can be part of a graph; with fp16's scale it must skip steps by itself."""
     able = (

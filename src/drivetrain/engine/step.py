@@ -24,7 +24,7 @@ from drivetrain.engine.feed import Feed, Micro
 from drivetrain.engine.group import Group
 from drivetrain.engine.ledger import Ledger
 from drivetrain.engine.losses import Part, read_loss
-from drivetrain.engine.optim import Rates, capturable
+from drivetrain.engine.optim import Rates, capturable, ready_to_skip
 from drivetrain.engine.precision import LossScale, Precision
 from drivetrain.engine.rand import HostRandom, key, seed_model
 from drivetrain.engine.shortage import Before, Short
@@ -97,6 +97,8 @@ class Step:
         self.task, self.model, self.feed, self.strategy = task, model, feed, strategy
         self.optimizer, self.rates, self.precision, self.group = strategy.optimizer, rates, precision, group
         self.loss_scale = LossScale(group.device) if precision.name == "fp16" else None
+        if self.loss_scale is not None:
+            ready_to_skip(strategy.optimizer)
         self.figures: Figures | None = None
         self.requests = [False, False, False]
         self.graphs: Graphs | None = None

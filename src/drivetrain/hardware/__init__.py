@@ -61,6 +61,10 @@ class Hardware:
         return f"{machines}{len(self.gpus)} x {first.name} {gib(first.memory_bytes)}{unequal}, {cores}"
 
 
+def size(count: float) -> str:
+    return gib(count) if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
 def gib(size: float) -> str:
     return f"{size / 2**30:.0f} GiB" if size >= 10 * 2**30 else f"{size / 2**30:.1f} GiB"
 
