@@ -115,7 +115,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.system)])
 @pytest.mark.parametrize(("name", "step", "pins"), CASES, ids=lambda case: case if isinstance(case, str) else "")
 def test_from_that_step_on_it_is_the_run_that_goes_on_with_half(
     name: str, step: int, pins: dict[str, Any], world: int, tmp_path: Path

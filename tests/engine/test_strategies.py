@@ -85,6 +85,7 @@ def test_half_precision_stays_within_its_own_spread(pins: dict[str, Any], curves
     same(curves("Transformer", precision="bf16"), run("Transformer", tmp_path, 2, pins, precision="bf16"), 8e-3)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("pins", [FSDP, ZERO2], ids=label)
 def test_fp16_scales_the_loss_and_skips_alike(pins: dict[str, Any], tmp_path: Path) -> None:
     """A loss too large for fp16: the first steps overflow on some rank, and every rank leaves them out."""
@@ -97,6 +98,7 @@ def test_fp16_scales_the_loss_and_skips_alike(pins: dict[str, Any], tmp_path: Pa
     assert found[-1]["train/loss"] == pytest.approx(reference[-1]["train/loss"], rel=1e-2)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("name", "settings", "pins"),
     [
@@ -116,17 +118,20 @@ def test_models_losses_and_optimizers_of_all_kinds(
     same(curves(name, **SGD, **settings), run(name, tmp_path, 2, pins | {"micro_batch": 3}, **SGD, **settings), 1e-4)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("pins", [FSDP], ids=label)
 def test_batchnorm_is_as_in_ddp(pins: dict[str, Any], curves: Any, tmp_path: Path) -> None:
     same(curves("Norms", world=2, **SGD), run("Norms", tmp_path, 2, pins | AGAIN, **SGD), 1e-4)
 
 
+@pytest.mark.system
 def test_single_numbers_other_formats_and_sources_under_fsdp(curves: Any, tmp_path: Path) -> None:
     same(curves("Transformer", scalar=True), run("Transformer", tmp_path / "a", 2, FSDP, scalar=True), 1e-5)
     same(curves("Double", **SGD), run("Double", tmp_path / "b", 2, FSDP, **SGD), 1e-5)
     same(curves("Walk", **SGD), run("Walk", tmp_path / "c", 2, FSDP, **SGD), 1e-5)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("pins", [FSDP | {"offload": "all"}, ZERO3 | {"offload": "all"}], ids=label)
 def test_offload_changes_where_things_lie_only(pins: dict[str, Any], curves: Any, tmp_path: Path) -> None:
     same(curves("Transformer", **ADAM), run("Transformer", tmp_path, 2, pins | {"micro_batch": 3}, **ADAM), 2e-5)
@@ -186,6 +191,7 @@ def test_stopped_and_gone_on_is_bit_equal(pins: dict[str, Any], tmp_path: Path) 
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("pins", [FSDP], ids=label)
 def test_another_number_of_processes_keeps_the_curve(pins: dict[str, Any], curves: Any, tmp_path: Path) -> None:
     for world, stop in ((2, 2), (1, 5), (3, None)):
@@ -193,6 +199,7 @@ def test_another_number_of_processes_keeps_the_curve(pins: dict[str, Any], curve
     same(curves("Transformer", **ADAM), rows(tmp_path), 5e-5)
 
 
+@pytest.mark.system
 def test_any_strategy_goes_on_from_any_other(curves: Any, tmp_path: Path) -> None:
     for pins, stop in (({}, 1), (FSDP, 2), (ZERO3, 4), (FSDP, None)):
         run("Transformer", tmp_path, 2, pins, stop, **ADAM)
@@ -210,6 +217,7 @@ def _resumes_apart(folder: str, stop: int | None, group: Group) -> list[dict[str
         return train("Transformer", mine, ADAM, FSDP, stop, group)
 
 
+@pytest.mark.system
 def test_processes_that_do_not_share_a_folder(curves: Any, tmp_path: Path) -> None:
     for stop in (3, None):
         on_ranks(2, _resumes_apart, str(tmp_path / "run"), stop)
