@@ -3,7 +3,7 @@
 For each model: the prediction for `1xH200-141GB` (or --hardware WORDS) at every micro-batch of a sweep over 2^k and 3*2^k, the same
 after three of them were measured, and whether the chosen micro-batch is as fast as the best of the sweep.
 
-    python -m benchmarks.plan --json benchmarks/results/plan-h200.json     # on the GPU it is about
+    python benchmarks/plan.py --json benchmarks/results/plan-h200.json     # on the GPU it is about
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.plan_models import FURTHER, NAMED, UNSEEN
+from plan_models import FURTHER, NAMED, UNSEEN
 
 from drivetrain import __version__
 from drivetrain.engine.probe import Probe
@@ -74,7 +74,7 @@ def run(task_class: Any, words: str, seconds: float) -> dict[str, Any]:
     del probe
     gc.collect()
     torch.cuda.empty_cache()
-    return {"survey_seconds": surveyed, "rows": _rows(profile, machine, points), **_choice(task, profile, machine, points)}
+    return {"survey_seconds": surveyed, "sizes": _rows(profile, machine, points), **_choice(task, profile, machine, points)}
 
 
 def _candidate(size: int) -> Candidate:
@@ -165,7 +165,7 @@ def main() -> None:
 
 
 def _print(found: dict[str, Any]) -> None:
-    rows = found["rows"]
+    rows = found["sizes"]
     new = [r for r in rows if not r["probed"]] or rows
     worst = {k: max(rows, key=lambda r: abs(r[k])) for k in ("memory_error",)}
     slowest = max(rows, key=lambda r: abs(math.log(r["time_factor"])))
@@ -182,8 +182,8 @@ def _print(found: dict[str, Any]) -> None:
 def _write(args: argparse.Namespace, models: list[dict[str, Any]]) -> None:
     facts = {
         "date": date.today().isoformat(), "hardware": torch.cuda.get_device_name(0), "described": args.hardware,
-        "python": platform.python_version(), "torch": torch.__version__, "drivetrain": __version__, "command": "python -m benchmarks.plan",
-        "models": models,
+        "python": platform.python_version(), "torch": torch.__version__, "drivetrain": __version__, "command": "python benchmarks/plan.py",
+        "rows": models,
     }  # fmt: skip
     Path(args.json).write_text(json.dumps(facts, indent=1) + "\n")
 

@@ -56,8 +56,8 @@ def plan(result: dict[str, Any]) -> list[str]:
         "| model | micro-batches | memory | time | order (tau) | memory, measured | time, measured | chosen, of the best |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    for model in result["models"]:
-        rows = model["rows"]
+    for model in result["rows"]:
+        rows = model["sizes"]
         new = [r for r in rows if not r["probed"]]
         memory = max((r["memory_error"] for r in rows), key=abs)
         factor = max((r["time_factor"] for r in rows), key=lambda f: abs(math.log(f)))

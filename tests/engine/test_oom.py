@@ -164,7 +164,10 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+QUICK = ("a partial batch", "twice in a row")
+
+
+@pytest.mark.parametrize("place", [p if p in QUICK else pytest.param(p, marks=pytest.mark.system) for p in PLACES])
 def test_the_curve_is_that_of_the_smaller_micro_batch(place: str, tmp_path: Path) -> None:
     faults, micro = PLACES[place]
     found = on_ranks(4, and_small, "Loaded", str(tmp_path), SGD, {"workers": 1}, faults)
