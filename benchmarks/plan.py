@@ -26,7 +26,7 @@ from drivetrain.engine.probe import Probe
 from drivetrain.engine.survey import survey
 from drivetrain.hardware.described import parse
 from drivetrain.plan import Plan
-from drivetrain.plan.fit import Fit, Point
+from drivetrain.plan.fit import Fit, Point, worth_measuring
 from drivetrain.plan.predict import Candidate, Machine, memory, step_seconds
 from drivetrain.plan.search import Search
 
@@ -46,13 +46,12 @@ LARGEST = {
     "Autoencoder": 256,
     "Recommender": 8192,
 }
-POINTS = 7  # micro-batches of a sweep
+POINTS = 9  # micro-batches of a sweep, over a factor of sixteen
 
 
 def sweep_sizes(name: str) -> list[int]:
     largest = LARGEST.get(name, 128)
-    sizes = sorted({s for k in range(14) for s in (2**k, 3 * 2**k) if s <= largest})
-    return sizes[-POINTS:] if len(sizes) <= POINTS + 2 else sizes[-2 * POINTS :: 2]  # fewer, further apart
+    return sorted({s for k in range(14) for s in (2**k, 3 * 2**k) if s <= largest})[-POINTS:]
 
 
 def run(task_class: Any, words: str, seconds: float) -> dict[str, Any]:
@@ -63,17 +62,19 @@ def run(task_class: Any, words: str, seconds: float) -> dict[str, Any]:
     machine = Machine.of(parse(words), "cuda", 1)
     plan = Plan(device="cuda", precision="bf16", channels_last=True, pin_memory=True, threads=8)
     probe = Probe(task, plan, torch.device("cuda", 0))
-    held = torch.cuda.memory_allocated() - profile.parameter_bytes - profile.buffer_bytes  # of models measured before
     points: list[Point] = []
     begun = time.monotonic()
     for size in sweep_sizes(task_class.__name__):
         point = probe.at(size)
         if not point.fits or time.monotonic() - begun > seconds:
             break
-        points.append(Point(size, True, point.peak_bytes - held, point.step_seconds, point.update_seconds, point.kind))
+        points.append(point)
+    probe.empty()
     del probe
     gc.collect()
     torch.cuda.empty_cache()
+    if held := torch.cuda.memory_allocated():
+        raise SystemExit(f"{held:,} bytes are left of {task_class.__name__}: the next model's memory would be wrong")
     return {"survey_seconds": surveyed, "sizes": _rows(profile, machine, points), **_choice(task, profile, machine, points)}
 
 
@@ -82,9 +83,10 @@ def _candidate(size: int) -> Candidate:
 
 
 def _probed(points: list[Point]) -> list[Point]:
-    """The three that planning would measure: a third of the way up, in the middle of the rest, and the largest."""
-    count = len(points)
-    return [points[i] for i in sorted({0, count // 2, count - 1})]
+    """Those that planning would measure."""
+    sizes = [p.micro_batch for p in points]
+    wanted = worth_measuring(sizes, sizes[-1])
+    return [p for p in points if p.micro_batch in wanted]
 
 
 def _rows(profile: Any, machine: Machine, points: list[Point]) -> list[dict[str, Any]]:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from drivetrain.cli import launch
+from drivetrain.outcomes import Outcome
+from drivetrain.plan import Plan
+from drivetrain.recipe import load
+from drivetrain.supervise import local_place, run_workers
+from drivetrain.watch.screen import Screen
 from tests.command import TASK, bad, good, write_task
 from tests.command import drivetrain as command
 from tests.launching import free_port, start
@@ -45,6 +52,29 @@ def test_in_place_and_a_resume_goes_on_with_the_smaller_plan(folder: Path) -> No
     assert "accumulation 2" in good("resume", "broken")
     assert rows("runs/broken") == rows("runs/whole")
     assert weights("runs/broken") == weights("runs/whole")
+
+
+def test_a_plan_made_in_a_hurry_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a look at the task a plan may be hopeless: before micro-batches are halved, the plan is made anew, once."""
+    write_task()
+    monkeypatch.setenv("DRIVETRAIN_FAULTS", "oom@update:5,oom@update:6")
+    request = launch.Request(procs=1, name="hurried")
+    recipe, machine = load("small.py", [])[0], launch.look_at_machine(request)
+    opened = launch.open_run(recipe, request)
+    hurried = launch.make_plan(recipe, machine, local_place(1), 1, None, request)
+    launch.record(recipe, opened, hurried, machine)
+    better = replace(hurried, micro_batch=20, accumulation=5)
+    asked = []
+
+    def replan() -> Plan:
+        asked.append(1)
+        return better
+
+    job = launch.make_job(recipe, opened.run, hurried, "train")
+    ended = run_workers(job, hurried, local_place(1), Screen(quiet=True), [], replan=replan)
+    assert ended.outcome is Outcome.OK and asked == [1]
+    assert kinds("hurried") == ["oom", "replanned", "restarted"] * 2
+    assert plan("hurried")["micro_batch"] == 10, "after the better plan, halving goes on"
 
 
 def test_in_the_optimizer_the_run_starts_anew_from_its_checkpoint(folder: Path) -> None:

@@ -14,8 +14,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
@@ -70,22 +70,37 @@ def local_place(procs: int) -> Place:
     return Place(0, procs, procs, ("127.0.0.1", free_port()))
 
 
-def run_workers(job: dict[str, Any], plan: Plan, place: Place, screen: Screen, gpus: list[str], verbose: bool = False) -> Ended:
+def run_workers(
+    job: dict[str, Any], plan: Plan, place: Place, screen: Screen, gpus: list[str], verbose: bool = False,
+    replan: Callable[[], Plan] | None = None,
+) -> Ended:  # fmt: skip
     """Run a job on this machine's processes until all have ended; where memory ran out, from the last checkpoint on
-    with the smaller plan that the worker asks for."""
+    with the plan that `replan` makes, once, or with the smaller one that the worker asks for."""
     while True:
         ended = _run_once(job, plan, place, screen, gpus, verbose)
-        smaller = ended.result.get("smaller")
-        if ended.outcome is not Outcome.OOM or not smaller or job["mode"] not in RECORDED:
+        if ended.outcome is not Outcome.OOM or job["mode"] not in RECORDED:
             return ended
-        run = Run(job["run"])
-        record_shortage(run, smaller)
-        if ended.stopped or place.local_procs < place.world_size:
-            return ended  # the other machines' processes are not ours to start
-        plan = Plan.from_json(plan.to_json() | smaller["plan"])
+        run, smaller, better = Run(job["run"]), ended.result.get("smaller"), None
+        if replan is not None and not ended.stopped:
+            try:
+                better, replan = replan(), None
+            except Problem as problem:
+                return replace(ended, message=str(problem))
+        if better is not None and better.sentence() != plan.sentence():
+            plan, sentence = better, f"out of memory: {better.sentence()}"
+            run.event("oom", step=(run.steps() or [0])[-1])
+            run.update(plan=plan.to_json())
+            run.event("replanned", why="the task is known by now", strategy=plan.strategy, micro_batch=plan.micro_batch)
+        elif smaller:
+            record_shortage(run, smaller)
+            if ended.stopped or place.local_procs < place.world_size:
+                return ended  # the other machines' processes are not ours to start
+            plan, sentence = Plan.from_json(plan.to_json() | smaller["plan"]), smaller["sentence"]
+        else:
+            return ended
         job, place = job | {"plan": plan.to_json()}, local_place(place.local_procs)
         steps = run.steps()
-        screen.line("plan", f"{smaller['sentence']}; starting anew from {f'step {steps[-1]:,}' if steps else 'the beginning'}")
+        screen.line("plan", f"{sentence}; starting anew from {f'step {steps[-1]:,}' if steps else 'the beginning'}")
         run.event("restarted", step=steps[-1] if steps else 0, why="oom")
 
 

@@ -7,8 +7,9 @@ import difflib
 import pytest
 
 from drivetrain.outcomes import Problem
-from drivetrain.plan.fit import Fit, Point
+from drivetrain.plan.fit import Fit, Point, worth_measuring
 from drivetrain.plan.predict import Candidate, memory
+from drivetrain.plan.profile import staging
 from tests.plan.golden import FILE, MACHINES, plan, profile, text
 
 IN_BF16 = [words for words in MACHINES if "T4" not in words and "cpu" not in words]
@@ -84,3 +85,17 @@ def test_measured_points_correct_the_prediction_between_them() -> None:
     assert fit.work_seconds(8, half) == pytest.approx(0.020)
     assert fit.work_seconds(16, half) == pytest.approx(0.040)
     assert fit.peak_bytes(32, lambda size: 100.0 * size) == pytest.approx(6_000)
+
+
+def test_what_sums_over_many_rows_take_for_a_moment() -> None:
+    """As seen on an H200: the gradient of a bias of 4,096 numbers, from 768, 1,536 and 6,144 rows."""
+    assert [staging(4096, rows) for rows in (768, 1536, 6144)] == [0, 50_331_648, 138_412_032]
+    assert staging(0, 1e9) == 0
+
+
+def test_three_sizes_around_the_best_are_worth_measuring() -> None:
+    sizes = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]
+    assert worth_measuring(sizes, 128) == [8, 32, 128]
+    assert worth_measuring(sizes, 16) == [4, 16, 64]
+    assert worth_measuring(sizes, 1) == [1, 2, 4]
+    assert worth_measuring([7], 7) == worth_measuring([], 7) == [7]

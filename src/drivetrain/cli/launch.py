@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,8 +191,11 @@ def make_plan(
     planner = "off" if request.planner == "auto" and machine.device != "cuda" else request.planner
     if planner == "table" and before is not None:
         planner = "off"  # the table would set another global batch, and a run keeps its own
-    where = planning.Place(machine.hardware, machine.device, place.world_size, machine.procs, nodes, next(iter(machine.gpus), ""))
-    return planning.plan_for(recipe, where, screen or Screen(quiet=True), planner, measure=None)
+    return planning.plan_for(recipe, _where(machine, place, nodes), screen or Screen(quiet=True), planner, measure=None)
+
+
+def _where(machine: Machine, place: Place, nodes: int) -> planning.Place:
+    return planning.Place(machine.hardware, machine.device, place.world_size, machine.procs, nodes, next(iter(machine.gpus), ""))
 
 
 def _saved_plan(saved: Plan, machine: Machine, place: Place, nodes: int) -> Plan:
@@ -201,7 +205,7 @@ def _saved_plan(saved: Plan, machine: Machine, place: Place, nodes: int) -> Plan
             f"--plan is for {saved.world_size} processes on {saved.nodes} machines ({saved.device}), and here are {here[0]} on {here[1]}"
             f" ({here[2]}): make one for this machine with drivetrain plan TASK --json"
         )
-    return replace(saved, predicted=saved.predicted, reasons=saved.reasons | {"plan": "as saved"})
+    return replace(saved, reasons=saved.reasons | {"plan": "as saved"})
 
 
 def with_batch_of(recipe: Recipe, plan: Plan) -> Recipe:
@@ -356,7 +360,11 @@ def train_opened(recipe: Recipe, request: Request, opened: Opened, machine: Mach
     opened.run.event("started", world_size=place.world_size, device=plan.device)
     folder = opened.before["folder"] if opened.before else None
     job = make_job(recipe, opened.run, plan, "train", folder)
-    ended = run_workers(job, plan, place, screen, machine.gpus, request.verbose)
+    replan = None
+    if plan.device == "cuda" and not plan.predicted and request.planner == "auto" and request.nodes == 1:
+        where = _where(machine, place, 1)  # the plan was made in a hurry, without a look at the task
+        replan = partial(planning.plan_for, recipe, where, screen)
+    ended = run_workers(job, plan, place, screen, machine.gpus, request.verbose, replan)
     ending.finish(opened.run, opened.before, recipe, plan, ended, screen)
     return ended
 

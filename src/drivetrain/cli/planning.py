@@ -24,7 +24,7 @@ from drivetrain.hardware import Hardware
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.plan.choose import choose
-from drivetrain.plan.fit import Point
+from drivetrain.plan.fit import Point, worth_measuring
 from drivetrain.plan.predict import Machine
 from drivetrain.plan.profile import FORMAT, Profile
 from drivetrain.plan.search import Search
@@ -175,11 +175,9 @@ def measured(
 
 
 def probed_sizes(search: Search, plan: Plan) -> list[int]:
-    """The micro-batch that was predicted best, a smaller one and the largest that should fit."""
+    """Micro-batches around the one that was predicted best."""
     way = search.ways({}, deepspeed=False)[0]
-    fitting = [s for s in sorted(search.micro_batches({})) if search.rate(way, s).fits] or [plan.micro_batch]
-    wanted = {plan.micro_batch, fitting[-1], fitting[0] if len(fitting) < 3 else fitting[len(fitting) // 3]}
-    return sorted(wanted)
+    return worth_measuring([s for s in sorted(search.micro_batches({})) if search.rate(way, s).fits], plan.micro_batch)
 
 
 def _points_memory(recipe: Recipe, plan: Plan, hardware: Hardware) -> _Remembered:

@@ -7,9 +7,8 @@ opening a feed at any step gives what an uninterrupted run would have seen there
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +20,7 @@ from drivetrain.engine.rand import permutation
 TRAIN, EVAL, ORDER, GROUP = 1, 2, 3, 4  # streams of keyed randomness
 
 
-@dataclass(frozen=True, slots=True)
-class Micro:
+class Micro(NamedTuple):
     """One micro-batch of this rank: what came from the data set, on the device; `Feed.assemble` makes the batch of it."""
 
     given: Any
@@ -115,14 +113,13 @@ class OrderedFeed(Feed):
     def size(self, index: int) -> int:
         return min(self.batch, self.length - index * self.batch)
 
-    def spans(self, epoch: int, index: int) -> Iterator[tuple[Tensor, int, int]]:
+    def spans(self, epoch: int, index: int) -> list[tuple[Tensor, int, int]]:
         """(sample numbers, weight, position) of each micro-step of this rank."""
         order, start = self.order(epoch), index * self.batch
-        for low, high in shares(self.size(index), self.group.size, self.group.rank, self.micro):
-            if low == high:
-                yield order[start : start + 1], 0, start
-            else:
-                yield order[start + low : start + high], high - low, start + low
+        return [
+            (order[start + low : start + high], high - low, start + low) if low < high else (order[start : start + 1], 0, start)
+            for low, high in shares(self.size(index), self.group.size, self.group.rank, self.micro)
+        ]
 
 
 # --- tensors and devices -------------------------------------------------------------------------

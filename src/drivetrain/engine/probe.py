@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -16,7 +17,7 @@ from drivetrain.engine.data import train_feed
 from drivetrain.engine.group import Group
 from drivetrain.engine.observe import Observer
 from drivetrain.engine.optim import Rates, make_optimizer, schedule_of
-from drivetrain.engine.pace import REPLAYED, TIMED, UNTIMED, Pace
+from drivetrain.engine.pace import TIMED, UNTIMED, Pace
 from drivetrain.engine.precision import Precision
 from drivetrain.engine.setup import build_model, prepare
 from drivetrain.engine.step import TAIL, Step
@@ -28,7 +29,7 @@ from drivetrain.task import Task
 
 EAGER = 3  # steps whose memory is read, and timed where capturing would gain nothing
 SHORT = 0.25  # seconds: a longer step is hardly bound by its launches, so a graph of it gains little
-ENOUGH = 0.5  # seconds of captured steps that are timed
+ENOUGH = 0.15  # seconds of captured steps that are timed, twice
 
 
 class Probe:
@@ -63,30 +64,30 @@ class Probe:
         except torch.OutOfMemoryError:
             pass  # leave the handler first: its traceback holds the memory
         self.optimizer.zero_grad(set_to_none=True)
-        self._empty()
+        self.empty()
         return Point(micro_batch, fits=False)
 
     def _measure(self, micro_batch: int) -> Point:
         plan = replace(self.plan, global_batch=micro_batch, micro_batch=micro_batch)
         self.optimizer.zero_grad(set_to_none=True)
-        self._empty()
+        self.empty()
         feed = train_feed(self.task, self.data, plan, self.group)
         strategy = spread(self.model, lambda: self.optimizer, self.task, plan, self.group, TAIL, Path())
-        total = 1_000_000
+        total = 100_000  # more than are taken; their rates lie on the device
         rates = Rates(self.optimizer, schedule_of(self.task, total, feed.steps_per_epoch), total, self.group)
         step = Step(self.task, self.model, feed, strategy, rates, self.precision, self.group)
         step.undoable = False  # running out of memory is an answer here
         self.model.train()
+        whole = max(1, feed.length // micro_batch)  # the last batch of an epoch may be smaller, and is not what is measured
         number = -1
 
         def take() -> None:
             nonlocal number
-            number += 1
-            if number % feed.steps_per_epoch == 0:
-                feed.begin_epoch(number // feed.steps_per_epoch, self.model)
+            number = (number + 1) % whole
             step(number, with_norm=False)
 
         feed.open(0)
+        feed.begin_epoch(0, self.model)
         try:
             take()
             self._sync()
@@ -101,7 +102,7 @@ class Probe:
                 for _ in range(UNTIMED + TIMED + 1 + WARM + 1):  # the choice, and the steps until the graph is made
                     take()
                 if step.graphs is not None:
-                    times = max(EAGER, min(REPLAYED, int(ENOUGH / seconds)))
+                    times = max(EAGER, int(ENOUGH / seconds))
                     seconds, kind = min(self._seconds(take, times) for _ in range(2)), "captured"
                     update = min(update, 0.5 * seconds)
             return Point(micro_batch, True, peak, seconds, update, kind)
@@ -123,9 +124,12 @@ class Probe:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _empty(self) -> None:
+    def empty(self) -> None:
+        """Give back what steps and their libraries left behind."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+            gc.collect()  # a step and its graphs know each other
+            torch._C._cuda_clearCublasWorkspaces()  # one is kept for every stream that graphs were made on
             torch.cuda.empty_cache()
 
 

@@ -13,9 +13,9 @@ _MASK = (1 << 64) - 1
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def key(*parts: int) -> int:
-    """Mix whole numbers into one 64-bit key (splitmix64 over the parts)."""
-    state = 0
+def key(*parts: int, after: int = 0) -> int:
+    """Mix whole numbers into one 64-bit key (splitmix64 over the parts); `after` the key of those that come before."""
+    state = after
     for part in parts:
         state = (state ^ (part & _MASK)) + _GOLDEN & _MASK
         state = (state ^ (state >> 30)) * _MIX1 & _MASK
@@ -24,12 +24,13 @@ def key(*parts: int) -> int:
     return state
 
 
+def generator_of(device: torch.device) -> torch.Generator:
+    """The generator that dropout draws from; to seed it by itself is far cheaper than torch.manual_seed."""
+    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+
+
 def seed_model(device: torch.device, value: int) -> None:
-    """Seed the generator that dropout draws from (far cheaper than torch.manual_seed)."""
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(value)
-    else:
-        torch.default_generator.manual_seed(value)
+    generator_of(device).manual_seed(value)
 
 
 def seed_host(value: int) -> None:

@@ -43,22 +43,24 @@ class _Attention(torch.autograd.Function):
 
 class _Recurrent(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: int, width: int, steps: int, flops: float, note: Note, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kept: int, room: int, width: int, steps: int, flops: float, note: Note, *weights: Tensor) -> Tensor:
         out = x.new_empty((*x.shape[:-1], width))
         ctx.flops, ctx.note, ctx.steps = flops, note, steps
         ctx.save_for_backward(x, out, x.new_empty(kept), *weights)
-        room = x.new_empty(5 * kept // 2)  # that the library takes while it runs
+        ctx.room = room
+        taken = x.new_empty(room)
         note("recurrent", flops, [x, out, *weights], steps)
-        del room
+        del taken
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, out, kept, *weights = ctx.saved_tensors
-        room = x.new_empty(5 * kept.numel() // 2)
+        grads = [torch.empty_like(t) for t in (x, *weights)]
+        taken = x.new_empty(ctx.room)
         ctx.note("recurrent", 2.0 * ctx.flops, [x, out, kept, grad, *weights], ctx.steps)
-        del room
-        return torch.empty_like(x), None, None, None, None, None, *(torch.empty_like(w) for w in weights)
+        del taken
+        return grads[0], None, None, None, None, None, None, *grads[1:]
 
 
 class _Softmax(torch.autograd.Function):
@@ -97,7 +99,7 @@ class _Norm(torch.autograd.Function):
         return back, torch.empty_like(weight), None
 
 
-_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+_STATES = {"lstm": 5, "gru": 6, "rnn_tanh": 1, "rnn_relu": 1}  # numbers that cuDNN keeps for each unit and step
 _SOFTMAX = {F.softmax, F.log_softmax, torch.softmax, torch.log_softmax, Tensor.softmax, Tensor.log_softmax}
 _IN_FULL = {  # what autocast computes in fp32 on a GPU and in the input's own format on a CPU
     F.layer_norm, F.group_norm, F.softmax, F.log_softmax, F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss,
@@ -120,7 +122,7 @@ class AsOnGpu(TorchFunctionMode):
         if function is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         name = getattr(function, "__name__", "")
-        if name in _GATES and len(args) > 6 and isinstance(args[2], (list, tuple)):
+        if name in _STATES and len(args) > 6 and isinstance(args[2], (list, tuple)):
             return self._recurrent(name, *args)
         if function in (F.dropout, torch.dropout):
             return _dropout(*args, **kwargs)
@@ -165,9 +167,10 @@ class AsOnGpu(TorchFunctionMode):
         if self.half is not None and torch.is_autocast_enabled("cpu"):
             x, weights = x.to(self.half), [w.to(self.half) for w in weights]
         flops = 2.0 * steps * sum(w.numel() for w in weights if w.dim() > 1)
-        kept = int(steps * layers * width * (_GATES[name] + 2)) if training else 0
+        kept = steps * width * (_STATES[name] * layers + layers - 1) if training else 0
+        room = int(1.5 * (2 if both_ways else 1) * sum(w.numel() for w in weights) + 6.5 * steps * width)
         one_by_one = x.shape[1 if batch_first and x.dim() > 2 else 0] * layers
-        out = _Recurrent.apply(x, kept, width, one_by_one, flops, self.note, *weights)
+        out = _Recurrent.apply(x, kept, room, width, one_by_one, flops, self.note, *weights)
         last = first.to(out.dtype).expand_as(first) + out.sum() * 0
         return (out, last, last) if name == "lstm" else (out, last)
 

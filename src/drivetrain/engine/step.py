@@ -11,7 +11,6 @@ the sum over ranks between them. `Graphs` replays a piece; without it, the piece
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from drivetrain.engine.ledger import Ledger
 from drivetrain.engine.losses import Part, read_loss
 from drivetrain.engine.optim import Rates, capturable, ready_to_skip
 from drivetrain.engine.precision import LossScale, Precision
-from drivetrain.engine.rand import HostRandom, key, seed_model
+from drivetrain.engine.rand import HostRandom, generator_of, key
 from drivetrain.engine.shortage import Before, Short
 from drivetrain.engine.strategies import Strategy
 from drivetrain.outcomes import Problem
@@ -114,7 +113,8 @@ class Step:
         self._updating = False
         self.host_random = HostRandom(group.device)
         self.ledger: Ledger | None = None
-        self._seed, self._clip = int(task.seed), float(task.clip)
+        self._seed, self._generator = key(int(task.seed)), generator_of(group.device)
+        self._clip = float(task.clip)
         self._draws = draws_of(task, feed, group.device)
         self.has_counts = overrides(task, "counts")
         self.number = 0
@@ -227,7 +227,7 @@ class Step:
         self.strategy.zero()
         counts: dict[str, Tensor] = {}
         if self.has_counts:  # all batches must be seen before the first backward
-            ready = [(replace(m, given=self.make_batch(m.given, m.ids)), m.weight) for m in micros]
+            ready = [(m._replace(given=self.make_batch(m.given, m.ids)), m.weight) for m in micros]
             counts = self._counts([(m.given, weight) for m, weight in ready])
             micros = iter([m for m, _ in ready])
         for micro in micros:
@@ -249,10 +249,10 @@ class Step:
 
     def _begin(self, position: int, inputs: Inputs, form: Form) -> None:
         """Seed the model's own randomness for a micro-batch."""
-        seed = key(self._seed, self.number, position)
+        seed = key(self.number, position, after=self._seed)
         if self.pace is not None:
             self.pace(seed, inputs, form)
-        seed_model(self.group.device, seed)
+        self._generator.manual_seed(seed)
         if self.graphs is None:  # a task that uses the host's generators is never captured
             self.host_random.begin(seed, check=self.number % LOOK_EVERY == 0)
 

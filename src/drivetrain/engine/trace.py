@@ -22,11 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from drivetrain.engine.standins import AsOnGpu
-from drivetrain.plan.profile import Line, Pass, Work
+from drivetrain.plan.profile import Line, Pass, Work, staging
 
 ROUND = 512  # bytes: a GPU's allocator gives whole multiples
-WORKSPACE = 64 << 20  # bytes
-LARGE = 512  # terms of the sums for which it does
 TILE = 128  # rows and columns of a matrix product that one processor of a GPU takes at once
 _NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "lift_fresh", "_unsafe_view")
 _GEMM = ("mm", "addmm", "bmm", "baddbmm")
@@ -62,8 +60,8 @@ class Recorder(TorchDispatchMode):
         self.copies: set[int] = set()
         """Storages that hold a parameter in another number format."""
         self.multiplies = False
-        self.workspaces: list[int] = []
-        """When a matrix product with a bias ran: its library takes room of its own for a moment."""
+        self.sums: dict[int, tuple[int, int]] = {}
+        """(columns, rows) of the sums over rows, by when they ran."""
         self._known = {t.untyped_storage()._cdata for t in known}
         self._watchers: list[Any] = []
 
@@ -104,8 +102,9 @@ class Recorder(TorchDispatchMode):
         strided = name in ("clone", "copy_", "_to_copy") and any(not t.is_contiguous() for t in inputs)
         scattered = strided or name.startswith(_SCATTERED)
         kind = "gemm" if name in _GEMM else "conv" if name in _CONV else "scattered" if scattered else "other"
-        self.multiplies |= name in _GEMM and min(args[-1].shape[-2:]) >= TILE // 2
-        self.workspaces += [self.clock] if name == "addmm" and args[1].shape[1] >= LARGE else []
+        self.multiplies |= name in _GEMM
+        if (summed := _summed(name, args, inputs)) is not None:
+            self.sums[self.clock] = summed
         tiles, depth = _shape_of_work(name, args, outputs, flops)
         dtype = next((str(t.dtype).removeprefix("torch.") for t in inputs if t.is_floating_point()), "float32")
         self.operations.append((kind, dtype, flops, moved, tiles, depth))
@@ -126,9 +125,7 @@ class Recorder(TorchDispatchMode):
             if index not in without:
                 change[birth] += size
                 change[death + 1 if death >= 0 else self.clock + 1] -= size  # it was there while its last operation ran
-        live = np.cumsum(change)[: self.clock + 1]
-        live[self.workspaces] += WORKSPACE
-        return live
+        return np.cumsum(change)[: self.clock + 1]
 
 
 def _shape_of_work(name: str, args: Any, outputs: list[Tensor], flops: float) -> tuple[float, float]:
@@ -141,6 +138,20 @@ def _shape_of_work(name: str, args: Any, outputs: list[Tensor], flops: float) ->
         size = next((t.numel() for t in outputs if t is not None), 1)
         return max(1.0, size / TILE**2), max(1.0, flops / (2.0 * max(1, size)))
     return 0.0, 0.0
+
+
+def _summed(name: str, args: Any, inputs: list[Tensor]) -> tuple[int, int] | None:
+    """(columns, rows) of an operation that sums all rows of a tensor, as the gradient of a bias does."""
+    if name == "convolution_backward" and args[-1][2]:
+        channels = inputs[0].shape[1]
+        return channels, inputs[0].numel() // channels  # they are innermost on a GPU
+    if name == "sum" and len(args) > 1 and args[1] and inputs[0].is_contiguous():
+        x = inputs[0]
+        kept = sorted(set(range(x.dim())) - {d % x.dim() for d in args[1]})
+        if kept and kept == list(range(x.dim() - len(kept), x.dim())):
+            width = int(np.prod([x.shape[d] for d in kept]))
+            return width, x.numel() // width
+    return None
 
 
 def without_values(model: nn.Module, mode: FakeTensorMode) -> None:
@@ -172,7 +183,8 @@ def trace(
     if first.clock != second.clock or len(first.operations) != len(second.operations):
         return _by_ends(first, second, model, sizes)
     curves = [(r.curve(set()), r.curve(r.gradients)) for r in (first, second)]
-    lines = [_hull(a, b, sizes) for a, b in zip(*curves, strict=True)]
+    sums = {clock: (width, rows / sizes[0]) for clock, (width, rows) in first.sums.items()}
+    lines = [_hull(a, b, sizes, sums) for a, b in zip(*curves, strict=True)]
     return Pass(lines[0], lines[1], second.copied(), second.multiplies, _grouped(first.operations, second.operations, sizes))
 
 
@@ -229,14 +241,17 @@ def _line(a: float, b: float, sizes: tuple[int, int]) -> Line:
     return Line(float(a - slope * sizes[0]), float(slope))
 
 
-def _hull(a: np.ndarray, b: np.ndarray, sizes: tuple[int, int]) -> tuple[Line, ...]:
+def _hull(a: np.ndarray, b: np.ndarray, sizes: tuple[int, int], sums: dict[int, tuple[int, float]]) -> tuple[Line, ...]:
     """The lines that are highest for some number of samples."""
     slopes = (b - a) / (sizes[1] - sizes[0])
     fixed = a - slopes * sizes[0]
     kept: list[Line] = []
-    for samples in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536):
-        top = int(np.argmax(fixed + slopes * samples))
-        line = Line(float(fixed[top]), float(slopes[top]))
+    for samples in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536):
+        heights = fixed + slopes * samples
+        for clock, (width, rows) in sums.items():
+            heights[clock] += staging(width, rows * samples)
+        top = int(np.argmax(heights))
+        line = Line(float(fixed[top]), float(slopes[top]), *sums.get(top, (0, 0.0)))
         if line not in kept:
             kept.append(line)
     return tuple(kept)

@@ -7,6 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+SPAN = 4  # from one measured micro-batch to the next
+
+
+def worth_measuring(sizes: Sequence[int], best: int) -> list[int]:
+    """Of the micro-batches that should fit, three whose figures tell those of the others around the one predicted best."""
+    if best not in sizes:
+        return [best]
+    high = max(s for s in sizes if s <= SPAN * best)
+    low = min(s for s in sizes if s * SPAN**2 >= high)
+    middle = min(sizes, key=lambda s: abs(math.log(s * s / (low * high))))
+    return sorted({low, middle, high})
+
 
 @dataclass(frozen=True)
 class Point:

@@ -14,7 +14,7 @@ from drivetrain.hardware.cards import Card, generic, of_product
 from drivetrain.plan.profile import Pass, Profile, Work
 
 CONTEXT = 600 << 20  # bytes that CUDA and its libraries take for themselves, outside of what torch counts
-LIBRARIES = 72 << 20  # bytes that matrix products take from torch's own count, once
+LIBRARIES = 66 << 20  # bytes that matrix products take from torch's own count, once
 NCCL = 400 << 20  # bytes of a process group's buffers
 BUCKET = 500_000_000  # numbers that DeepSpeed sums at once
 SLACK = 0.95  # share of what is free that can be used: the rest goes to gaps between blocks

@@ -5,11 +5,13 @@ Made by `engine.trace` without a GPU; everything here is arithmetic, so that a p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
-FORMAT = 3
+FORMAT = 4
+PROCESSORS, THREADS = 132, 2048  # of a GPU, and threads on each, that sums are divided over
 
 
 class Work(NamedTuple):
@@ -32,9 +34,28 @@ class Line(NamedTuple):
 
     fixed: float
     per_sample: float
+    width: int = 0
+    """Where it is a sum over many rows: columns,"""
+    rows: float = 0.0
+    """and rows a sample."""
 
     def at(self, samples: float) -> float:
-        return self.fixed + self.per_sample * samples
+        return self.fixed + self.per_sample * samples + staging(self.width, self.rows * samples)
+
+
+def staging(width: int, rows: float) -> float:
+    """Bytes that torch takes on a GPU for a moment to sum many rows (a bias's gradient): each part of a sum has a place for
+    every column of its block, and a long sum is cut into as many parts as keep the GPU busy."""
+    if not width:
+        return 0.0
+    together = math.gcd(4, width)
+    threads = 512 // together
+    across = min(32, 2 ** int(math.log2(max(1, width // together))))
+    each, blocks, most = rows * across / threads, math.ceil(width / together / across), PROCESSORS * THREADS // threads
+    if each < 256 or blocks > most:
+        return 0.0
+    parts = max(min(math.ceil(most / blocks), math.ceil(each / 16)), math.ceil(each / 256))
+    return 4.0 * width * across * together * parts if parts > 1 else 0.0
 
 
 @dataclass(frozen=True)
