@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plan_models import FURTHER, NAMED, UNSEEN
+from plan_further import FURTHER, UNSEEN
+from plan_models import NAMED
 
 from drivetrain import __version__
 from drivetrain.engine.probe import Probe
@@ -45,6 +46,9 @@ LARGEST = {
     "ByHand": 96,
     "Autoencoder": 256,
     "Recommender": 8192,
+    "Depthwise": 192,
+    "Translator": 96,
+    "Points": 384,
 }
 POINTS = 9  # micro-batches of a sweep, over a factor of sixteen
 
@@ -106,6 +110,7 @@ def _rows(profile: Any, machine: Machine, points: list[Point]) -> list[dict[str,
         rows.append(
             {
                 "micro_batch": p.micro_batch, "kind": p.kind, "peak_bytes": p.peak_bytes, "step_seconds": p.step_seconds,
+                "update_seconds": p.update_seconds,
                 "memory_error": bytes_at(p.micro_batch) / p.peak_bytes - 1, "time_factor": predicted / p.step_seconds,
                 "probed": p in _probed(points), "fitted_memory_error": fit.peak_bytes(p.micro_batch, bytes_at) / p.peak_bytes - 1,
                 "fitted_time_error": fitted / p.step_seconds - 1,

@@ -78,16 +78,18 @@ class Probe:
         step = Step(self.task, self.model, feed, strategy, rates, self.precision, self.group)
         step.undoable = False  # running out of memory is an answer here
         self.model.train()
-        whole = max(1, feed.length // micro_batch)  # the last batch of an epoch may be smaller, and is not what is measured
         number = -1
 
         def take() -> None:
             nonlocal number
-            number = (number + 1) % whole
+            number += 1
+            while feed.size(number % feed.steps_per_epoch) < feed.size(0):
+                number += 1  # an epoch's last batch is smaller, and not what is measured
+            if number % feed.steps_per_epoch == 0:
+                feed.begin_epoch(number // feed.steps_per_epoch, self.model)
             step(number, with_norm=False)
 
         feed.open(0)
-        feed.begin_epoch(0, self.model)
         try:
             take()
             self._sync()

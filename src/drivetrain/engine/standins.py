@@ -169,7 +169,7 @@ class AsOnGpu(TorchFunctionMode):
         flops = 2.0 * steps * sum(w.numel() for w in weights if w.dim() > 1)
         kept = steps * width * (_STATES[name] * layers + layers - 1) if training else 0
         room = int(1.5 * (2 if both_ways else 1) * sum(w.numel() for w in weights) + 6.5 * steps * width)
-        one_by_one = x.shape[1 if batch_first and x.dim() > 2 else 0] * layers
+        one_by_one = int(x.shape[1 if batch_first and x.dim() > 2 else 0] * layers * (1.6 if both_ways else 1))
         out = _Recurrent.apply(x, kept, room, width, one_by_one, flops, self.note, *weights)
         last = first.to(out.dtype).expand_as(first) + out.sum() * 0
         return (out, last, last) if name == "lstm" else (out, last)

@@ -102,6 +102,7 @@ class Recorder(TorchDispatchMode):
         strided = name in ("clone", "copy_", "_to_copy") and any(not t.is_contiguous() for t in inputs)
         scattered = strided or name.startswith(_SCATTERED)
         kind = "gemm" if name in _GEMM else "conv" if name in _CONV else "scattered" if scattered else "other"
+        kind = "embedding" if name == "embedding_dense_backward" else kind
         self.multiplies |= name in _GEMM
         if (summed := _summed(name, args, inputs)) is not None:
             self.sums[self.clock] = summed
@@ -134,6 +135,8 @@ def _shape_of_work(name: str, args: Any, outputs: list[Tensor], flops: float) ->
         *batch, rows, columns = outputs[0].shape
         inner = args[-1].shape[-2]
         return float(np.prod(batch or [1])) * -(-rows // TILE) * -(-columns // TILE), float(inner)
+    if name == "embedding_dense_backward":
+        return 0.0, float(args[1].numel())
     if name in _CONV and flops:
         size = next((t.numel() for t in outputs if t is not None), 1)
         return max(1.0, size / TILE**2), max(1.0, flops / (2.0 * max(1, size)))

@@ -6,7 +6,6 @@ docs/plan.md has the error of every prediction that was checked.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from drivetrain.hardware import Hardware
@@ -24,6 +23,7 @@ HOST = 15e-6  # seconds in which Python starts one operation of an eager step
 PCIE = 11e9  # bytes a second between GPUs without NVLink
 LINK = 0.7  # share of a link's published rate that collectives reach
 SPLIT = 512  # terms of a long sum that are worth a processor of their own
+SORTED_FROM, SORT = 3072, 40e-6  # rows from which on torch sorts an embedding's gradients, and seconds that takes
 OVERLAP = 0.7  # share of FSDP's communication that hides behind the work
 
 
@@ -184,16 +184,16 @@ def _seconds(work: Work, samples: int, machine: Machine, precision: str) -> floa
         return max(flops / (rate * REACHED.attention), by_bytes) + GPU_FLOOR
     if work.kind == "recurrent":
         return flops / (rate * REACHED.recurrent) + depth * REACHED.recurrent_step
-    if work.kind == "scattered":
+    if work.kind == "embedding" and depth > SORTED_FROM:
+        return by_bytes + SORT
+    if work.kind in ("scattered", "embedding"):
         return by_bytes * REACHED.bandwidth / REACHED.scattered + GPU_FLOOR
     return by_bytes + GPU_FLOOR
 
 
 def _busy(tiles: float, depth: float, processors: int) -> float:
-    """The share of a GPU's processors that a matrix product keeps busy."""
-    if tiles >= processors:
-        rounds = tiles / processors
-        return rounds / math.ceil(rounds)
+    """The share of a GPU's processors that a matrix product keeps busy. (Libraries have tiles of many sizes, and avoid a last
+    round that is nearly empty.)"""
     return max(1 / processors, min(1.0, tiles * max(1.0, depth / SPLIT) / processors))
 
 

@@ -19,7 +19,7 @@ class Work(NamedTuple):
 
     times: int
     kind: str
-    """gemm, conv, attention, recurrent or other."""
+    """gemm, conv, attention, recurrent, scattered, embedding or other."""
     dtype: str
     flops: tuple[float, float]
     bytes: tuple[float, float]

@@ -1,0 +1,316 @@
+"""Further models that plans are checked on: some whose measurements set a figure, and some that none was fitted to."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from plan_models import Labelled, Language, VitB
+from torch import Tensor, nn
+
+from drivetrain.tasks.vision.nets import resnet18
+
+# --- further models whose measurements the shares of published rates were set by, too -----------
+
+
+class BertNet(nn.Module):
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, 768)
+        layer = nn.TransformerEncoderLayer(768, 12, 3072, 0.1, "gelu", batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 8, enable_nested_tensor=False)
+        self.head = nn.Linear(768, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embed(tokens)))
+
+
+class Bert(Language):
+    """torch's own transformer layers, with dropout."""
+
+    length: int = 256
+    vocabulary: int = 30522
+    samples: int = 2048
+    global_batch: int = 128
+
+    def model(self) -> nn.Module:
+        return BertNet(self.vocabulary)
+
+
+class Unet(Labelled):
+    """Down and up again, with GroupNorm and SiLU: pixels are predicted."""
+
+    samples: int = 2048
+    global_batch: int = 128
+
+    def shape(self) -> tuple[int, ...]:
+        return 3, 64, 64
+
+    def model(self) -> nn.Module:
+        return UnetNet()
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        x = batch[0].float() / 255
+        return F.mse_loss(model(x), x)
+
+
+class UnetNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+
+        def twice(before: int, after: int) -> nn.Module:
+            convs = [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(8, after), nn.SiLU()]
+            return nn.Sequential(*convs, nn.Conv2d(after, after, 3, padding=1), nn.GroupNorm(8, after), nn.SiLU())
+
+        widths = [64, 128, 256, 512]
+        self.down = nn.ModuleList(twice(a, b) for a, b in zip([3, *widths], widths, strict=False))
+        self.up = nn.ModuleList(twice(b + a, a) for a, b in pairwise(widths))
+        self.out = nn.Conv2d(64, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for stage in self.down:
+            x = stage(x)
+            kept.append(x)
+            x = F.max_pool2d(x, 2) if stage is not self.down[-1] else x
+        for stage, other in zip(reversed(self.up), reversed(kept[:-1]), strict=True):
+            x = stage(torch.cat((F.interpolate(x, scale_factor=2), other), 1))
+        return self.out(x)
+
+
+class Mlp(Labelled):
+    """A wide perceptron."""
+
+    samples: int = 8192
+    global_batch: int = 1024
+
+    def shape(self) -> tuple[int, ...]:
+        return (1024,)
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 4096), nn.GELU(), nn.Linear(4096, 10))
+
+
+class Residual(Labelled):
+    """A ResNet-18 on images of 128."""
+
+    samples: int = 2048
+
+    def shape(self) -> tuple[int, ...]:
+        return 3, 128, 128
+
+    def model(self) -> nn.Module:
+        return resnet18(3, 10, 128)
+
+
+class GruNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.Sequential(nn.Conv1d(80, 256, 5, 2, 2), nn.ReLU(), nn.Conv1d(256, 256, 5, 2, 2), nn.ReLU())
+        self.gru = nn.GRU(256, 512, 3, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(1024, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gru(self.convs(x).transpose(1, 2))[0].mean(1))
+
+
+class Gru(Labelled):
+    """Convolutions over time and a GRU both ways, as for speech."""
+
+    samples: int = 2048
+
+    def shape(self) -> tuple[int, ...]:
+        return 80, 400
+
+    def model(self) -> nn.Module:
+        return GruNet()
+
+
+class MixerBlock(nn.Module):
+    def __init__(self, tokens: int, width: int) -> None:
+        super().__init__()
+        self.n1, self.n2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.across = nn.Sequential(nn.Linear(tokens, 2 * tokens), nn.GELU(), nn.Linear(2 * tokens, tokens))
+        self.within = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.across(self.n1(x).transpose(1, 2)).transpose(1, 2)
+        return x + self.within(self.n2(x))
+
+
+class MixerNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 512, 16, 16)
+        self.blocks = nn.Sequential(*(MixerBlock(196, 512) for _ in range(8)))
+        self.head = nn.Linear(512, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.patch(x).flatten(2).transpose(1, 2)).mean(1))
+
+
+class Mixer(VitB):
+    """An MLP-Mixer on images of 224."""
+
+    def model(self) -> nn.Module:
+        return MixerNet()
+
+
+class PlainBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.out = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.n1, self.n2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.inner = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.n1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.transpose(-1, -2) / (width // self.heads) ** 0.5).softmax(-1)
+        x = x + self.out((F.dropout(scores, 0.1, self.training) @ v).transpose(1, 2).reshape(batch, length, width))
+        return x + self.inner(self.n2(x))
+
+
+class PlainNet(nn.Module):
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, 512)
+        self.blocks = nn.ModuleList(PlainBlock(512, 8) for _ in range(6))
+        self.head = nn.Linear(512, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class ByHand(Language):
+    """Attention written out, so that every score is kept."""
+
+    length: int = 256
+    vocabulary: int = 8000
+    samples: int = 2048
+    global_batch: int = 128
+
+    def model(self) -> nn.Module:
+        return PlainNet(self.vocabulary)
+
+
+class Autoencoder(Unet):
+    """Convolutions down, and transposed ones up."""
+
+    def model(self) -> nn.Module:
+        down = [nn.Conv2d(3, 64, 4, 2, 1), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 128, 4, 2, 1), nn.BatchNorm2d(128), nn.ReLU()]
+        up = [nn.ConvTranspose2d(128, 64, 4, 2, 1), nn.BatchNorm2d(64), nn.ReLU(), nn.ConvTranspose2d(64, 3, 4, 2, 1), nn.Sigmoid()]
+        return nn.Sequential(*down, *up)
+
+
+class RecommenderNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(50000, 64) for _ in range(8))
+        self.inner = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 10))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.inner(torch.cat([table(ids[:, i]) for i, table in enumerate(self.tables)], 1))
+
+
+class Recommender(Labelled):
+    """Eight tables of embeddings and a perceptron."""
+
+    samples: int = 16384
+    global_batch: int = 2048
+
+    def shape(self) -> tuple[int, ...]:
+        return (8,)
+
+    def model(self) -> nn.Module:
+        return RecommenderNet()
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0].long() * 190), batch[1])
+
+
+# --- unseen: nothing was set by these -----------------------------------------------------------
+
+
+class DepthwiseBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.across, self.norm = nn.Conv2d(width, width, 7, padding=3, groups=width), nn.LayerNorm(width)
+        self.inner = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(self.across(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
+
+
+class Depthwise(Labelled):
+    """Convolutions channel by channel and perceptrons between them, on images of 96."""
+
+    samples: int = 2048
+
+    def shape(self) -> tuple[int, ...]:
+        return 3, 96, 96
+
+    def model(self) -> nn.Module:
+        stages: list[nn.Module] = []
+        for before, width in ((3, 96), (96, 192), (192, 384)):
+            stages += [nn.Conv2d(before, width, 2, 2), *(DepthwiseBlock(width) for _ in range(3))]
+        return nn.Sequential(*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(384, self.classes))
+
+
+class TranslatorNet(nn.Module):
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, 512)
+        self.both = nn.Transformer(512, 8, 4, 4, 2048, 0.1, batch_first=True)
+        self.head = nn.Linear(512, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(self.both(x, x))
+
+
+class Translator(Language):
+    """An encoder and a decoder with attention between them."""
+
+    length: int = 192
+    vocabulary: int = 16000
+    samples: int = 2048
+    global_batch: int = 128
+
+    def model(self) -> nn.Module:
+        return TranslatorNet(self.vocabulary)
+
+
+class PointsNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (3, 64, 128, 512)
+        steps = [m for a, b in pairwise(widths) for m in (nn.Conv1d(a, b, 1), nn.BatchNorm1d(b), nn.ReLU())]
+        self.each, self.all = nn.Sequential(*steps), nn.Sequential(nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.all(self.each(x).amax(2))
+
+
+class Points(Labelled):
+    """Clouds of 1,024 points, each seen alone until the strongest of all is taken."""
+
+    samples: int = 4096
+
+    def shape(self) -> tuple[int, ...]:
+        return 3, 1024
+
+    def model(self) -> nn.Module:
+        return PointsNet()
+
+
+FURTHER = {
+    "BERT layers, dropout": Bert, "U-Net": Unet, "MLP": Mlp, "ResNet-18": Residual, "Conv1d + GRU": Gru, "MLP-Mixer": Mixer,
+    "attention by hand": ByHand, "convolutional autoencoder": Autoencoder, "recommender": Recommender,
+}  # fmt: skip
+UNSEEN = {"depthwise convolutions": Depthwise, "encoder and decoder": Translator, "clouds of points": Points}
