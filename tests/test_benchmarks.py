@@ -26,6 +26,7 @@ def test_every_result_says_how_it_was_made() -> None:
         assert (ROOT / result["command"].split()[1]).is_file(), path.name
 
 
+@pytest.mark.system  # a minute, of three systems that train
 @pytest.mark.timeout(280)
 def test_the_vision_benchmark_runs_on_any_machine(tmp_path: Path) -> None:
     done = subprocess.run(

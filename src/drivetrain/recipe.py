@@ -26,6 +26,9 @@ BUILT_IN = {
     "fashion-mnist": "vision/mnist.py:FashionMnist",
     "cifar10": "vision/cifar.py:Cifar10",
     "folder": "vision/folder.py:Folder",
+    "bandit": "rl/worlds.py:Bandit",
+    "cartpole": "rl/worlds.py:CartPole",
+    "snake": "rl/worlds.py:Snake",
 }
 RESERVED = ("task", "name", "plan", "stages")
 VARIABLES = ("OFFLINE", "FAULTS")  # DRIVETRAIN_<these> are not settings

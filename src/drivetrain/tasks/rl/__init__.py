@@ -1,0 +1,1 @@
+"""Reinforcement learning: worlds as tensor functions, and PPO over them."""

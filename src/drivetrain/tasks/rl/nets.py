@@ -1,0 +1,85 @@
+"""Policies with a value: small nets that say what to do and what it is worth."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+Activation = Literal["tanh", "relu"]
+
+
+class Agent(nn.Module):
+    """A policy and its value; `policy` gives the actions' logits."""
+
+    def policy(self, seen: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def value(self, seen: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, seen: Tensor) -> tuple[Tensor, Tensor]:
+        return self.policy(seen), self.value(seen)
+
+
+class MlpAgent(Agent):
+    """Two nets that share nothing."""
+
+    def __init__(self, inputs: int, actions: int, width: int, layers: int, activation: Activation) -> None:
+        super().__init__()
+        self.actor = _mlp(inputs, width, layers, actions, activation, 0.01)
+        self.critic = _mlp(inputs, width, layers, 1, activation, 1.0)
+
+    def policy(self, seen: Tensor) -> Tensor:
+        logits: Tensor = self.actor(seen.flatten(1))
+        return logits
+
+    def value(self, seen: Tensor) -> Tensor:
+        value: Tensor = self.critic(seen.flatten(1))
+        return value[:, 0]
+
+
+class ConvAgent(Agent):
+    """Guide 003's: three small convolutions and a layer of 64 for both."""
+
+    def __init__(self, shape: tuple[int, ...], actions: int) -> None:
+        super().__init__()
+        channels, height, width = shape
+        convs = [m for a, b in ((channels, 8), (8, 16), (16, 16)) for m in (nn.Conv2d(a, b, 3, padding=1), nn.ReLU())]
+        self.body = nn.Sequential(*convs, nn.Flatten(), nn.Linear(16 * height * width, 64), nn.ReLU())
+        self.actor, self.critic = nn.Linear(64, actions), nn.Linear(64, 1)
+        for module in self.body:
+            if isinstance(module, (nn.Conv2d, nn.Linear)):
+                _begin(module, math.sqrt(2))
+        _begin(self.actor, 0.01)
+        _begin(self.critic, 1.0)
+
+    def policy(self, seen: Tensor) -> Tensor:
+        logits: Tensor = self.actor(self.body(seen))
+        return logits
+
+    def value(self, seen: Tensor) -> Tensor:
+        value: Tensor = self.critic(self.body(seen))
+        return value[:, 0]
+
+    def forward(self, seen: Tensor) -> tuple[Tensor, Tensor]:
+        body = self.body(seen)
+        return self.actor(body), self.critic(body)[:, 0]
+
+
+def _mlp(inputs: int, width: int, layers: int, outputs: int, activation: Activation, last: float) -> nn.Sequential:
+    kind = nn.Tanh if activation == "tanh" else nn.ReLU
+    modules: list[nn.Module] = []
+    for layer in range(layers):
+        modules += [_begin(nn.Linear(width if layer else inputs, width), math.sqrt(2)), kind()]
+    return nn.Sequential(*modules, _begin(nn.Linear(width, outputs), last))
+
+
+def _begin(layer: nn.Linear | nn.Conv2d, gain: float) -> nn.Module:
+    """Orthogonal weights, no bias: what PPO is known to begin well from."""
+    nn.init.orthogonal_(layer.weight, gain)
+    if layer.bias is not None:
+        torch.nn.init.zeros_(layer.bias)
+    return layer

@@ -1,0 +1,120 @@
+"""Proximal policy optimisation: play, judge what was done by how it turned out, and move the policy a little."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor
+
+from drivetrain.outcomes import Problem
+from drivetrain.settings import Duration, Range
+from drivetrain.task import Task, Tensors
+from drivetrain.tasks.rl.envs import Env
+from drivetrain.tasks.rl.nets import Agent, ConvAgent, MlpAgent
+from drivetrain.tasks.rl.rollout import FIGURES, Rollout, play
+
+
+class Ppo(Task):
+    """PPO over any `Env`: derive from it and write `env`."""
+
+    epochs: Annotated[int, Range(1)] = 50
+    """Collections; what one brings is learned from `passes` times."""
+    envs: Annotated[int, Range(1)] = 256
+    """Environments that are played at once, over all processes."""
+    horizon: Annotated[int, Range(1)] = 32
+    """Steps that each is played before the policy learns."""
+    passes: Annotated[int, Range(1)] = 4
+    """Times that the policy learns from a collection."""
+    global_batch: Annotated[int, Range(1)] = 2048
+    """Samples in one optimizer step, over all processes: a multiple of the environments."""
+    learning_rate: Annotated[float, Range(0)] = 2.5e-3
+    """The optimizer's peak learning rate."""
+    weight_decay: Annotated[float, Range(0)] = 0.0
+    """Weight decay of the optimizer."""
+    decay: Literal["cosine", "linear", "constant"] = "linear"
+    """How the learning rate falls after the warm-up."""
+    clip: Annotated[float, Range(0)] = 0.5
+    """Largest norm of the gradients; 0 does not clip."""
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "fp32"
+    """Number format of the arithmetic; probabilities that are compared want all digits."""
+    gamma: Annotated[float, Range(0, 1)] = 0.99
+    """What the next step's reward counts against this one's."""
+    gae: Annotated[float, Range(0, 1)] = 0.95
+    """How far advantages trust what really came (1) rather than the value (0)."""
+    ratio_clip: Annotated[float, Range(0)] = 0.2
+    """How far an action's probability may move in one collection and still gain."""
+    value_clip: Annotated[float, Range(0)] = 0.2
+    """How far a value may move likewise; 0 does not limit it."""
+    value_weight: Annotated[float, Range(0)] = 0.5
+    """Weight of the value's error in the loss."""
+    entropy_weight: Annotated[float, Range(0)] = 0.01
+    """Weight of the policy's entropy, which keeps it trying."""
+    net: Literal["mlp", "conv"] = "mlp"
+    """The network: two perceptrons, or guide 003's small convolutions."""
+    width: Annotated[int, Range(1, 65536)] = 64
+    """Width of the perceptrons' layers."""
+    layers: Annotated[int, Range(1, 16)] = 2
+    """Hidden layers of the perceptrons."""
+    activation: Literal["tanh", "relu"] = "tanh"
+    """Between the perceptrons' layers."""
+    eval_episodes: Annotated[int, Range(0)] = 100
+    """Fresh episodes that an evaluation plays; 0 evaluates nothing."""
+    greedy: bool = True
+    """Whether an evaluation takes the likeliest action, or draws one as training does."""
+    eval_every: Duration = "10ep"
+    """Steps (or 1ep, 10min) between evaluations; the end always evaluates."""
+    save_every: Duration = "10ep"
+    """Steps (or 1ep, 10min) between checkpoints; the end always saves."""
+
+    def env(self) -> Env:
+        """The world to learn in."""
+        raise Problem(f"{type(self).__name__} has no env(): return the Env to learn in")
+
+    def model(self) -> Agent:
+        env = self.env()
+        if self.net == "mlp":
+            size = int(torch.Size(env.shape).numel())
+            return MlpAgent(size, env.actions, self.width, self.layers, self.activation)
+        if len(env.shape) != 3:
+            raise Problem(
+                f"net=conv needs observations of [channels, height, width]; {type(env).__name__}'s are {list(env.shape)}: net=mlp"
+            )
+        return ConvAgent(env.shape, env.actions)
+
+    def train_data(self) -> Rollout:
+        env = self.env()
+        whole = self.envs * self.horizon * env.agents
+        if self.global_batch % self.envs or whole % self.global_batch:
+            fits = [self.envs * k for k in range(1, self.horizon * env.agents + 1) if whole % (self.envs * k) == 0]
+            nearest = min(fits, key=lambda size: abs(size - self.global_batch))
+            raise Problem(
+                f"global_batch={self.global_batch} does not divide a collection of {self.envs} environments x {self.horizon} steps"
+                f"{f' x {env.agents} agents' if env.agents > 1 else ''} evenly: take global_batch={nearest}"
+            )
+        return Rollout(env, self.envs, self.horizon, self.passes, self.gamma, self.gae)
+
+    def eval_data(self) -> Tensors | None:
+        return Tensors(torch.arange(self.eval_episodes)) if self.eval_episodes else None
+
+    def loss(self, model: Agent, batch: dict[str, Tensor]) -> Any:
+        logits, value = model(batch["seen"])
+        logp, alive = logits.log_softmax(-1), batch["alive"]
+        moved = logp.gather(-1, batch["action"][:, None])[:, 0] - batch["logp"]
+        ratio, advantage = moved.exp(), batch["advantage"]
+        gain = torch.minimum(ratio * advantage, ratio.clamp(1 - self.ratio_clip, 1 + self.ratio_clip) * advantage)
+        error = (value - batch["target"]).square()
+        if self.value_clip:
+            near = batch["value"] + (value - batch["value"]).clamp(-self.value_clip, self.value_clip)
+            error = torch.maximum(error, (near - batch["target"]).square())
+        entropy = -(logp.exp() * logp).sum(-1)
+        each = 0.5 * self.value_weight * error - gain - self.entropy_weight * entropy
+        count = alive.sum()
+        figures = {
+            "entropy": entropy, "kl": ratio - 1 - moved, "clipped": ((ratio - 1).abs() > self.ratio_clip).float(), "value_error": error,
+            **{name: batch[name] for name in FIGURES},
+        }  # fmt: skip
+        return ((each * alive).sum(), count), {name: ((figure * alive).sum(), count) for name, figure in figures.items()}
+
+    def metrics(self, model: Agent, batch: Any) -> dict[str, Tensor]:
+        return play(self.env(), model, batch, self.greedy)

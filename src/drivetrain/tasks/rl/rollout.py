@@ -1,0 +1,187 @@
+"""Playing: from a policy and a world to samples with advantages, each agent's its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.outcomes import Problem
+from drivetrain.task import Rand, Source, Tensors
+from drivetrain.tasks.rl.chance import chance
+from drivetrain.tasks.rl.envs import Env, State
+from drivetrain.tasks.rl.nets import Agent
+
+FIGURES = ("return", "length", "explained_variance")  # of the last collection that finished an episode
+
+
+def choose(logits: Tensor, draw: Tensor) -> Tensor:
+    """An action with the policy's probabilities, from a uniform number."""
+    return (logits.softmax(-1).cumsum(-1)[..., :-1] <= draw[..., None]).sum(-1)
+
+
+def log_probability(logits: Tensor, action: Tensor) -> Tensor:
+    return logits.log_softmax(-1).gather(-1, action[..., None])[..., 0]
+
+
+def merged(over: Tensor, new: State, old: State) -> State:
+    """New episodes where one is over."""
+    return {k: torch.where(over.view(-1, *(1,) * (old[k].dim() - 1)), new[k], old[k]) for k in old}
+
+
+def advantages(reward: Tensor, value: Tensor, after: Tensor, ended: Tensor, over: Tensor, gamma: float, decay: float) -> Tensor:
+    """Generalised advantages over time, the second dimension: `after` is what comes next's worth, nothing where an agent
+    has ended; where the episode is over, what the next one brings does not count."""
+    surprise = reward + gamma * torch.where(ended, 0.0, after) - value
+    carried = gamma * decay * (~(ended | over)).to(value.dtype)
+    rows, total = [], torch.zeros_like(value[:, 0])
+    for step in reversed(range(value.shape[1])):
+        total = surprise[:, step] + carried[:, step] * total
+        rows.append(total)
+    return torch.stack(rows[::-1], 1)
+
+
+def _sums(alive: Tensor, gain: Tensor, target: Tensor, record: dict[str, Tensor]) -> Tensor:
+    """What statistics over all ranks need: of advantages, targets and finished episodes."""
+    finished = record["finished"]
+    figures = (alive, gain * alive, gain * gain * alive, target * alive, target * target * alive)
+    return torch.stack([t.sum() for t in (*figures, finished, record["return"], record["length"])])
+
+
+def _spread(count: Tensor, total: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+    mean = total / count
+    return mean, (squares / count - mean * mean).clamp(min=0).sqrt()
+
+
+class Rollout(Source):
+    """Environments that are played on from collection to collection. A group is an environment."""
+
+    def __init__(self, env: Env, envs: int, horizon: int, passes: int, gamma: float, decay: float) -> None:
+        self.env, self.groups, self.horizon, self.passes, self.gamma, self.decay = env, envs, horizon, passes, gamma, decay
+        self._state: State = {}
+
+    def __len__(self) -> int:
+        return self.groups * self.horizon * self.env.agents
+
+    def state(self) -> dict[str, Tensor]:
+        return self._state
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        self._state = state
+
+    def collect(self, model: Any, rand: Rand, total: Callable[[Tensor], Tensor]) -> Tensors:
+        env, rows, agents = self.env, len(rand), self.env.agents
+        draws = rand.uniform(self.horizon * (agents + 2 * env.chances)).view(rows, self.horizon, -1)
+        if not self._state:
+            self._state = self._begin(rand.uniform(max(1, env.chances)), agents)
+            self._check(self._state)
+        steps = [self._step(model, draws[:, t]) for t in range(self.horizon)]
+        record = {name: torch.stack([step[name] for step in steps], 1) for name in steps[0]}
+        values, after, logp = self._judge(model, record)
+        gain = advantages(record["reward"], values, after, record["ended"], record["over"], self.gamma, self.decay)
+        alive, target = record["alive"].float(), gain + values
+        sums = total(_sums(alive, gain, target, record))
+        mean, spread = _spread(sums[0], sums[1], sums[2])
+        _, wide = _spread(sums[0], sums[3], sums[4])
+        recent = torch.where(sums[5] > 0, sums[6:8] / sums[5].clamp(min=1), self._state["recent"][0])
+        self._state["recent"] = recent.expand(rows, 2).clone()
+        explained = 1 - (spread / wide.clamp(min=1e-8)) ** 2
+        columns = {
+            "seen": record["seen"], "action": record["action"], "logp": logp, "alive": alive, "value": values,
+            "target": target, "advantage": (gain - mean) / (spread + 1e-8),
+        }  # fmt: skip
+        columns |= {k: v.expand_as(values) for k, v in zip(FIGURES, (*recent, explained), strict=True)}
+        return Tensors(**{name: column.flatten(0, 2) for name, column in columns.items()})
+
+    def _begin(self, rand: Tensor, agents: int) -> State:
+        world = {f"env.{k}": v for k, v in self.env.reset(rand).items()}
+        nothing = rand.new_zeros(len(rand), agents)
+        return world | {"steps": nothing[:, 0].long(), "return": nothing, "ended": nothing > 0, "recent": rand.new_zeros(len(rand), 2)}
+
+    def _step(self, model: Agent, draws: Tensor) -> dict[str, Tensor]:
+        """Play one step everywhere; what is over begins anew."""
+        env, agents = self.env, self.env.agents
+        kept, world = self._state, self._world(self._state)
+        seen = env.observe(world)
+        logits = model.policy(seen.reshape(-1, *env.shape)).view(len(draws), agents, -1)
+        action = choose(logits, draws[:, :agents])
+        chances, anew = draws[:, agents:].split(env.chances, 1) if env.chances else (draws[:, :0], draws[:, :0])
+        world, reward, ended = env.step(world, action if agents > 1 else action[:, 0], chances)
+        reward, ended, alive = reward.view(-1, agents), ended.view(-1, agents), ~kept["ended"]
+        count, sums = kept["steps"] + 1, kept["return"] + reward * alive
+        over = ended.all(1) if env.limit is None else ended.all(1) | (count >= env.limit)
+        finished = over[:, None].expand_as(ended).float()
+        cut = over[:, None] & ~ended
+        self._state = {f"env.{k}": v for k, v in merged(over, env.reset(anew), world).items()} | {
+            "steps": torch.where(over, 0, count), "return": sums * (1 - finished), "ended": ended & ~over[:, None],
+            "recent": kept["recent"],
+        }  # fmt: skip
+        return {
+            "seen": seen.reshape(-1, agents, *env.shape), "action": action, "logits": logits, "reward": reward * alive, "ended": ended,
+            "alive": alive, "over": over[:, None].expand_as(ended), "worth": self._worth(model, world, cut), "finished": finished,
+            "return": sums * finished, "length": count.float()[:, None] * finished,
+        }  # fmt: skip
+
+    def _world(self, state: State) -> State:
+        return {k.removeprefix("env."): v for k, v in state.items() if k.startswith("env.")}
+
+    def _worth(self, model: Agent, world: State, cut: Tensor) -> Tensor:
+        """The value of what episodes that were cut off would have gone on from."""
+        if cut.device.type == "cpu" and not cut.any():  # a GPU would have to wait to know
+            return torch.zeros(cut.shape)
+        return model.value(self.env.observe(world).reshape(-1, *self.env.shape)).view(cut.shape)
+
+    def _judge(self, model: Agent, record: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """What each step's observation is worth, what comes after it (the next one, or where an episode was cut off the one it
+        would have gone on from), and the logarithm of the action's probability: for all steps at once."""
+        env = self.env
+        values = model.value(record["seen"].flatten(0, 2)).view(record["reward"].shape)
+        last = model.value(env.observe(self._world(self._state)).reshape(-1, *env.shape)).view(values[:, :1].shape)
+        after = torch.where(record["over"], record["worth"], torch.cat((values[:, 1:], last), 1))
+        return values, after, log_probability(record["logits"], record["action"])
+
+    def _check(self, state: State) -> None:
+        """The shapes that an environment gives, before they become a riddle elsewhere."""
+        env, world, rows = self.env, self._world(state), len(state["steps"])
+        seen, name = env.observe(world), type(env).__name__
+        expected = [rows, *env.shape] if env.agents == 1 else [rows, env.agents, *env.shape]
+        if list(seen.shape) != expected:
+            raise Problem(f"{name}.observe() gave {list(seen.shape)}, not {expected}: rows{', agents' * (env.agents > 1)}, then `shape`")
+        players = [rows] if env.agents == 1 else [rows, env.agents]
+        action = torch.zeros(players, dtype=torch.int64, device=seen.device)
+        after, reward, ended = env.step(world, action, seen.new_zeros(rows, env.chances))
+        for what, value in (("a reward", reward), ("ends", ended)):
+            if list(value.shape) != players:
+                raise Problem(f"{name}.step() gave {what} of shape {list(value.shape)}, not {players}")
+        if ended.dtype != torch.bool:
+            raise Problem(f"{name}.step() gave ends as {ended.dtype}: they must be true or false (torch.bool)")
+        for key, value in world.items():
+            new = after.get(key)
+            if new is None or new.shape != value.shape or new.dtype != value.dtype:
+                now = "nothing" if new is None else f"{new.dtype} of shape {list(new.shape)}"
+                raise Problem(f"{name}.step() gave {now} for state {key!r}, which reset() makes {value.dtype} of shape {list(value.shape)}")
+
+
+def play(env: Env, model: Agent, episodes: Tensor, greedy: bool) -> dict[str, Tensor]:
+    """Figures of whole episodes, one a row: their chance follows from their numbers alone."""
+    if env.limit is None:
+        raise Problem(f"{type(env).__name__} has no limit: episodes that are judged need one")
+    world = env.reset(chance(episodes, 0, env.chances))
+    rows, agents = len(episodes), env.agents
+    ended = torch.zeros(rows, agents, dtype=torch.bool, device=episodes.device)
+    sums, length = torch.zeros(rows, agents, device=episodes.device), torch.zeros(rows, agents, device=episodes.device)
+    for step in range(1, env.limit + 1):
+        logits = model.policy(env.observe(world).reshape(-1, *env.shape)).view(rows, agents, -1)
+        draws = chance(episodes, step, env.chances + agents)
+        action = logits.argmax(-1) if greedy else choose(logits, draws[:, env.chances :])
+        after, reward, now = env.step(world, action if agents > 1 else action[:, 0], draws[:, : env.chances])
+        over = ended.all(1)
+        world = merged(over, world, after)
+        sums += reward.view(-1, agents) * ~ended
+        length += (~ended).float()
+        ended = ended | now.view(-1, agents)
+        if episodes.device.type == "cpu" and bool(ended.all()):
+            break
+    return {"return": sums.mean(1), "length": length.mean(1)} | {k: v.view(rows, -1).mean(1) for k, v in env.figures(world).items()}

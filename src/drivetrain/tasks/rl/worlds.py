@@ -1,0 +1,61 @@
+"""The built-in worlds as tasks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from drivetrain.settings import Range
+from drivetrain.tasks.rl.envs import Env
+from drivetrain.tasks.rl.envs.bandit import Bandit as BanditEnv
+from drivetrain.tasks.rl.envs.cartpole import CartPole as CartPoleEnv
+from drivetrain.tasks.rl.envs.snake import Snake as SnakeEnv
+from drivetrain.tasks.rl.ppo import Ppo
+
+
+class Bandit(Ppo):
+    """Two levers, of which the state tells the right one: a probe that must reach 100 %."""
+
+    epochs: Annotated[int, Range(1)] = 20
+    """Collections; what one brings is learned from `passes` times."""
+    gamma: Annotated[float, Range(0, 1)] = 0.0
+    """What the next step's reward counts against this one's."""
+    gae: Annotated[float, Range(0, 1)] = 0.0
+    """How far advantages trust what really came (1) rather than the value (0)."""
+
+    def env(self) -> Env:
+        return BanditEnv()
+
+
+class CartPole(Ppo):
+    """CartPole-v1: balance a pole on a cart for 500 steps."""
+
+    def env(self) -> Env:
+        return CartPoleEnv()
+
+
+class Snake(Ppo):
+    """Up to four snakes on one grid, by guide 003's rules; one policy plays them all."""
+
+    epochs: Annotated[int, Range(1)] = 1000
+    """Collections; what one brings is learned from `passes` times."""
+    agents: Annotated[int, Range(1, 4)] = 4
+    """Snakes."""
+    grid: Annotated[int, Range(4, 255)] = 20
+    """Width and height."""
+    walls: bool = False
+    """Whether the grid ends at its border, deadly, or goes on at the other side."""
+    envs: Annotated[int, Range(1)] = 16
+    """Environments that are played at once, over all processes."""
+    horizon: Annotated[int, Range(1)] = 512
+    """Steps that each is played before the policy learns."""
+    global_batch: Annotated[int, Range(1)] = 1024
+    """Samples in one optimizer step, over all processes: a multiple of the environments."""
+    learning_rate: Annotated[float, Range(0)] = 3e-4
+    """The optimizer's peak learning rate."""
+    entropy_weight: Annotated[float, Range(0)] = 0.03
+    """Weight of the policy's entropy, which keeps it trying."""
+    net: Literal["mlp", "conv"] = "conv"
+    """The network: two perceptrons, or guide 003's small convolutions."""
+
+    def env(self) -> Env:
+        return SnakeEnv(self.agents, self.grid, self.grid, self.walls)

@@ -1,0 +1,89 @@
+"""Snake in plain Python, one environment at a time, written from guide 003's rules: slow, and easy to check by reading."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+WAYS = [(0, -1), (0, 1), (-1, 0), (1, 0)]  # up, down, left, right
+OPPOSITE = [1, 0, 3, 2]
+Cell = tuple[int, int]
+
+
+@dataclass
+class Body:
+    cells: list[Cell]
+    """The head first."""
+    way: int
+    alive: bool = True
+    grows: bool = False
+
+
+@dataclass
+class Game:
+    width: int
+    height: int
+    agents: int
+    walls: bool
+    snakes: list[Body] = field(default_factory=list)
+    food: Cell = (0, 0)
+
+    def begin(self, chance: float) -> None:
+        w, h = self.width, self.height
+        places = [((w // 4, h // 4), 3), ((3 * w // 4, h // 4), 2), ((w // 4, 3 * h // 4), 3), ((3 * w // 4, 3 * h // 4), 2)]
+        self.snakes = [Body([place], way) for place, way in places[: self.agents]]
+        number = min(int(chance * w * h), w * h - 1)
+        self.food = number % w, number // w
+
+    def step(self, actions: list[int], chance: float) -> list[float]:
+        """Move everybody, settle collisions, feed; gives the rewards."""
+        played = [s.alive for s in self.snakes]
+        before = [self._distance(s) for s in self.snakes]
+        outside = [False] * self.agents
+        for number, snake in enumerate(self.snakes):
+            if snake.alive:
+                outside[number] = not self._move(snake, actions[number])
+        for number, snake in enumerate(self.snakes):
+            if snake.alive and (outside[number] or self._hits(number)):
+                snake.alive = False
+        eaters = [s for s in self.snakes if s.alive and s.cells[0] == self.food]
+        for number, snake in enumerate(self.snakes):
+            if played[number]:
+                snake.grows = snake in eaters
+        if eaters:
+            self._feed(chance)
+        return [self._reward(s, p, b, s in eaters) for s, p, b in zip(self.snakes, played, before, strict=True)]
+
+    def _move(self, snake: Body, action: int) -> bool:
+        if action != OPPOSITE[snake.way]:
+            snake.way = action
+        dx, dy = WAYS[snake.way]
+        x, y = snake.cells[0][0] + dx, snake.cells[0][1] + dy
+        if self.walls and not (0 <= x < self.width and 0 <= y < self.height):
+            return False
+        snake.cells.insert(0, (x % self.width, y % self.height))
+        if not snake.grows:
+            snake.cells.pop()
+        return True
+
+    def _hits(self, number: int) -> bool:
+        snake = self.snakes[number]
+        head = snake.cells[0]
+        if head in snake.cells[1:]:
+            return True
+        return any(other.alive and head in other.cells for i, other in enumerate(self.snakes) if i != number)
+
+    def _feed(self, chance: float) -> None:
+        taken = {c for s in self.snakes for c in s.cells}
+        free = [(x, y) for y in range(self.height) for x in range(self.width) if (x, y) not in taken]
+        if free:
+            self.food = free[min(int(chance * len(free)), len(free) - 1)]
+
+    def _distance(self, snake: Body) -> float:
+        return math.dist(snake.cells[0], self.food)
+
+    def _reward(self, snake: Body, played: bool, before: float, ate: bool) -> float:
+        if not snake.alive:
+            return -0.1 if played else 0.0
+        nearer = 2 * (before - self._distance(snake)) / max(self.width, self.height)
+        return 0.01 + max(0, len(snake.cells) - 3) + 100 * ate + nearer

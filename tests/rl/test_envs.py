@@ -1,0 +1,145 @@
+"""Worlds against independent ones, step by step: Gymnasium's CartPole, and a referee of Snake in plain Python."""
+
+from __future__ import annotations
+
+import gymnasium
+import pytest
+import torch
+from torch import Tensor
+
+from drivetrain.tasks.rl.envs import Env
+from drivetrain.tasks.rl.envs.cartpole import CartPole
+from drivetrain.tasks.rl.envs.snake import Snake
+from tests.rl.referee import Game
+
+
+def compare_cartpole(rows: int, steps: int) -> int:
+    """Many poles at once against one of Gymnasium's, which takes each in turn; both in float64."""
+    random = torch.Generator().manual_seed(0)
+    env, peer = CartPole(), gymnasium.make("CartPole-v1").unwrapped
+    state = env.reset(torch.rand(rows, 4, generator=random, dtype=torch.float64))
+    ends = 0
+    for _ in range(steps):
+        action = torch.randint(2, (rows,), generator=random)
+        before = state["motion"]
+        state, reward, ended = env.step(state, action, torch.empty(rows, 0))
+        for row in range(rows):
+            peer.reset()
+            peer.state = before[row].numpy()
+            _, gain, over, _, _ = peer.step(int(action[row]))
+            assert torch.allclose(state["motion"][row], torch.tensor(peer.state, dtype=torch.float64), rtol=0, atol=1e-12)
+            assert (gain, over) == (float(reward[row]), bool(ended[row]))
+        ends += int(ended.sum())
+        anew = env.reset(torch.rand(rows, 4, generator=random, dtype=torch.float64))
+        state = {"motion": torch.where(ended[:, None], anew["motion"], state["motion"])}
+    return ends
+
+
+def test_cartpole_is_gymnasiums() -> None:
+    assert compare_cartpole(40, 100) > 50
+
+
+@pytest.mark.system  # a million steps, one by one
+def test_cartpole_is_gymnasiums_for_a_million_steps() -> None:
+    assert compare_cartpole(2000, 500) > 10_000
+
+
+def cells(body: Tensor, width: int) -> list[tuple[int, int]]:
+    """A body's cells, the head first."""
+    order = body.nonzero()[:, 0].tolist()
+    return [(c % width, c // width) for c in sorted(order, key=lambda c: -int(body[c]))]
+
+
+def compare_snake(env: Snake, rows: int, steps: int, eager: float) -> dict[str, int]:
+    """Random players, who go for the food now and then so that snakes grow long enough to meet."""
+    random = torch.Generator().manual_seed(1)
+    seen = {"deaths": 0, "meals": 0, "longest": 0}
+    first = torch.rand(rows, 1, generator=random)
+    state = env.reset(first)
+    games = [Game(env.width, env.height, env.agents, env.walls) for _ in range(rows)]
+    for game, chance in zip(games, first[:, 0].tolist(), strict=True):
+        game.begin(chance)
+    for _ in range(steps):
+        action = torch.randint(4, (rows, env.agents), generator=random)
+        hungry = torch.rand(rows, env.agents, generator=random) < eager
+        action = torch.where(hungry, toward_food(env, state["head"], state["food"]), action)
+        chance = torch.rand(rows, 1, generator=random)
+        state, reward, ended = env.step(state, action, chance)
+        for row, game in enumerate(games):
+            wanted = game.step(action[row].tolist(), float(chance[row, 0]))
+            assert game.food == (int(state["food"][row]) % env.width, int(state["food"][row]) // env.width)
+            for agent, snake in enumerate(game.snakes):
+                body = cells(state["body"][row, agent], env.width)
+                assert body == snake.cells if snake.alive else set(body) == set(snake.cells)  # a bitten cell is there twice
+                assert bool(ended[row, agent]) is not snake.alive
+                assert int(state["length"][row, agent]) == len(snake.cells)
+                assert abs(float(reward[row, agent]) - wanted[agent]) < 1e-4
+                seen["longest"] = max(seen["longest"], len(snake.cells))
+                seen["meals"] += wanted[agent] > 50
+                seen["deaths"] += wanted[agent] == -0.1
+        over = ended.all(1)
+        anew = env.reset(chance)
+        state = {k: torch.where(over.view(-1, *(1,) * (v.dim() - 1)), anew[k], v) for k, v in state.items()}
+        for row in over.nonzero()[:, 0].tolist():
+            games[row].begin(float(chance[row, 0]))
+    return seen
+
+
+def toward_food(env: Snake, head: Tensor, food: Tensor) -> Tensor:
+    across = food[:, None] % env.width - head % env.width
+    down = food[:, None] // env.width - head // env.width
+    return torch.where(across.abs() > down.abs(), torch.where(across > 0, 3, 2), torch.where(down > 0, 1, 0))
+
+
+@pytest.mark.parametrize(
+    "env",
+    [Snake(4, 8, 6), Snake(2, 5, 5), Snake(1, 7, 7, walls=True), Snake(3, 6, 9, walls=True)],
+    ids=lambda e: f"{e.agents}-{e.shape}-{e.walls}",
+)
+def test_snake_is_as_the_referee_says(env: Snake) -> None:
+    seen = compare_snake(env, 20, 150, 0.8)
+    assert seen["meals"] > 20 and seen["deaths"] > 20 and seen["longest"] > 4, seen
+
+
+@pytest.mark.system  # a million steps, one by one
+def test_snake_is_as_the_referee_says_for_a_million_steps() -> None:
+    seen = {"meals": 0, "deaths": 0}
+    for env, rows in ((Snake(), 400), (Snake(4, 9, 9), 400), (Snake(3, 8, 8, walls=True), 200)):
+        found = compare_snake(env, rows, 1000, 0.8)
+        seen = {k: seen[k] + found[k] for k in seen}
+    assert seen["meals"] > 10_000 and seen["deaths"] > 10_000, seen
+
+
+def test_a_head_on_meeting_kills_the_lower_number_first() -> None:
+    env = Snake(2, 8, 8)
+    state = env.reset(torch.zeros(1, 1))
+    state["head"] = torch.tensor([[17, 19]])  # (1, 2) goes right, (3, 2) goes left: both to (2, 2)
+    state["body"] = torch.zeros(1, 2, 64, dtype=torch.int64).scatter(2, state["head"][..., None], 1)
+    _, _, ended = env.step(state, torch.tensor([[3, 2]]), torch.zeros(1, 1))
+    assert ended.tolist() == [[True, False]]
+
+
+@pytest.mark.parametrize("env", [CartPole(), Snake(2, 6, 6)], ids=["cartpole", "snake"])
+def test_rules_are_functions_of_what_they_are_given(env: Env) -> None:
+    random = torch.Generator().manual_seed(2)
+    state = env.reset(torch.rand(5, env.chances, generator=random))
+    before = {k: v.clone() for k, v in state.items()}
+    action = torch.randint(env.actions, (5, env.agents) if env.agents > 1 else (5,), generator=random)
+    chance = torch.rand(5, env.chances, generator=random)
+    first, again = env.step(state, action, chance), env.step(state, action, chance)
+    assert all(torch.equal(state[k], before[k]) for k in state), "what was handed in is left alone"
+    assert all(torch.equal(first[0][k], again[0][k]) for k in state)
+    one = env.step({k: v[2:3] for k, v in state.items()}, action[2:3], chance[2:3])
+    assert all(torch.allclose(one[0][k][0].double(), first[0][k][2].double()) for k in state), "rows do not know each other"
+
+
+def test_snake_shows_each_agent_itself_and_the_others() -> None:
+    env = Snake(2, 6, 6)
+    state = env.reset(torch.tensor([[0.5]]))
+    seen = env.observe(state)[0]
+    heads = state["head"][0].tolist()
+    for agent in range(2):
+        own, head, others, food, edge = seen[agent].flatten(1)
+        assert own.nonzero().tolist() == head.nonzero().tolist() == [[heads[agent]]]
+        assert others.nonzero().tolist() == [[heads[1 - agent]]]
+        assert food.nonzero().tolist() == [[18]] and int(edge.sum()) == 20

@@ -1,0 +1,203 @@
+"""PPO: advantages agent by agent, cut-off episodes, dead agents; and the same curve however it is broken or spread."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from drivetrain.outcomes import Problem
+from drivetrain.tasks.rl.chance import chance
+from drivetrain.tasks.rl.envs import Env, State
+from drivetrain.tasks.rl.envs.snake import Snake
+from drivetrain.tasks.rl.nets import Agent, ConvAgent
+from drivetrain.tasks.rl.ppo import Ppo
+from drivetrain.tasks.rl.rollout import Rollout, advantages, choose
+from drivetrain.tasks.rl.worlds import CartPole
+from tests.command import bad, good
+from tests.engine.test_invariance import same
+from tests.samples import rows
+
+SMALL = ["epochs=4", "envs=8", "horizon=8", "global_batch=32", "passes=2", "eval_episodes=4", "log_every=1", "save_every=1ep"]
+
+
+def test_advantages_are_each_agents_own() -> None:
+    """Against sums written out, environment by environment and agent by agent."""
+    random = torch.Generator().manual_seed(0)
+    shape = (3, 12, 2)
+    reward, value, after = (torch.randn(shape, generator=random, dtype=torch.float64) for _ in range(3))
+    ended, over = torch.rand(shape, generator=random) < 0.2, (torch.rand(3, 12, 1, generator=random) < 0.15).expand(shape)
+    found = advantages(reward, value, after, ended, over, 0.9, 0.8)
+    for env in range(3):
+        for agent in range(2):
+            for start in range(12):
+                total, factor = 0.0, 1.0
+                for step in range(start, 12):
+                    here = (env, step, agent)
+                    comes = 0.0 if ended[here] else float(after[here])
+                    total += factor * (float(reward[here]) + 0.9 * comes - float(value[here]))
+                    if ended[here] or over[here]:
+                        break
+                    factor *= 0.9 * 0.8
+                assert abs(total - float(found[env, start, agent])) < 1e-9
+
+
+class Clock(Env):
+    """Counts, never ends, and is cut off after 3 steps."""
+
+    actions, shape, chances, limit = 2, (1,), 0, 3
+
+    def reset(self, rand: Tensor) -> State:
+        return {"count": torch.zeros(len(rand))}
+
+    def step(self, state: State, action: Tensor, rand: Tensor) -> tuple[State, Tensor, Tensor]:
+        return {"count": state["count"] + 1}, torch.ones(len(action)), torch.zeros(len(action), dtype=torch.bool)
+
+    def observe(self, state: State) -> Tensor:
+        return state["count"][:, None]
+
+
+class Knows(Agent):
+    """Values an observation at ten times its count."""
+
+    def policy(self, seen: Tensor) -> Tensor:
+        return torch.zeros(len(seen), 4)
+
+    def value(self, seen: Tensor) -> Tensor:
+        return 10.0 * seen.flatten(1)[:, 0]
+
+
+class Table:
+    """Numbers that are handed out as `Rand` does."""
+
+    def __init__(self, rows: int) -> None:
+        self.ids, self._random = torch.arange(rows), torch.Generator().manual_seed(3)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def uniform(self, k: int = 1) -> Tensor:
+        return torch.rand(len(self), k, generator=self._random)
+
+    def normal(self, k: int = 1) -> Tensor:
+        return torch.randn(len(self), k, generator=self._random)
+
+
+def test_what_is_cut_off_goes_on_in_the_value() -> None:
+    """Of three steps the third is cut off: what it led to (a count of 3) is worth 30, not the new episode's 0."""
+    got = Rollout(Clock(), 1, 4, 1, 0.5, 1.0).collect(Knows(), Table(1), lambda t: t)[:]
+    worth = [1 + 0.5 * (1 + 0.5 * (1 + 0.5 * 30)), 1 + 0.5 * (1 + 0.5 * 30), 1 + 0.5 * 30, 1 + 0.5 * 10]
+    assert got["target"].tolist() == worth
+    assert got["return"].tolist() == [3.0] * 4 and got["length"].tolist() == [3.0] * 4
+
+
+def test_the_dead_do_not_count() -> None:
+    env = Snake(2, 5, 5)
+    rollout = Rollout(env, 6, 40, 1, 0.99, 0.95)
+    got = rollout.collect(Knows(), Table(6), lambda t: t)[:]
+    alive = got["alive"].view(6, 40, 2)
+    assert 0 < float(alive.mean()) < 1
+    mean = (got["advantage"] * got["alive"]).sum() / got["alive"].sum()
+    spread = ((got["advantage"] - mean).square() * got["alive"]).sum() / got["alive"].sum()
+    assert abs(float(mean)) < 1e-4 and abs(float(spread) - 1) < 1e-3, "normalised over those who live"
+    task = Ppo(net="conv")
+    model = ConvAgent(env.shape, env.actions)
+    changed = dict(got) | {"advantage": torch.where(got["alive"] > 0, got["advantage"], 1e6)}
+    (first, count), _ = task.loss(model, got)
+    (again, _), _ = task.loss(model, changed)
+    assert float(first.detach()) == float(again.detach()) and float(count) == float(got["alive"].sum())
+
+
+def test_actions_come_with_the_policys_probabilities() -> None:
+    logits = torch.tensor([0.5, -1.0, 1.5]).expand(200_000, 3)
+    drawn = choose(logits, chance(torch.arange(200_000), 7, 1)[:, 0])
+    shares = torch.bincount(drawn, minlength=3) / 200_000
+    assert torch.allclose(shares, logits[0].softmax(-1), atol=0.005)
+
+
+def test_guide_003s_net_has_its_size() -> None:
+    assert sum(p.numel() for p in ConvAgent((5, 20, 20), 4).parameters()) == 413_845
+
+
+# --- through the command ------------------------------------------------------------------------
+
+
+def test_a_broken_run_is_the_unbroken_one(folder: Path) -> None:
+    assert "bit-equal" in good("verify-resume", "cartpole", "--steps", "40", *SMALL, "horizon=6", "global_batch=24")
+    assert "bit-equal" in good(
+        "verify-resume", "snake", "--steps", "16", *SMALL, "grid=6", "agents=2", "global_batch=64", "eval_episodes=0"
+    )
+
+
+@pytest.mark.parametrize("procs", [2, 4])
+def test_environments_are_dealt_to_processes(procs: int, folder: Path) -> None:
+    good("train", "cartpole", *SMALL, "--procs", "1", "--name", "one")
+    good("train", "cartpole", *SMALL, "--procs", str(procs), "--name", "many")
+    same(rows("runs/one"), rows("runs/many"), 2e-4)
+
+
+OWN = '''
+import torch
+from drivetrain.tasks.rl.envs import Env
+from drivetrain.tasks.rl.ppo import Ppo
+
+
+class Corridor(Env):
+    """Seven places in a row; the prize is at the right end."""
+
+    actions, shape, chances, limit = 2, (7,), 1, 20
+
+    def reset(self, rand):
+        return {"place": (rand[:, 0] * 6).long()}
+
+    def step(self, state, action, rand):
+        place = (state["place"] + 2 * action - 1).clamp(min=0)
+        there = place >= 6
+        return {"place": place.clamp(max=6)}, there.float() - 0.05, there
+
+    def observe(self, state):
+        return torch.nn.functional.one_hot(state["place"], 7).float()
+
+
+class Walk(Ppo):
+    """Walk to the right."""
+
+    epochs: int = 15
+    envs: int = 32
+    horizon: int = 16
+    global_batch: int = 128
+    learning_rate: float = 0.005
+
+    def env(self):
+        return Corridor()
+'''
+
+
+def test_a_world_of_ones_own_is_learned(folder: Path) -> None:
+    Path("walk.py").write_text(OWN)
+    good("train", "walk.py:Walk", "--name", "walk")
+    last = [json.loads(line) for line in Path("runs/walk/metrics.jsonl").read_text().splitlines()][-1]
+    assert last["eval/return"] > 0.75 and last["eval/length"] < 4.5, last
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("there.float() - 0.05, there", "there.float()[:, None], there"), "Corridor.step() gave a reward of shape [32, 1], not [32]"),
+        (("there.float() - 0.05, there", "there.float(), there.float()"), "must be true or false"),
+        (("one_hot(state[\"place\"], 7)", "one_hot(state[\"place\"], 9)"), "Corridor.observe() gave [32, 9], not [32, 7]"),
+        (("{\"place\": place.clamp(max=6)}", "{\"place\": place.float()}"), "for state 'place', which reset() makes torch.int64"),
+    ],
+)  # fmt: skip
+def test_wrong_shapes_are_named(change: tuple[str, str], words: str, folder: Path) -> None:
+    Path("walk.py").write_text(OWN.replace(*change))
+    assert words in bad("train", "walk.py:Walk")
+
+
+def test_a_batch_that_does_not_divide_a_collection_is_refused_with_one_that_does() -> None:
+    with pytest.raises(Problem, match="take global_batch=64"):
+        CartPole(envs=32, horizon=8, global_batch=50).train_data()
+    assert "envs=0" in bad("train", "cartpole", "envs=0")
