@@ -139,6 +139,12 @@ def test_environments_are_dealt_to_processes(procs: int, folder: Path) -> None:
     same(rows("runs/one"), rows("runs/many"), 2e-4)
 
 
+def test_cartpole_is_solved_by_its_own_settings(folder: Path) -> None:
+    good("train", "cartpole", "--name", "solved", "eval_episodes=1000", "eval_every=1000ep")
+    last = [json.loads(line) for line in Path("runs/solved/metrics.jsonl").read_text().splitlines()][-1]
+    assert last["eval/return"] >= 475, last
+
+
 OWN = '''
 import torch
 from drivetrain.tasks.rl.envs import Env

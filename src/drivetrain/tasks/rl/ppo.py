@@ -20,13 +20,13 @@ class Ppo(Task):
 
     epochs: Annotated[int, Range(1)] = 50
     """Collections; what one brings is learned from `passes` times."""
-    envs: Annotated[int, Range(1)] = 256
+    envs: Annotated[int, Range(1)] = 1024
     """Environments that are played at once, over all processes."""
-    horizon: Annotated[int, Range(1)] = 32
+    horizon: Annotated[int, Range(1)] = 16
     """Steps that each is played before the policy learns."""
     passes: Annotated[int, Range(1)] = 4
     """Times that the policy learns from a collection."""
-    global_batch: Annotated[int, Range(1)] = 2048
+    global_batch: Annotated[int, Range(1)] = 4096
     """Samples in one optimizer step, over all processes: a multiple of the environments."""
     learning_rate: Annotated[float, Range(0)] = 2.5e-3
     """The optimizer's peak learning rate."""
@@ -44,7 +44,9 @@ class Ppo(Task):
     """How far advantages trust what really came (1) rather than the value (0)."""
     ratio_clip: Annotated[float, Range(0)] = 0.2
     """How far an action's probability may move in one collection and still gain."""
-    value_clip: Annotated[float, Range(0)] = 0.2
+    scale_rewards: bool = True
+    """Whether rewards are divided by the spread of what they add up to; returns are told as they are."""
+    value_clip: Annotated[float, Range(0)] = 0.0
     """How far a value may move likewise; 0 does not limit it."""
     value_weight: Annotated[float, Range(0)] = 0.5
     """Weight of the value's error in the loss."""
@@ -92,7 +94,7 @@ class Ppo(Task):
                 f"global_batch={self.global_batch} does not divide a collection of {self.envs} environments x {self.horizon} steps"
                 f"{f' x {env.agents} agents' if env.agents > 1 else ''} evenly: take global_batch={nearest}"
             )
-        return Rollout(env, self.envs, self.horizon, self.passes, self.gamma, self.gae)
+        return Rollout(env, self.envs, self.horizon, self.passes, self.gamma, self.gae, self.scale_rewards)
 
     def eval_data(self) -> Tensors | None:
         return Tensors(torch.arange(self.eval_episodes)) if self.eval_episodes else None

@@ -58,8 +58,10 @@ def _spread(count: Tensor, total: Tensor, squares: Tensor) -> tuple[Tensor, Tens
 class Rollout(Source):
     """Environments that are played on from collection to collection. A group is an environment."""
 
-    def __init__(self, env: Env, envs: int, horizon: int, passes: int, gamma: float, decay: float) -> None:
+    def __init__(self, env: Env, envs: int, horizon: int, passes: int, gamma: float, decay: float, scaled: bool = False) -> None:
+        """`scaled` divides rewards by the spread of what they add up to, so that values are of the size of one."""
         self.env, self.groups, self.horizon, self.passes, self.gamma, self.decay = env, envs, horizon, passes, gamma, decay
+        self.scaled = scaled
         self._state: State = {}
 
     def __len__(self) -> int:
@@ -80,7 +82,8 @@ class Rollout(Source):
         steps = [self._step(model, draws[:, t]) for t in range(self.horizon)]
         record = {name: torch.stack([step[name] for step in steps], 1) for name in steps[0]}
         values, after, logp = self._judge(model, record)
-        gain = advantages(record["reward"], values, after, record["ended"], record["over"], self.gamma, self.decay)
+        reward = record["reward"] / self._scale(record, total) if self.scaled else record["reward"]
+        gain = advantages(reward, values, after, record["ended"], record["over"], self.gamma, self.decay)
         alive, target = record["alive"].float(), gain + values
         sums = total(_sums(alive, gain, target, record))
         mean, spread = _spread(sums[0], sums[1], sums[2])
@@ -98,7 +101,10 @@ class Rollout(Source):
     def _begin(self, rand: Tensor, agents: int) -> State:
         world = {f"env.{k}": v for k, v in self.env.reset(rand).items()}
         nothing = rand.new_zeros(len(rand), agents)
-        return world | {"steps": nothing[:, 0].long(), "return": nothing, "ended": nothing > 0, "recent": rand.new_zeros(len(rand), 2)}
+        return world | {
+            "steps": nothing[:, 0].long(), "return": nothing, "ended": nothing > 0, "recent": nothing.new_zeros(len(rand), 2),
+            "discounted": nothing, "spread": nothing.new_zeros(len(rand), 3),
+        }  # fmt: skip
 
     def _step(self, model: Agent, draws: Tensor) -> dict[str, Tensor]:
         """Play one step everywhere; what is over begins anew."""
@@ -110,19 +116,28 @@ class Rollout(Source):
         chances, anew = draws[:, agents:].split(env.chances, 1) if env.chances else (draws[:, :0], draws[:, :0])
         world, reward, ended = env.step(world, action if agents > 1 else action[:, 0], chances)
         reward, ended, alive = reward.view(-1, agents), ended.view(-1, agents), ~kept["ended"]
-        count, sums = kept["steps"] + 1, kept["return"] + reward * alive
+        count, sums, discounted = kept["steps"] + 1, kept["return"] + reward * alive, kept["discounted"] * self.gamma + reward * alive
         over = ended.all(1) if env.limit is None else ended.all(1) | (count >= env.limit)
         finished = over[:, None].expand_as(ended).float()
         cut = over[:, None] & ~ended
         self._state = {f"env.{k}": v for k, v in merged(over, env.reset(anew), world).items()} | {
             "steps": torch.where(over, 0, count), "return": sums * (1 - finished), "ended": ended & ~over[:, None],
-            "recent": kept["recent"],
+            "recent": kept["recent"], "discounted": discounted * (1 - finished), "spread": kept["spread"],
         }  # fmt: skip
         return {
             "seen": seen.reshape(-1, agents, *env.shape), "action": action, "logits": logits, "reward": reward * alive, "ended": ended,
             "alive": alive, "over": over[:, None].expand_as(ended), "worth": self._worth(model, world, cut), "finished": finished,
-            "return": sums * finished, "length": count.float()[:, None] * finished,
+            "return": sums * finished, "length": count.float()[:, None] * finished, "discounted": discounted,
         }  # fmt: skip
+
+    def _scale(self, record: dict[str, Tensor], total: Callable[[Tensor], Tensor]) -> Tensor:
+        """The standard deviation of discounted sums of rewards, over all collections so far and all processes."""
+        alive, sums = record["alive"].float(), record["discounted"] * record["alive"]
+        new = total(torch.stack((alive.sum(), sums.sum(), sums.square().sum())))
+        all_so_far = self._state["spread"][0] + new
+        self._state["spread"] = all_so_far.expand(len(sums), 3).clone()
+        _, spread = _spread(*all_so_far)
+        return spread.clamp(min=1e-4)
 
     def _world(self, state: State) -> State:
         return {k.removeprefix("env."): v for k, v in state.items() if k.startswith("env.")}

@@ -29,6 +29,9 @@ class Bandit(Ppo):
 class CartPole(Ppo):
     """CartPole-v1: balance a pole on a cart for 500 steps."""
 
+    epochs: Annotated[int, Range(1)] = 60
+    """Collections; what one brings is learned from `passes` times."""
+
     def env(self) -> Env:
         return CartPoleEnv()
 
@@ -54,6 +57,8 @@ class Snake(Ppo):
     """The optimizer's peak learning rate."""
     entropy_weight: Annotated[float, Range(0)] = 0.03
     """Weight of the policy's entropy, which keeps it trying."""
+    greedy: bool = False
+    """Whether an evaluation takes the likeliest action, or draws one as training does."""
     net: Literal["mlp", "conv"] = "conv"
     """The network: two perceptrons, or guide 003's small convolutions."""
 

@@ -106,4 +106,4 @@ class Snake(Env):
         return torch.stack((bodies, heads, others, food, edge), 2).view(rows, self.agents, *self.shape)
 
     def figures(self, state: State) -> dict[str, Tensor]:
-        return {"length": state["length"].float(), "food": (state["length"] - 1 + state["grows"].long()).float()}
+        return {"size": state["length"].float(), "food": (state["length"] - 1 + state["grows"].long()).float()}
