@@ -301,6 +301,7 @@ def test_loader_workers_leave_with_the_run(folder: Path) -> None:
     assert not _alive("runs/a")
 
 
+@pytest.mark.system  # a minute; a verify-resume that says yes is in tests/rl
 def test_verify_resume_tells_the_truth(folder: Path) -> None:
     write_task()
     assert "bit-equal" in good("verify-resume", "small.py", "--steps", "6")
