@@ -145,41 +145,8 @@ def test_cartpole_is_solved_by_its_own_settings(folder: Path) -> None:
     assert last["eval/return"] >= 475, last
 
 
-OWN = '''
-import torch
-from drivetrain.tasks.rl.envs import Env
-from drivetrain.tasks.rl.ppo import Ppo
-
-
-class Corridor(Env):
-    """Seven places in a row; the prize is at the right end."""
-
-    actions, shape, chances, limit = 2, (7,), 1, 20
-
-    def reset(self, rand):
-        return {"place": (rand[:, 0] * 6).long()}
-
-    def step(self, state, action, rand):
-        place = (state["place"] + 2 * action - 1).clamp(min=0)
-        there = place >= 6
-        return {"place": place.clamp(max=6)}, there.float() - 0.05, there
-
-    def observe(self, state):
-        return torch.nn.functional.one_hot(state["place"], 7).float()
-
-
-class Walk(Ppo):
-    """Walk to the right."""
-
-    epochs: int = 15
-    envs: int = 32
-    horizon: int = 16
-    global_batch: int = 128
-    learning_rate: float = 0.005
-
-    def env(self):
-        return Corridor()
-'''
+PAGE = (Path(__file__).parents[2] / "docs" / "rl.md").read_text()
+OWN = PAGE.partition("```python\n")[2].partition("```")[0]  # the page's own example
 
 
 def test_a_world_of_ones_own_is_learned(folder: Path) -> None:

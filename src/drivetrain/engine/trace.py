@@ -102,7 +102,8 @@ class Recorder(TorchDispatchMode):
         strided = name in ("clone", "copy_", "_to_copy") and any(not t.is_contiguous() for t in inputs)
         scattered = strided or name.startswith(_SCATTERED)
         kind = "gemm" if name in _GEMM else "conv" if name in _CONV else "scattered" if scattered else "other"
-        kind = "embedding" if name == "embedding_dense_backward" else kind
+        if name == "embedding_dense_backward":
+            kind = "embedding"
         self.multiplies |= name in _GEMM
         if (summed := _summed(name, args, inputs)) is not None:
             self.sums[self.clock] = summed

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 State = dict[str, Tensor]
@@ -42,12 +40,3 @@ class Env:
     def figures(self, state: State) -> dict[str, Tensor]:
         """Figures of an episode at its end, by agent, beside its return and length."""
         return {}
-
-
-def make(name: str, **options: Any) -> Env:
-    """A built-in world by name."""
-    from drivetrain.tasks.rl.envs.bandit import Bandit
-    from drivetrain.tasks.rl.envs.cartpole import CartPole
-    from drivetrain.tasks.rl.envs.snake import Snake
-
-    return {"bandit": Bandit, "cartpole": CartPole, "snake": Snake}[name](**options)
