@@ -360,10 +360,8 @@ def train_opened(recipe: Recipe, request: Request, opened: Opened, machine: Mach
     opened.run.event("started", world_size=place.world_size, device=plan.device)
     folder = opened.before["folder"] if opened.before else None
     job = make_job(recipe, opened.run, plan, "train", folder)
-    replan = None
-    if plan.device == "cuda" and not plan.predicted and request.planner == "auto" and request.nodes == 1:
-        where = _where(machine, place, 1)  # the plan was made in a hurry, without a look at the task
-        replan = partial(planning.plan_for, recipe, where, screen)
+    hurried = plan.device == "cuda" and not plan.predicted and request.planner == "auto" and request.saved is None
+    replan = partial(planning.plan_for, recipe, _where(machine, place, 1), screen) if hurried and request.nodes == 1 else None
     ended = run_workers(job, plan, place, screen, machine.gpus, request.verbose, replan)
     ending.finish(opened.run, opened.before, recipe, plan, ended, screen)
     return ended
