@@ -27,7 +27,7 @@ from drivetrain.engine.probe import Probe
 from drivetrain.engine.survey import survey
 from drivetrain.hardware.described import parse
 from drivetrain.plan import Plan
-from drivetrain.plan.fit import Fit, Point, worth_measuring
+from drivetrain.plan.fit import Fit, Point, next_to_measure, worth_measuring
 from drivetrain.plan.predict import Candidate, Machine, memory, step_seconds
 from drivetrain.plan.search import Search
 
@@ -49,6 +49,8 @@ LARGEST = {
     "Depthwise": 192,
     "Translator": 96,
     "Points": 384,
+    "Graph": 512,
+    "Film": 128,
 }
 POINTS = 9  # micro-batches of a sweep, over a factor of sixteen
 
@@ -86,15 +88,19 @@ def _candidate(size: int) -> Candidate:
     return Candidate("single", size, 1, 1)
 
 
-def _probed(points: list[Point]) -> list[Point]:
+def _probed(profile: Any, machine: Machine, points: list[Point]) -> list[Point]:
     """Those that planning would measure."""
-    sizes = [p.micro_batch for p in points]
-    wanted = worth_measuring(sizes, sizes[-1])
-    return [p for p in points if p.micro_batch in wanted]
+    known = {p.micro_batch: p for p in points}
+    predicted = {s: step_seconds(profile, _candidate(s), machine)["work"] for s in known}
+    wanted, found = worth_measuring(list(known), points[-1].micro_batch), list[Point]()
+    while (size := next_to_measure(found, wanted, predicted)) is not None:
+        found.append(known[size])
+    return found
 
 
 def _rows(profile: Any, machine: Machine, points: list[Point]) -> list[dict[str, Any]]:
-    fit = Fit.of(_probed(points))
+    probed = _probed(profile, machine, points)
+    fit = Fit.of(probed)
     assert fit is not None
 
     def bytes_at(size: int) -> float:
@@ -112,7 +118,7 @@ def _rows(profile: Any, machine: Machine, points: list[Point]) -> list[dict[str,
                 "micro_batch": p.micro_batch, "kind": p.kind, "peak_bytes": p.peak_bytes, "step_seconds": p.step_seconds,
                 "update_seconds": p.update_seconds,
                 "memory_error": bytes_at(p.micro_batch) / p.peak_bytes - 1, "time_factor": predicted / p.step_seconds,
-                "probed": p in _probed(points), "fitted_memory_error": fit.peak_bytes(p.micro_batch, bytes_at) / p.peak_bytes - 1,
+                "probed": p in probed, "fitted_memory_error": fit.peak_bytes(p.micro_batch, bytes_at) / p.peak_bytes - 1,
                 "fitted_time_error": fitted / p.step_seconds - 1,
             }
         )  # fmt: skip
@@ -121,11 +127,11 @@ def _rows(profile: Any, machine: Machine, points: list[Point]) -> list[dict[str,
 
 def _choice(task: Any, profile: Any, machine: Machine, points: list[Point]) -> dict[str, Any]:
     """The order of candidates, and the chosen one against the best: samples a second of one micro-batch after another."""
-    real = {p.micro_batch: p.micro_batch / (p.step_seconds - min(0.5 * p.step_seconds, p.update_seconds)) for p in points}
+    real = {p.micro_batch: p.micro_batch / (p.step_seconds - p.update_seconds) for p in points}
     said = {p.micro_batch: p.micro_batch / step_seconds(profile, _candidate(p.micro_batch), machine)["work"] for p in points}
     largest = points[-1].micro_batch
     chosen = {}
-    for how, fit in (("described", None), ("measured", Fit.of(_probed(points)))):
+    for how, fit in (("described", None), ("measured", Fit.of(_probed(profile, machine, points)))):
         search = Search(profile, machine, largest * 3 * 2**4, 1, 1, fit)
         way = search.ways({}, deepspeed=False)[0]
         rated = {size: search.rate(way, size) for size in real}

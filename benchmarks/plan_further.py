@@ -234,9 +234,6 @@ class Recommender(Labelled):
         return F.cross_entropy(model(batch[0].long() * 190), batch[1])
 
 
-# --- unseen: nothing was set by these -----------------------------------------------------------
-
-
 class DepthwiseBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -309,8 +306,55 @@ class Points(Labelled):
         return PointsNet()
 
 
+# --- unseen: nothing was set by these -----------------------------------------------------------
+
+
+class GraphNet(nn.Module):
+    """Nodes that sum their neighbours' messages, four times."""
+
+    edges: Tensor
+
+    def __init__(self, nodes: int, width: int) -> None:
+        super().__init__()
+        self.register_buffer("edges", torch.randint(nodes, (2, 8 * nodes), generator=torch.Generator().manual_seed(0)))
+        self.first, self.last = nn.Linear(16, width), nn.Linear(width, 10)
+        self.rounds = nn.ModuleList(nn.Sequential(nn.Linear(2 * width, width), nn.SiLU(), nn.Linear(width, width)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for message in self.rounds:
+            said = message(torch.cat([x[:, self.edges[0]], x[:, self.edges[1]]], 2))
+            x = x + torch.zeros_like(x).index_add(1, self.edges[1], said.to(x.dtype))
+        return self.last(x.mean(1))
+
+
+class Graph(Labelled):
+    samples: int = 4096
+
+    def shape(self) -> tuple[int, ...]:
+        return 64, 16
+
+    def model(self) -> nn.Module:
+        return GraphNet(64, 128)
+
+
+class Film(Labelled):
+    """Eight small pictures one after the other, under convolutions of three dimensions."""
+
+    samples: int = 2048
+
+    def shape(self) -> tuple[int, ...]:
+        return 3, 8, 48, 48
+
+    def model(self) -> nn.Module:
+        widths = (3, 32, 64, 128)
+        blocks = [m for a, b in pairwise(widths) for m in (nn.Conv3d(a, b, 3, padding=1), nn.BatchNorm3d(b), nn.ReLU(), nn.MaxPool3d(2))]
+        return nn.Sequential(*blocks, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(128, 10))
+
+
 FURTHER = {
     "BERT layers, dropout": Bert, "U-Net": Unet, "MLP": Mlp, "ResNet-18": Residual, "Conv1d + GRU": Gru, "MLP-Mixer": Mixer,
     "attention by hand": ByHand, "convolutional autoencoder": Autoencoder, "recommender": Recommender,
+    "depthwise convolutions": Depthwise, "encoder and decoder": Translator, "clouds of points": Points,
 }  # fmt: skip
-UNSEEN = {"depthwise convolutions": Depthwise, "encoder and decoder": Translator, "clouds of points": Points}
+UNSEEN = {"messages in a graph": Graph, "three-dimensional convolutions": Film}

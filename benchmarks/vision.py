@@ -171,26 +171,28 @@ def ours(
 def speed_rows(device: torch.device, quick: bool) -> Iterator[Row]:
     gpu = device.type == "cuda"
 
-    def window(warm: int = 60) -> Window:
-        return Window(device, warm if gpu else 3, (0.4 if quick else 1.0) if gpu else (0.2 if quick else 4.0))
+    def window(seconds: float = 1.0, warm: int = 60) -> Window:
+        return Window(device, warm if gpu else 3, (0.4 if quick else seconds) if gpu else (0.2 if quick else 4.0))
+
+    fed = 3.0  # seconds: loops that loader workers feed come in waves
 
     small = 128
     workers = 4 if gpu else 0
     plain = {"capture": "off", "compile": "off"}
     usual = {"compile": "off"} if quick and not gpu else None  # a C++ compiler takes longer than all else here
-    yield guide(device, small, workers, window())
+    yield guide(device, small, workers, window(fed))
     yield ours(device, small, True, "drivetrain", window(), usual, profile=gpu)
     if gpu:
         yield ours(device, small, True, "  captured, not compiled", window(), {"compile": "off"}, profile=True)
         yield ours(device, small, True, "  captured, random numbers not keyed", window(), {"compile": "off"}, keyed=False)
         yield ours(device, small, True, "  eager", window(), plain)
-    yield lightning(device, small, workers, window())
-    yield accelerate(device, small, workers, window())
+    yield lightning(device, small, workers, window(fed))
+    yield accelerate(device, small, workers, window(fed))
     yield ours(device, small, False, "drivetrain", window(), usual)
     if gpu:
         yield ours(device, small, False, "  captured, not compiled", window(), {"compile": "off"})
         yield ours(device, small, False, "  eager", window(), plain)
-        yield accelerate(device, 2048, 16, window(20))
+        yield accelerate(device, 2048, 16, window(fed, 20))
         yield ours(device, 2048, False, "drivetrain", window())
 
 

@@ -25,7 +25,7 @@ from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.plan.choose import choose
 from drivetrain.plan.fit import Point, worth_measuring
-from drivetrain.plan.predict import Machine
+from drivetrain.plan.predict import Machine, step_seconds
 from drivetrain.plan.profile import FORMAT, Profile
 from drivetrain.plan.search import Search
 from drivetrain.plan.table import table
@@ -161,23 +161,21 @@ def measured(
 ) -> list[Point]:
     """Measure a few micro-batches in a child process, so that running out of memory costs nothing."""
     search = Search(profile, machine, plan.global_batch, place.world_size, place.nodes)
-    sizes = probed_sizes(search, plan)
+    way = search.ways({}, deepspeed=False)[0]
+    fitting = [s for s in sorted(search.micro_batches({})) if search.rate(way, s).fits]
+    sizes = worth_measuring(fitting, plan.micro_batch)
+    predicted = [(s, step_seconds(profile, replace(way, micro_batch=s, accumulation=1), machine)["work"]) for s in {*fitting, *sizes}]
     screen.busy(f"measuring steps with micro-batches of {', '.join(map(str, sizes))} ...")
     environment = {"CUDA_VISIBLE_DEVICES": place.gpu} if place.gpu else {}
-    job = {"mode": "probe", "plan": plan.to_json(), "micro_batches": sizes}
+    job = {"mode": "probe", "plan": plan.to_json(), "micro_batches": sizes, "predicted": predicted}
     child = _Child(job, recipe, environment)
-    if not child.wait(limit):
+    ended = child.wait(limit)
+    if not ended:
         child.stop()
     found = child.found() or []
-    if len(found) == len(sizes):
+    if ended:
         _points_memory(recipe, plan, place.hardware).write(found)
     return [Point(**p) for p in found]
-
-
-def probed_sizes(search: Search, plan: Plan) -> list[int]:
-    """Micro-batches around the one that was predicted best."""
-    way = search.ways({}, deepspeed=False)[0]
-    return worth_measuring([s for s in sorted(search.micro_batches({})) if search.rate(way, s).fits], plan.micro_batch)
 
 
 def _points_memory(recipe: Recipe, plan: Plan, hardware: Hardware) -> _Remembered:

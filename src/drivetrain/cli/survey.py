@@ -44,14 +44,14 @@ def _look(job: dict[str, Any], out: Path) -> None:
 
     from drivetrain.engine.probe import Probe
     from drivetrain.plan import Plan
+    from drivetrain.plan.fit import Point, next_to_measure
 
     probe = Probe(task, Plan.from_json(job["plan"]), torch.device(job["plan"]["device"]))
-    points: list[dict[str, Any]] = []
-    for size in job["micro_batches"]:
-        points.append(probe.at(size).to_json())
-        _write(out, {"outcome": Outcome.OK, "found": points})  # each at once: what was measured outlives a time limit
-        if not points[-1]["fits"]:
-            break
+    points: list[Point] = []
+    while (size := next_to_measure(points, job["micro_batches"], dict(job["predicted"]))) is not None:
+        points.append(probe.at(size))
+        found = [p.to_json() for p in points]
+        _write(out, {"outcome": Outcome.OK, "found": found})  # each at once: what was measured outlives a time limit
 
 
 def _write(out: Path, value: dict[str, Any]) -> None:

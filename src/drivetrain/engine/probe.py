@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,9 +96,9 @@ class Probe:
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
             take()
-            seconds, kind = self._seconds(take, EAGER), "eager"
+            seconds = self._seconds(take, EAGER)
             peak = self._peak()
-            update = self._seconds(lambda: strategy.update(None, 0.0, False, False), EAGER)
+            kind, update = "eager", lambda: strategy.update(None, 0.0, False, False)
             if seconds < SHORT and self.device.type == "cuda" and plan.capture != "off":
                 step.pace = Pace(step, plan, self.group, total, Observer(), None)
                 for _ in range(UNTIMED + TIMED + 1 + WARM + 1):  # the choice, and the steps until the graph is made
@@ -106,10 +106,18 @@ class Probe:
                 if step.graphs is not None:
                     times = max(EAGER, int(ENOUGH / seconds))
                     seconds, kind = min(self._seconds(take, times) for _ in range(2)), "captured"
-                    update = min(update, 0.5 * seconds)
-            return Point(micro_batch, True, peak, seconds, update, kind)
+                    update = self._captured(update)
+            return Point(micro_batch, True, peak, seconds, min(0.5 * seconds, self._seconds(update, EAGER)), kind)
         finally:
             feed.close()
+
+    def _captured(self, work: Callable[[], object]) -> Callable[[], None]:
+        """Work as it is within a captured step: without the host's part."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            work()
+        graph.replay()
+        return graph.replay
 
     def _seconds(self, work: Callable[[], object], times: int) -> float:
         self._sync()
@@ -133,14 +141,3 @@ class Probe:
             gc.collect()  # a step and its graphs know each other
             torch._C._cuda_clearCublasWorkspaces()  # one is kept for every stream that graphs were made on
             torch.cuda.empty_cache()
-
-
-def probe(task: Task, plan: Plan, device: torch.device, micro_batches: Iterable[int]) -> list[Point]:
-    """Measure micro-batches in turn, from the smallest up, until one does not fit."""
-    measure = Probe(task, plan, device)
-    points: list[Point] = []
-    for size in sorted(set(micro_batches)):
-        points.append(measure.at(size))
-        if not points[-1].fits:
-            break
-    return points

@@ -74,6 +74,11 @@ class Recorder(TorchDispatchMode):
         name = function._schema.name.removeprefix("aten::")
         if name == "_to_copy" and fresh and args[0].untyped_storage()._cdata in self._known:
             self.copies.add(self.place[fresh[0].untyped_storage()._cdata])
+        if name in ("sum", "prod") and not args[0].is_floating_point() and result.dtype != args[0].dtype:
+            cast = result.new_empty(args[0].shape)  # a GPU counts in a copy of that format
+            self._take_in(cast)
+            self.operations.append(("other", "float32", 0.0, float(args[0].nbytes + cast.nbytes), 0.0, 0.0))
+            outputs.append(cast)
         if (fresh or function._schema.is_mutable) and name not in _NO_KERNEL:
             self._note(function, name, args, kwargs, result, outputs)
         return result

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 SPAN = 4  # from one measured micro-batch to the next
+UNEVEN = 0.1  # the prediction's error changes by more than this from one to the next: what lies between is measured too
 
 
 def worth_measuring(sizes: Sequence[int], best: int) -> list[int]:
@@ -35,6 +37,23 @@ class Point:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def next_to_measure(points: Sequence[Point], wanted: Sequence[int], predicted: Mapping[int, float]) -> int | None:
+    """The wanted micro-batches from the smallest up, until one does not fit; then those halfway between two whose times the
+    prediction (of forward and backward at each) explains so differently that neither tells what lies between."""
+    if any(not p.fits for p in points):
+        return None
+    known = {
+        p.micro_batch: (p.step_seconds - p.update_seconds) / predicted[p.micro_batch] for p in sorted(points, key=lambda p: p.micro_batch)
+    }
+    if missing := [size for size in sorted(wanted) if size not in known]:
+        return missing[0]
+    for low, high in pairwise(known):
+        between = [size for size in predicted if low < size < high]
+        if between and abs(math.log(known[high] / known[low])) > UNEVEN:
+            return min(between, key=lambda size: abs(math.log(size * size / (low * high))))
+    return None
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ PCIE = 11e9  # bytes a second between GPUs without NVLink
 LINK = 0.7  # share of a link's published rate that collectives reach
 SPLIT = 512  # terms of a long sum that are worth a processor of their own
 SORTED_FROM, SORT = 3072, 40e-6  # rows from which on torch sorts an embedding's gradients, and seconds that takes
+WALK = 8e-9  # seconds a row in which it walks over fewer rows, one after the other
 OVERLAP = 0.7  # share of FSDP's communication that hides behind the work
 
 
@@ -184,9 +185,9 @@ def _seconds(work: Work, samples: int, machine: Machine, precision: str) -> floa
         return max(flops / (rate * REACHED.attention), by_bytes) + GPU_FLOOR
     if work.kind == "recurrent":
         return flops / (rate * REACHED.recurrent) + depth * REACHED.recurrent_step
-    if work.kind == "embedding" and depth > SORTED_FROM:
-        return by_bytes + SORT
-    if work.kind in ("scattered", "embedding"):
+    if work.kind == "embedding":
+        return by_bytes + (SORT if depth > SORTED_FROM else depth * WALK + GPU_FLOOR)
+    if work.kind == "scattered":
         return by_bytes * REACHED.bandwidth / REACHED.scattered + GPU_FLOOR
     return by_bytes + GPU_FLOOR
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from drivetrain.engine import state
 from drivetrain.engine.group import Group
-from drivetrain.engine.optim import takes_factor
+from drivetrain.engine.optim import InPieces, takes_factor
 
 
 class Strategy:
@@ -90,7 +91,9 @@ class Strategy:
                 return norm  # an optimizer that cannot skip by itself: this costs a host sync
             if factor is not None:
                 self.scale(factor)
-        optimizer.step()
+        capturing = self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        with InPieces(self.group.device) if capturing else nullcontext():
+            optimizer.step()
         return norm
 
     # --- state ---
