@@ -108,25 +108,29 @@ class Clock(Observer):
             self._profiler.start()
             return
         self._steps += 1
-        if self._steps == 40:  # no log, no evaluation among them: `log_every` is 50
+        if self._steps == PROFILED:
             torch.cuda.synchronize()
             self._profiler.stop()
-            self.trace = read_trace(self._profiler, self._steps)
+            self.trace = read_trace(self._profiler)
             self._done = True
 
 
-def read_trace(profiler: Any, steps: int) -> dict[str, float]:
-    """From a profile of whole steps: host syncs a step, kernels a step, and how long the device had nothing to do."""
+PROFILED, LEFT_OUT = 120, 20  # steps; the profiler takes its time over the first launches of a graph
+
+
+def read_trace(profiler: Any) -> dict[str, float]:
+    """From a profile of captured steps: host syncs a step, kernels a step, and how long the device had nothing to do."""
     with tempfile.TemporaryDirectory() as folder:
         profiler.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
     waits = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
     device = sorted((e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")), key=lambda e: e["ts"])
-    launches = [e for e in events if e.get("name") == "cudaGraphLaunch"]
-    calls = [e for e in events if e.get("cat") == "cuda_runtime"]
-    last_launch = max(e["ts"] for e in launches or calls)  # the profile itself ends with a wait
-    syncs = sum(e["name"] in waits for e in calls if e["ts"] < last_launch)
+    launches = sorted((e for e in events if e.get("name") == "cudaGraphLaunch"), key=lambda e: e["ts"])[LEFT_OUT:]
     graph_ids = {e["args"]["correlation"] for e in launches}
+    begun = next(i for i, e in enumerate(device) if e["args"].get("correlation") in graph_ids)
+    device, steps = device[begun:], len(launches)
+    calls = [e for e in events if e.get("cat") == "cuda_runtime" and launches[0]["ts"] <= e["ts"] < launches[-1]["ts"]]
+    syncs = sum(e["name"] in waits for e in calls)  # the profile itself ends with one more
     span = device[-1]["ts"] + device[-1]["dur"] - device[0]["ts"]
     end, idle, between = device[0]["ts"], 0.0, 0.0
     previous = device[0]["args"].get("correlation")
