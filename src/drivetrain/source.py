@@ -35,7 +35,7 @@ HOOKS = frozenset(
         "optimizer",
         "schedule",
         "predict",
-        "export_inputs",
+        "exports",
     ]
 )
 

@@ -178,6 +178,11 @@ class Task:
         """A changed batch, on the device; random numbers from `rand` alone."""
         return batch
 
+    def exports(self, model: Any) -> dict[str, tuple[nn.Module, dict[str, Tensor]]]:
+        """What `export` writes: name -> (a module that gives named tensors, its inputs by name; how many rows stays free).
+        By default the model with what `metrics` hands it."""
+        return {}
+
     def optimizer(self, model: Any) -> torch.optim.Optimizer | None:
         """An optimizer of your own (its learning rates are the peak); None takes the one `optim` names."""
         return None

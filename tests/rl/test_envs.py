@@ -64,7 +64,8 @@ def compare_snake(env: Snake, rows: int, steps: int, eager: float) -> dict[str, 
         hungry = torch.rand(rows, env.agents, generator=random) < eager
         action = torch.where(hungry, toward_food(env, state["head"], state["food"]), action)
         chance = torch.rand(rows, 1, generator=random)
-        state, reward, ended = env.step(state, action, chance)
+        state, *told = env.step(state, action if env.agents > 1 else action[:, 0], chance)
+        reward, ended = (t.view(rows, env.agents) for t in told)
         for row, game in enumerate(games):
             wanted = game.step(action[row].tolist(), float(chance[row, 0]))
             assert game.food == (int(state["food"][row]) % env.width, int(state["food"][row]) // env.width)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drivetrain.outcomes import Problem
 from drivetrain.settings import Duration, Range
 from drivetrain.task import Task, Tensors
 from drivetrain.tasks.rl.envs import Env
 from drivetrain.tasks.rl.nets import Agent, ConvAgent, MlpAgent
+from drivetrain.tasks.rl.played import graphs
 from drivetrain.tasks.rl.rollout import FIGURES, Rollout, play
 
 
@@ -117,6 +118,9 @@ class Ppo(Task):
             **{name: batch[name] for name in FIGURES},
         }  # fmt: skip
         return ((each * alive).sum(), count), {name: ((figure * alive).sum(), count) for name, figure in figures.items()}
+
+    def exports(self, model: Agent) -> dict[str, tuple[nn.Module, dict[str, Tensor]]]:
+        return graphs(self.env(), model)
 
     def metrics(self, model: Agent, batch: Any) -> dict[str, Tensor]:
         return play(self.env(), model, batch, self.greedy)

@@ -67,11 +67,28 @@ class Classifier(Task):
         losses = F.cross_entropy(logits, labels, reduction="none")
         return {"accuracy": predicted == labels, "loss": losses, "predicted": predicted, "label": labels}
 
+    def exports(self, model: nn.Module) -> dict[str, tuple[nn.Module, dict[str, Tensor]]]:
+        data = self.eval_data()
+        images = torch.stack([torch.as_tensor(data[i][0]) for i in range(min(8, len(data)))])
+        return {"model": (Prepared(self, model), {"images": images})}
+
     def summary(self, values: dict[str, Tensor]) -> dict[str, Any]:
         """The confusion matrix: rows are the true classes."""
         count = len(self.classes)
         cells = torch.bincount(values["label"] * count + values["predicted"], minlength=count * count)
         return {"confusion": cells.reshape(count, count)}
+
+
+class Prepared(nn.Module):
+    """A classifier with all that comes before its net: raw images in, probabilities out."""
+
+    def __init__(self, task: Classifier, net: nn.Module) -> None:
+        super().__init__()
+        self.task, self.net = task, net
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        logits = self.net(self.task.prepare(images))
+        return {"logits": logits, "probability": logits.softmax(-1)}
 
 
 class ImageClassifier(Classifier):

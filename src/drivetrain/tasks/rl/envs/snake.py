@@ -22,7 +22,7 @@ class Snake(Env):
         self.shape = (5, height, width)
 
     def reset(self, rand: Tensor) -> State:
-        rows, cells = len(rand), self.width * self.height
+        rows, cells = rand.shape[0], self.width * self.height
         head, way = (torch.zeros(rows, self.agents, dtype=torch.int64, device=rand.device) for _ in range(2))
         for agent, (x, y, heading) in enumerate(START[: self.agents]):
             head[:, agent] = y * self.height // 4 * self.width + x * self.width // 4
@@ -33,7 +33,7 @@ class Snake(Env):
         return {"body": body, "head": head, "way": way, "length": length, "alive": length > 0, "grows": length < 0, "food": food}
 
     def step(self, state: State, action: Tensor, rand: Tensor) -> tuple[State, Tensor, Tensor]:
-        alive = state["alive"]
+        alive, action = state["alive"], action.view(-1, self.agents)
         turned = torch.where((action ^ 1) == state["way"], state["way"], action)  # nobody turns round
         way = torch.where(alive, turned, state["way"])
         ahead, inside = self._ahead(state["head"], way)
@@ -48,9 +48,13 @@ class Snake(Env):
         eats = survives & (head == state["food"][:, None])
         food = torch.where(eats.any(1), self._spawn(body, state["food"], rand), state["food"])
         reward = self._reward(alive, survives, eats, length, (state["head"], state["food"]), (head, food))
-        grows = torch.where(alive, eats, state["grows"])
+        grows = (alive & eats) | (~alive & state["grows"])
         after = {"body": body, "head": head, "way": way, "length": length, "alive": survives, "grows": grows, "food": food}
-        return after, reward, ~survives
+        return after, self._by_agent(reward), self._by_agent(~survives)
+
+    def _by_agent(self, figures: Tensor) -> Tensor:
+        """A lone snake's have no dimension of agents."""
+        return figures if self.agents > 1 else figures[:, 0]
 
     def _ahead(self, head: Tensor, way: Tensor) -> tuple[Tensor, Tensor]:
         """The next cell, and whether it is on the grid; a torus has no outside."""
@@ -95,7 +99,6 @@ class Snake(Env):
 
     def observe(self, state: State) -> Tensor:
         """By agent: its body, its head, the others (dead ones too), the food and the border."""
-        rows = len(state["food"])
         bodies = (state["body"] > 0).float()
         others = (bodies.sum(1, keepdim=True) - bodies).clamp(max=1.0)
         heads = torch.zeros_like(bodies).scatter(2, state["head"][..., None], 1.0)
@@ -103,7 +106,7 @@ class Snake(Env):
         cell = torch.arange(self.width * self.height, device=bodies.device)
         x, y = cell % self.width, cell // self.width
         edge = ((x == 0) | (x == self.width - 1) | (y == 0) | (y == self.height - 1)).float().expand_as(bodies)
-        return torch.stack((bodies, heads, others, food, edge), 2).view(rows, self.agents, *self.shape)
+        return self._by_agent(torch.stack((bodies, heads, others, food, edge), 2).unflatten(3, (self.height, self.width)))
 
     def figures(self, state: State) -> dict[str, Tensor]:
         return {"size": state["length"].float(), "food": (state["length"] - 1 + state["grows"].long()).float()}

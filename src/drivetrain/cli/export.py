@@ -1,0 +1,58 @@
+"""`export`: a run's model as ONNX and safetensors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from drivetrain.cli.flags import Parser, add_common
+
+if TYPE_CHECKING:
+    from drivetrain.export import Written
+    from drivetrain.runs import Run
+
+TEXT = """\
+Write a run's model as ONNX (each graph checked against torch on real inputs, and refused where it differs) and
+safetensors, with export.json that describes inputs and outputs. A finished run's final weights are taken, else
+its last good checkpoint's. For a task that learns by playing: policy.onnx, reset.onnx and step.onnx, so that
+other programs play by the very same rules (drivetrain play RUN)."""
+
+
+def run(verb: str, words: list[str]) -> int:
+    parser = Parser("drivetrain export", TEXT)
+    parser.add_argument("target", metavar="RUN", help="a run's name or folder")
+    parser.add_argument("--out", metavar="DIR", help="the folder (default: the run's model/)")
+    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
+    add_common(parser)
+    args = parser.parse(words)
+
+    from drivetrain import runs
+    from drivetrain.watch.screen import Screen, size
+
+    screen = Screen(quiet=args.quiet or args.json)
+    found = runs.find(args.target)
+    folder = Path(args.out) if args.out else found.path / "model" if found.finished else found.path / "export"
+    screen.busy("making graphs ...")
+    written = exported(found, folder)
+    if args.json:
+        print(json.dumps({"folder": str(folder), "graphs": {name: asdict(graph) for name, graph in written.items()}}))
+        return 0
+    for graph in written.values():
+        puts = ", ".join(p.name for p in graph.inputs) + " -> " + ", ".join(p.name for p in graph.outputs)
+        screen.line("export", f"{graph.file:<14}{size(graph.bytes):>8}   {puts}   (within {graph.difference:.0e} of torch)")
+    screen.line("", f"{folder}/model.safetensors, {folder}/export.json")
+    return 0
+
+
+def exported(found: Run, folder: Path) -> dict[str, Written]:
+    """Export a run into a folder, with the code the run keeps."""
+    from drivetrain.cli import launch
+    from drivetrain.engine.inference import trained_model
+    from drivetrain.export import export
+    from drivetrain.recipe import instantiate
+
+    recipe = launch.recipe_of_run(found, [])
+    task = instantiate(launch.task_in_run(recipe.task, found), recipe.settings)
+    return export(task, trained_model(task, found), found, folder)
