@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from drivetrain.engine.capture import Graphs, form_of
 from drivetrain.engine.feed import EVAL, GROUP, ORDER, TRAIN, Feed, Micro, OrderedFeed, as_tensor, placed
 from drivetrain.engine.group import Group
 from drivetrain.engine.loader import LoaderFeed
@@ -78,15 +79,19 @@ class SourceFeed(Feed):
         self._data: Tensors | None = None
         self._orders: dict[int, Tensor] = {}
         self._epoch = -1
+        self._draws = Draws(source.groups, group.device, self.seed, GROUP, room=0)
+        self._graphs: Graphs | None = None
+        if source.pure and group.device.type == "cuda" and group.size == 1 and plan.capture != "off":
+            self._graphs = Graphs(group.device, lambda why: self.notice(f"collections: {why}"))
 
     def begin_epoch(self, epoch: int, model: torch.nn.Module) -> None:
-        rand = KeyedRand(self.group_ids, self.seed, epoch, GROUP)
+        self._draws.begin(epoch)
         seed = key(self.seed, epoch, GROUP, self.low)  # for code that does not draw from rand
         seed_everything(seed)
         seed_model(self.group.device, seed)
         model.eval()
         with torch.no_grad():
-            data = self.source.collect(model, rand, self._total)
+            data = self._collect(model)
         model.train()
         expected = (self.high - self.low) * self.per_group
         if len(data) != expected:
@@ -101,6 +106,22 @@ class SourceFeed(Feed):
             self._data = Tensors.__new__(Tensors)
             self._data.names, self._data.columns = data.names, [c.clone() for c in columns]
         self._orders, self._epoch = {}, epoch
+
+    def _collect(self, model: torch.nn.Module) -> Tensors:
+        """As one graph, where it can be one: the source's state goes in, samples and the next state come out."""
+        source = self.source
+
+        def work(state: dict[str, Tensor], *_: Any) -> tuple[Tensors, dict[str, Tensor]]:
+            source.load(state)
+            return source.collect(model, self._draws.of(self.group_ids), self._total), source.state()
+
+        before = source.state()
+        if self._graphs is None or not before:
+            return work(before)[0]
+        data: Tensors
+        data, after = self._graphs(("collect", form_of(before)), work, before)
+        source.load(after)
+        return data
 
     def _total(self, value: Tensor) -> Tensor:
         result = value.clone()

@@ -6,7 +6,7 @@ opening a feed at any step gives what an uninterrupted run would have seen there
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -56,6 +56,8 @@ class Feed:
     """Whether the samples are where the step runs."""
     largest: int
     """Samples of a full global batch that a rank takes at most."""
+    notice: Callable[[str], None] = staticmethod(lambda text: None)
+    """Tells the user something."""
     version: int = 0
     """Changes whenever the samples on the device have moved to another place."""
 

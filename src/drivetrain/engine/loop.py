@@ -64,6 +64,7 @@ class Training:
         self.model: nn.Module = build_model(task, plan, run, group, observer)
         data, test = task.train_data(), task.eval_data()
         self.feed: Feed = train_feed(task, data, plan, group)
+        self.feed.notice = observer.notice
         self.test: OrderedFeed | None = None if test is None else eval_feed(task, test, plan, group)
         if task.best and test is None:
             raise Problem(f"best={task.best} needs an evaluation, but the task has no eval_data()")

@@ -111,12 +111,12 @@ class Draws:
     rows up with one kernel. They stay at their place in memory, where a captured step finds the next epoch's.
     """
 
-    def __init__(self, length: int, device: torch.device, seed: int, stream: int) -> None:
+    def __init__(self, length: int, device: torch.device, seed: int, stream: int, room: int = TABLE) -> None:
         self.length, self.device, self.seed, self.stream = length, device, seed, stream
         self._epoch = -1
         self._tables: dict[tuple[int, int, bool], Tensor] = {}
         self._streams: dict[int, Tensor] = {}
-        self._room = TABLE
+        self._room = room
 
     def begin(self, epoch: int) -> None:
         """Move on to an epoch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Literal
 
@@ -22,6 +23,29 @@ class Agent(nn.Module):
 
     def forward(self, seen: Tensor) -> tuple[Tensor, Tensor]:
         return self.policy(seen), self.value(seen)
+
+
+class Rivals(Agent):
+    """A policy, and beside it an earlier one of its own that it is measured against."""
+
+    def __init__(self, agent: Agent) -> None:
+        super().__init__()
+        self.agent, self.rival = agent, copy.deepcopy(agent).requires_grad_(False)
+
+    def policy(self, seen: Tensor) -> Tensor:
+        return self.agent.policy(seen)
+
+    def value(self, seen: Tensor) -> Tensor:
+        return self.agent.value(seen)
+
+    def forward(self, seen: Tensor) -> tuple[Tensor, Tensor]:
+        logits, value = self.agent(seen)
+        return logits, value
+
+    def remember(self, now: Tensor) -> None:
+        """The policy becomes its own rival, if `now` is true."""
+        for kept, present in zip(self.rival.parameters(), self.agent.parameters(), strict=True):
+            kept.copy_(torch.where(now, present, kept))
 
 
 class MlpAgent(Agent):

@@ -11,9 +11,9 @@ from drivetrain.outcomes import Problem
 from drivetrain.settings import Duration, Range
 from drivetrain.task import Task, Tensors
 from drivetrain.tasks.rl.envs import Env
-from drivetrain.tasks.rl.nets import Agent, ConvAgent, MlpAgent
+from drivetrain.tasks.rl.nets import Agent, ConvAgent, MlpAgent, Rivals
 from drivetrain.tasks.rl.played import graphs
-from drivetrain.tasks.rl.rollout import FIGURES, Rollout, play
+from drivetrain.tasks.rl.rollout import FIGURES, Rollout, duel, play
 
 
 class Ppo(Task):
@@ -53,6 +53,8 @@ class Ppo(Task):
     """Weight of the value's error in the loss."""
     entropy_weight: Annotated[float, Range(0)] = 0.01
     """Weight of the policy's entropy, which keeps it trying."""
+    rival: Annotated[float, Range(0, 1)] = 0.1
+    """Where several play: share of the training after which the policy is kept, to be played against in evaluations (`win`); 0: none."""
     net: Literal["mlp", "conv"] = "mlp"
     """The network: two perceptrons, or guide 003's small convolutions."""
     width: Annotated[int, Range(1, 65536)] = 64
@@ -76,6 +78,11 @@ class Ppo(Task):
 
     def model(self) -> Agent:
         env = self.env()
+        agent = self.agent(env)
+        return Rivals(agent) if self._rival_at(env) else agent
+
+    def agent(self, env: Env) -> Agent:
+        """The net, by its settings."""
         if self.net == "mlp":
             size = int(torch.Size(env.shape).numel())
             return MlpAgent(size, env.actions, self.width, self.layers, self.activation)
@@ -95,7 +102,14 @@ class Ppo(Task):
                 f"global_batch={self.global_batch} does not divide a collection of {self.envs} environments x {self.horizon} steps"
                 f"{f' x {env.agents} agents' if env.agents > 1 else ''} evenly: take global_batch={nearest}"
             )
-        return Rollout(env, self.envs, self.horizon, self.passes, self.gamma, self.gae, self.scale_rewards)
+        return Rollout(env, self.envs, self.horizon, self.passes, self.gamma, self.gae, self.scale_rewards, self._rival_at(env))
+
+    def _rival_at(self, env: Env) -> int:
+        """After how many collections; 0 where there is no rival."""
+        if env.agents == 1 or not self.rival:
+            return 0
+        steps_each = self.envs * self.horizon * env.agents * self.passes // self.global_batch
+        return max(1, round(self.rival * (self.steps / steps_each if self.steps else self.epochs)))
 
     def eval_data(self) -> Tensors | None:
         return Tensors(torch.arange(self.eval_episodes)) if self.eval_episodes else None
@@ -123,4 +137,6 @@ class Ppo(Task):
         return graphs(self.env(), model)
 
     def metrics(self, model: Agent, batch: Any) -> dict[str, Tensor]:
-        return play(self.env(), model, batch, self.greedy)
+        env = self.env()
+        figures = play(env, model, batch, self.greedy)
+        return figures | {"win": duel(env, model, batch, self.greedy)} if isinstance(model, Rivals) else figures

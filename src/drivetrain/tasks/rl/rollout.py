@@ -12,14 +12,18 @@ from drivetrain.outcomes import Problem
 from drivetrain.task import Rand, Source, Tensors
 from drivetrain.tasks.rl.chance import chance
 from drivetrain.tasks.rl.envs import Env, State
-from drivetrain.tasks.rl.nets import Agent
+from drivetrain.tasks.rl.nets import Agent, Rivals
 
 FIGURES = ("return", "length", "explained_variance")  # of the last collection that finished an episode
 
 
 def choose(logits: Tensor, draw: Tensor) -> Tensor:
     """An action with the policy's probabilities, from a uniform number."""
-    return (logits.softmax(-1).cumsum(-1)[..., :-1] <= draw[..., None]).sum(-1)
+    action, reached = torch.zeros_like(draw, dtype=torch.int64), torch.zeros_like(draw)
+    for probability in logits.softmax(-1).unbind(-1)[:-1]:  # a GPU's cumsum need not repeat to the last bit
+        reached = reached + probability
+        action = action + (reached <= draw).long()
+    return action
 
 
 def log_probability(logits: Tensor, action: Tensor) -> Tensor:
@@ -58,8 +62,14 @@ def _spread(count: Tensor, total: Tensor, squares: Tensor) -> tuple[Tensor, Tens
 class Rollout(Source):
     """Environments that are played on from collection to collection. A group is an environment."""
 
-    def __init__(self, env: Env, envs: int, horizon: int, passes: int, gamma: float, decay: float, scaled: bool = False) -> None:
-        """`scaled` divides rewards by the spread of what they add up to, so that values are of the size of one."""
+    pure = True
+
+    def __init__(
+        self, env: Env, envs: int, horizon: int, passes: int, gamma: float, decay: float, scaled: bool = False, rival: int = 0
+    ) -> None:
+        """`scaled` divides rewards by the spread of what they add up to, so that values are of the size of one; after `rival`
+        collections the policy becomes its own rival."""
+        self.rival = rival
         self.env, self.groups, self.horizon, self.passes, self.gamma, self.decay = env, envs, horizon, passes, gamma, decay
         self.scaled = scaled
         self._state: State = {}
@@ -79,6 +89,9 @@ class Rollout(Source):
         if not self._state:
             self._state = self._begin(rand.uniform(max(1, env.chances)), agents)
             self._check(self._state)
+        if isinstance(model, Rivals):
+            model.remember(self._state["collections"][0] == self.rival)
+        self._state["collections"] = self._state["collections"] + 1
         steps = [self._step(model, draws[:, t]) for t in range(self.horizon)]
         record = {name: torch.stack([step[name] for step in steps], 1) for name in steps[0]}
         values, after, logp = self._judge(model, record)
@@ -103,7 +116,7 @@ class Rollout(Source):
         nothing = rand.new_zeros(len(rand), agents)
         return world | {
             "steps": nothing[:, 0].long(), "return": nothing, "ended": nothing > 0, "recent": nothing.new_zeros(len(rand), 2),
-            "discounted": nothing, "spread": nothing.new_zeros(len(rand), 3),
+            "discounted": nothing, "spread": nothing.new_zeros(len(rand), 3), "collections": nothing[:, 0].long(),
         }  # fmt: skip
 
     def _step(self, model: Agent, draws: Tensor) -> dict[str, Tensor]:
@@ -122,11 +135,11 @@ class Rollout(Source):
         cut = over[:, None] & ~ended
         self._state = {f"env.{k}": v for k, v in merged(over, env.reset(anew), world).items()} | {
             "steps": torch.where(over, 0, count), "return": sums * (1 - finished), "ended": ended & ~over[:, None],
-            "recent": kept["recent"], "discounted": discounted * (1 - finished), "spread": kept["spread"],
+            "recent": kept["recent"], "discounted": discounted * (1 - finished), "spread": kept["spread"], "collections": kept["collections"],
         }  # fmt: skip
         return {
             "seen": seen.reshape(-1, agents, *env.shape), "action": action, "logits": logits, "reward": reward * alive, "ended": ended,
-            "alive": alive, "over": over[:, None].expand_as(ended), "worth": self._worth(model, world, cut), "finished": finished,
+            "alive": alive, "over": over[:, None].expand_as(ended), "finished": finished, **self._beyond(model, world, cut),
             "return": sums * finished, "length": count.float()[:, None] * finished, "discounted": discounted,
         }  # fmt: skip
 
@@ -142,11 +155,13 @@ class Rollout(Source):
     def _world(self, state: State) -> State:
         return {k.removeprefix("env."): v for k, v in state.items() if k.startswith("env.")}
 
-    def _worth(self, model: Agent, world: State, cut: Tensor) -> Tensor:
-        """The value of what episodes that were cut off would have gone on from."""
-        if cut.device.type == "cpu" and not cut.any():  # a GPU would have to wait to know
-            return torch.zeros(cut.shape)
-        return model.value(self.env.observe(world).reshape(-1, *self.env.shape)).view(cut.shape)
+    def _beyond(self, model: Agent, world: State, cut: Tensor) -> dict[str, Tensor]:
+        """What episodes that were cut off would have gone on from, or its worth. A GPU would have to wait to know whether any
+        was; it judges all steps at once, later."""
+        if self.env.limit is None or (cut.device.type == "cpu" and not cut.any()):
+            return {"worth": torch.zeros(cut.shape, device=cut.device)}
+        seen = self.env.observe(world).reshape(-1, *self.env.shape)
+        return {"worth": model.value(seen).view(cut.shape)} if cut.device.type == "cpu" else {"beyond": seen.unflatten(0, cut.shape)}
 
     def _judge(self, model: Agent, record: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """What each step's observation is worth, what comes after it (the next one, or where an episode was cut off the one it
@@ -154,7 +169,8 @@ class Rollout(Source):
         env = self.env
         values = model.value(record["seen"].flatten(0, 2)).view(record["reward"].shape)
         last = model.value(env.observe(self._world(self._state)).reshape(-1, *env.shape)).view(values[:, :1].shape)
-        after = torch.where(record["over"], record["worth"], torch.cat((values[:, 1:], last), 1))
+        worth = record["worth"] if "worth" in record else model.value(record["beyond"].flatten(0, 2)).view(values.shape)
+        after = torch.where(record["over"], worth, torch.cat((values[:, 1:], last), 1))
         return values, after, log_probability(record["logits"], record["action"])
 
     def _check(self, state: State) -> None:
@@ -179,8 +195,24 @@ class Rollout(Source):
                 raise Problem(f"{name}.step() gave {now} for state {key!r}, which reset() makes {value.dtype} of shape {list(value.shape)}")
 
 
+def duel(env: Env, model: Rivals, episodes: Tensor, greedy: bool) -> Tensor:
+    """The share of won episodes against the rival: half of the agents are its, changing seats from episode to episode. The
+    side that gained more has won."""
+    seat = torch.arange(env.agents, device=episodes.device) + episodes[:, None]
+    mine = seat % 2 == 0
+    gained = _played(env, (model.agent, model.rival), mine, episodes, greedy)["return"]
+    ahead = (gained * mine).sum(1) - (gained * ~mine).sum(1)
+    return (1 + ahead.sign()) / 2
+
+
 def play(env: Env, model: Agent, episodes: Tensor, greedy: bool) -> dict[str, Tensor]:
     """Figures of whole episodes, one a row: their chance follows from their numbers alone."""
+    everyone = torch.ones(len(episodes), env.agents, dtype=torch.bool, device=episodes.device)
+    return {k: v.mean(1) for k, v in _played(env, (model, model), everyone, episodes, greedy).items()}
+
+
+def _played(env: Env, sides: tuple[Agent, Agent], first: Tensor, episodes: Tensor, greedy: bool) -> dict[str, Tensor]:
+    """Figures by agent of whole episodes, in which the `first` are the first side's."""
     if env.limit is None:
         raise Problem(f"{type(env).__name__} has no limit: episodes that are judged need one")
     world = env.reset(chance(episodes, 0, env.chances))
@@ -188,7 +220,10 @@ def play(env: Env, model: Agent, episodes: Tensor, greedy: bool) -> dict[str, Te
     ended = torch.zeros(rows, agents, dtype=torch.bool, device=episodes.device)
     sums, length = torch.zeros(rows, agents, device=episodes.device), torch.zeros(rows, agents, device=episodes.device)
     for step in range(1, env.limit + 1):
-        logits = model.policy(env.observe(world).reshape(-1, *env.shape)).view(rows, agents, -1)
+        seen = env.observe(world).reshape(-1, *env.shape)
+        logits = sides[0].policy(seen).view(rows, agents, -1)
+        if sides[0] is not sides[1]:
+            logits = torch.where(first[..., None], logits, sides[1].policy(seen).view(rows, agents, -1))
         draws = chance(episodes, step, env.chances + agents)
         action = logits.argmax(-1) if greedy else choose(logits, draws[:, env.chances :])
         after, reward, now = env.step(world, action if agents > 1 else action[:, 0], draws[:, : env.chances])
@@ -199,4 +234,4 @@ def play(env: Env, model: Agent, episodes: Tensor, greedy: bool) -> dict[str, Te
         ended = ended | now.view(-1, agents)
         if episodes.device.type == "cpu" and bool(ended.all()):
             break
-    return {"return": sums.mean(1), "length": length.mean(1)} | {k: v.view(rows, -1).mean(1) for k, v in env.figures(world).items()}
+    return {"return": sums, "length": length} | {k: v.view(rows, -1) for k, v in env.figures(world).items()}

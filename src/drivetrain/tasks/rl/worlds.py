@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from drivetrain.settings import Range
+from drivetrain.settings import Duration, Range
 from drivetrain.tasks.rl.envs import Env
 from drivetrain.tasks.rl.envs.bandit import Bandit as BanditEnv
 from drivetrain.tasks.rl.envs.cartpole import CartPole as CartPoleEnv
@@ -47,16 +47,20 @@ class Snake(Ppo):
     """Width and height."""
     walls: bool = False
     """Whether the grid ends at its border, deadly, or goes on at the other side."""
-    envs: Annotated[int, Range(1)] = 16
+    envs: Annotated[int, Range(1)] = 256
     """Environments that are played at once, over all processes."""
-    horizon: Annotated[int, Range(1)] = 512
+    horizon: Annotated[int, Range(1)] = 32
     """Steps that each is played before the policy learns."""
-    global_batch: Annotated[int, Range(1)] = 1024
+    global_batch: Annotated[int, Range(1)] = 4096
     """Samples in one optimizer step, over all processes: a multiple of the environments."""
-    learning_rate: Annotated[float, Range(0)] = 3e-4
+    learning_rate: Annotated[float, Range(0)] = 1e-3
     """The optimizer's peak learning rate."""
-    entropy_weight: Annotated[float, Range(0)] = 0.03
+    entropy_weight: Annotated[float, Range(0)] = 0.01
     """Weight of the policy's entropy, which keeps it trying."""
+    eval_every: Duration = "250ep"
+    """Steps (or 1ep, 10min) between evaluations; the end always evaluates."""
+    save_every: Duration = "100ep"
+    """Steps (or 1ep, 10min) between checkpoints; the end always saves."""
     greedy: bool = False
     """Whether an evaluation takes the likeliest action, or draws one as training does."""
     net: Literal["mlp", "conv"] = "conv"
