@@ -13,6 +13,7 @@ VERBS = {
     "train": ("train", "train a task: a built-in, your file.py, or a recipe.yaml"),
     "resume": ("train", "go on with a run that was interrupted"),
     "eval": ("evaluate", "evaluate a run's model on its evaluation data"),
+    "tune": ("tune", "search a task's settings: trials are ordinary runs, bad ones are stopped early"),
     "status": ("inspect", "how a run is doing"),
     "logs": ("inspect", "what a run's processes printed"),
     "runs": ("inspect", "list runs; rm and prune make room"),
