@@ -71,9 +71,8 @@ def run(verb: str, words: list[str]) -> int:
     table = Table(screen, space, goal.metric)
     study = Study(found.path, space, goal.direction, args.sampler, args.seed, args.prune, args.trials)
     told = found.before or folders.provenance()
-    told |= {
-        "identity": same, "task": folders.task_word(recipe.task), "settings": same["settings"], "search": same["search"],
-        "metric": goal.metric, "direction": goal.direction, "value": folders.VALUE, "trials": args.trials, "jobs": len(slots),
+    told |= same | {
+        "file": folders.task_word(recipe.task), "value": folders.VALUE, "trials": args.trials, "jobs": len(slots),
         "sampler": args.sampler, "seed": args.seed, "prune": args.prune,
     }  # fmt: skip
     if len(study.tried()) >= args.trials and not study.unfinished():

@@ -72,6 +72,10 @@ def identity(recipe: Recipe, space: Space, goal: Goal) -> dict[str, Any]:
     return dict(json.loads(json.dumps(told)))
 
 
+def same_study(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    return all(before[key] == now[key] for key in now)
+
+
 def provenance() -> dict[str, Any]:
     told = runs.provenance()
     return told | {"versions": told["versions"] | {"optuna": metadata.version("optuna")}}
@@ -85,7 +89,7 @@ def open_folder(named: str | None, label: str, same: Mapping[str, Any]) -> Folde
     if named is None:
         for file in sorted(runs.RUNS.glob(f"tune-{label}-*/tune.json"), reverse=True):
             before = read(file.parent)
-            if before["identity"] == same and before["status"] != "finished" and not runs.holder(file.parent):
+            if same_study(before, same) and before["status"] != "finished" and not runs.holder(file.parent):
                 why = f"going on with {file.parent}, unfinished and of the same search (a fresh one: --name NAME)"
                 return Folder(file.parent, Lock.take(file.parent), before, why)
         path = runs.new_path(f"tune-{label}")
@@ -95,7 +99,7 @@ def open_folder(named: str | None, label: str, same: Mapping[str, Any]) -> Folde
         raise Problem(f"{path} is being tuned by process {pid}: wait for it, stop it (kill {pid}), or choose another --name")
     if (path / "tune.json").is_file():
         before = read(path)
-        _check_same(before["identity"], same, path)
+        _check_same(before, same, path)
         return Folder(path, Lock.take(path), before)
     if path.is_dir() and any(p.name not in ("lock", JOURNAL) and not p.name.startswith(".tune.json") for p in path.iterdir()):
         raise Problem(f"{path} is not empty and no study: choose another --run-dir or --name")

@@ -40,7 +40,8 @@ def _history(pyplot: Any, tried: list[Tried], goal: Goal) -> Any:
     _points(axes, tried, lambda t: t.number)
     choose = max if goal.direction == "max" else min
     best = [choose(float(t.value or 0) for t in finished[: i + 1]) for i in range(len(finished))]
-    axes.step([t.number for t in finished], best, where="post", color=LINE, label="best so far")
+    places = [t.number for t in finished]
+    axes.step([*places, tried[-1].number], [*best, best[-1]], where="post", color=LINE, label="best so far")
     axes.set(xlabel="trial", ylabel=goal.metric)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False)
@@ -88,6 +89,7 @@ def _slice(axes: Any, name: str, dimension: Dimension, tried: list[Tried]) -> No
         _points(axes, tried, lambda t: t.params[name])
         if dimension.log:
             axes.set_xscale("log")
+        axes.set_xlim(dimension.low, dimension.high)
 
 
 def _points(axes: Any, tried: list[Tried], place: Any) -> None:

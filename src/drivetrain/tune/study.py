@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import optuna
 
 JOURNAL = "study.journal"
+NAME = "tune"  # of the study in its journal
 SAMPLERS = ("tpe", "random")
 PRUNERS = ("median", "hyperband", "none")
 
@@ -64,10 +65,9 @@ class Study:
         _mend(file)
         lock = JournalFileOpenLock(str(file))
         storage = optuna.storages.JournalStorage(JournalFileBackend(str(file), lock))
-        self._study: optuna.Study = optuna.create_study(
-            storage=storage, study_name="tune", load_if_exists=True, pruner=_pruner(prune, trials),
-            direction="maximize" if direction == "max" else "minimize",
-        )  # fmt: skip
+        if NAME not in optuna.get_all_study_names(storage):
+            optuna.create_study(storage=storage, study_name=NAME, direction="maximize" if direction == "max" else "minimize")
+        self._study = optuna.load_study(study_name=NAME, storage=storage, pruner=_pruner(prune, trials))
         self._trials: dict[int, optuna.Trial] = {}
 
     # --- ask and tell ---

@@ -54,7 +54,7 @@ class Tuner:
                         self._begin(waiting.pop(0))
                     for trial, _ in list(self.running.values()):
                         self._follow(trial)
-                    self.table.show([self._row(trial, "stopping" if trial.pruned else "running") for trial, _ in self.running.values()])
+                    self.table.show([self._row(t, "stopping" if t.pruned or self.signals else "running") for t, _ in self.running.values()])
                     time.sleep(POLL_SECONDS)
         finally:
             self.table.clear()
