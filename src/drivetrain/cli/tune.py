@@ -7,7 +7,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.cli.flags import Parser, add_common
+from drivetrain.cli.flags import Parser
 from drivetrain.outcomes import Outcome, Problem
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _parser() -> Parser:
     parser.add_argument("--run-dir", metavar="DIR", help="the study's own folder")
     parser.add_argument("--name", metavar="N", help="the study's name: its folder is runs/N")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    add_common(parser)
+    parser.add_argument("-q", "--quiet", action="store_true", help="print errors only")
     return parser
 
 

@@ -96,4 +96,4 @@ def _points(axes: Any, tried: list[Tried], place: Any) -> None:
     for state, style in (("pruned", {"color": GREY, "marker": "x"}), ("finished", {"color": BLUE, "marker": "o"})):
         some = [t for t in tried if t.state == state]
         if some:
-            axes.scatter([place(t) for t in some], [t.value for t in some], s=22, label=state, **style)
+            axes.scatter([place(t) for t in some], [t.value for t in some], s=22, label=state, clip_on=False, **style)

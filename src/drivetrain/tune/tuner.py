@@ -125,7 +125,7 @@ class Tuner:
         self._leave(trial, "failed", str(problem).splitlines()[0] + again)
         states = [t.state for t in self.study.tried() if t.state != "running"]
         if str(problem).startswith("best="):
-            raise Problem(f"{problem}; choose one with --metric", problem.outcome)
+            raise Problem(f"{self.order.goal.metric} cannot be optimised ({problem}): choose another with --metric", problem.outcome)
         if len(states) >= HOPELESS and set(states) == {"failed"}:
             raise Problem(f"the first {len(states)} trials failed, the last one so (log: {self._log(trial)}):\n{problem}", problem.outcome)
 
