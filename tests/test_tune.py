@@ -14,6 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
+from drivetrain.cli import tune
+from drivetrain.cli.launch import Machine
+from drivetrain.hardware import Hardware
 from drivetrain.outcomes import Problem
 from drivetrain.recipe import find_task, make
 from drivetrain.runs import read_lines
@@ -284,6 +287,27 @@ def test_mistakes_on_the_command_line(folder: Path) -> None:
 def test_help_teaches(folder: Path) -> None:
     text = good("tune", "digits", "--help")
     assert "--search 'hidden=64|128|256'" in text and "Width of the hidden layer" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "slots"),
+    [
+        ([], 0, [[]]),
+        (["--jobs", "2"], 0, [["plan.threads=4"]] * 2),
+        (["--jobs", "2", "--procs", "2"], 0, [["--procs", "2", "plan.threads=2"]] * 2),
+        ([], 2, [["--gpus", "0"], ["--gpus", "1"]]),
+        (["--jobs", "2"], 4, [["--gpus", "0,1"], ["--gpus", "2,3"]]),
+        (["--procs", "2"], 4, [["--procs", "2", "--gpus", "0,1"], ["--procs", "2", "--gpus", "2,3"]]),
+        (["--gpus", "5,7"], 2, [["--gpus", "5"], ["--gpus", "7"]]),
+    ],
+)
+def test_each_trial_gets_its_share_of_the_machine(words: list[str], gpus: int, slots: list[list[str]]) -> None:
+    machine = Machine(Hardware(8, 2**34, gpu_note="a test"), "cuda" if gpus else "cpu", [str(i) for i in range(gpus)], max(1, gpus))
+    recipe = make(find_task("digits"), {}, {})
+    assert tune._slots(tune._parser().parse(["digits", *words]), machine, recipe) == slots
+    if gpus:
+        with pytest.raises(Problem, match="GPUs to use"):
+            tune._slots(tune._parser().parse(["digits", *words, "--jobs", "5"]), machine, recipe)
 
 
 # --- proposals ---------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ class Table:
         self.names = list(space)
         samples = {name: [*map(short, d.choices)] or ["0" * 10] for name, d in space.items()}
         self.widths = [max(len(name), *map(len, samples[name])) for name in self.names]
-        self._lines = 0  # of the live part, now on the screen
+        self._shown: list[str] = []  # the live part, now on the screen
         self._last = time.monotonic()
 
     def head(self) -> None:
@@ -54,10 +54,12 @@ class Table:
             return
         if self.screen.live:
             width = shutil.get_terminal_size((200, 24)).columns
-            self.clear()
-            self.screen.stream.write("".join(f"{line[: width - 1]}\n" for line in lines))
-            self.screen.stream.flush()
-            self._lines = len(lines)
+            lines = [line[: width - 1] for line in lines]
+            if lines != self._shown:
+                self.clear()
+                self.screen.stream.write("".join(f"{line}\n" for line in lines))
+                self.screen.stream.flush()
+                self._shown = lines
         elif time.monotonic() - self._last > PLAIN_SECONDS:
             self._last = time.monotonic()
             for line in lines:
@@ -65,6 +67,6 @@ class Table:
 
     def clear(self) -> None:
         """Wipe the live part."""
-        if self._lines:
-            self.screen.stream.write(f"\x1b[{self._lines}A\r\x1b[J")
-            self._lines = 0
+        if self._shown:
+            self.screen.stream.write(f"\x1b[{len(self._shown)}A\r\x1b[J")
+            self._shown = []

@@ -40,6 +40,7 @@ class Tuner:
         self.running: dict[int, tuple[Trial, list[str]]] = {}
         self.signals = 0
         self.code = order.recipe.task.digest()
+        self.best = study.best()
 
     def run(self) -> bool:
         """Try until enough were tried; False where a signal ended it before."""
@@ -134,7 +135,7 @@ class Tuner:
 
     def _leave(self, trial: Trial, state: str, note: str = "") -> None:
         self.free.append(self.running.pop(trial.number)[1])
-        best = self.study.best()
+        best = self.best = self.study.best()
         if best is not None and best.number == trial.number and best.value is not None:
             folders.write_best(self.folder.path, self.order.recipe, self.order.goal, best.number, best.value, trial.params)
         self.table.keep(self._row(trial, state), note)
@@ -144,7 +145,7 @@ class Tuner:
         epochs = trial.params.get("epochs", self.order.recipe.settings["epochs"])
         row = trial.row or {"epoch": 0, "step": 0}
         progress = f"{row['step']}/{steps}" if steps else f"{row['epoch']}/{epochs}"
-        own, best = trial.best(), self.study.best()
+        own, best = trial.best(), self.best
         return self.table.row(trial.number, trial.params, progress, own[1] if own else None, state, best.value if best else None)
 
     # --- signals ---
