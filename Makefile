@@ -22,7 +22,7 @@ setup: .venv/.ready
 	@touch $@
 
 .venv/.ready-dev: .venv/.ready
-	$(PIP) -e '.[dev,peers,rl]'
+	$(PIP) -e '.[dev,peers,rl,tune]'
 	@touch $@
 
 train: setup

@@ -60,7 +60,16 @@ class TaskRef:
     def settings(self) -> dict[str, Setting]:
         """Its settings, from the text where that tells all, else from a child process that imports the file."""
         source = self.source()
-        return source.settings if source.complete else describe(self)
+        return source.settings if source.complete else from_json(describe(self)["settings"])
+
+    def search(self) -> dict[str, str]:
+        """What `tune` searches in it, read in the same two ways."""
+        found = self.source().search
+        found = describe(self)["search"] if found is None else found
+        for key, text in found.items():
+            if not isinstance(text, str):
+                raise Problem(f"{self.class_name}.search: {key} is {text!r}: write LOW..HIGH, LOW..HIGH,log or A|B|C, as text")
+        return found
 
     def digest(self) -> str:
         if self.pickled:
@@ -195,7 +204,7 @@ def make(
     return Recipe(task, resolve(known, values, task.label), origin, pins, name, tuple(notices))
 
 
-def describe(task: TaskRef) -> dict[str, Setting]:
+def describe(task: TaskRef) -> dict[str, Any]:
     """Ask a child process that imports the file; slower, but it sees everything."""
     child = subprocess.run(
         [sys.executable, "-P", "-m", "drivetrain.cli.describe", f"{task.path}:{task.class_name}"],
@@ -205,7 +214,7 @@ def describe(task: TaskRef) -> dict[str, Setting]:
     )
     if child.returncode != 0:
         raise Problem(child.stderr.strip() or f"{task.path} could not be imported")
-    return from_json(json.loads(child.stdout.splitlines()[-1]))
+    return dict(json.loads(child.stdout.splitlines()[-1]))
 
 
 def load_class(task: TaskRef) -> type:

@@ -50,6 +50,8 @@ class TaskSource:
     hooks: frozenset[str]
     complete: bool
     """False where only importing the file can tell: computed defaults, bases from other modules."""
+    search: dict[str, str] | None
+    """What `tune` searches; None where only importing the file can tell."""
 
 
 def read_source(path: Path, class_name: str | None = None) -> TaskSource:
@@ -73,7 +75,7 @@ def read_source(path: Path, class_name: str | None = None) -> TaskSource:
     hooks: set[str] = set()
     complete = _collect(module, class_name, settings, hooks)
     doc = ast.get_docstring(module.classes[class_name]) or ""
-    return TaskSource(class_name, doc, settings, frozenset(hooks), complete)
+    return TaskSource(class_name, doc, settings, frozenset(hooks), complete, _search(module, class_name))
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,24 @@ def _collect(module: _Module, name: str, settings: dict[str, Setting], hooks: se
     return complete
 
 
+def _search(module: _Module, name: str) -> dict[str, str] | None:
+    """The value of `search`: the class's own, else the first base's that has one."""
+    node = module.classes[name]
+    annotated = [(field, value) for field, _, value, _ in _fields(node) if value is not None]
+    for field, value in [*_plain_assignments(node), *annotated]:
+        if field == "search":
+            try:
+                return dict(ast.literal_eval(value))
+            except (ValueError, TypeError):
+                return None
+    for base in node.bases:
+        found = _base(module, base)
+        inherited = None if found is None else _search(*found)
+        if inherited is None or inherited:
+            return inherited
+    return {}
+
+
 def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, ast.expr | None, str]]:
     """(name, annotation, default, the string under it) of each annotated field."""
     for here, after in zip(node.body, [*node.body[1:], None], strict=True):
@@ -208,6 +228,12 @@ def _field_type(owner: str, field: str, annotation: str) -> Any | None:
         return None
     if field in HOOKS:
         raise Problem(f"{owner}.{field}: {field} is the name of a hook; give the setting another name")
+    if annotation.split("[")[0].split(".")[-1] == "ClassVar":
+        return None
+    if field == "search":
+        raise Problem(
+            f"{owner}.search: search is what `tune` searches: assign a dict without an annotation, or give the setting another name"
+        )
     try:
         kind = read_type(annotation)
     except UnknownName as error:

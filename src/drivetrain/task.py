@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from drivetrain.outcomes import Problem
 from drivetrain.settings import Duration, Range, resolve
@@ -129,6 +129,9 @@ class Task:
     """Steps (or 1ep, 10min) between checkpoints; the end always saves."""
     keep: Annotated[int, Range(1)] = 2
     """Checkpoints kept, besides the best one."""
+
+    search: ClassVar[dict[str, str]] = {}
+    """What `drivetrain tune` searches: setting -> `LOW..HIGH`, `LOW..HIGH,log` or `A|B|C`."""
 
     def __init__(self, **settings: Any) -> None:
         known = of_class(type(self))

@@ -14,6 +14,7 @@ VERBS = {
     "resume": ("train", "go on with a run that was interrupted"),
     "eval": ("evaluate", "evaluate a run's model on its evaluation data"),
     "export": ("export", "a run's model as ONNX and safetensors, checked against torch"),
+    "tune": ("tune", "search a task's settings: trials are ordinary runs, bad ones are stopped early"),
     "status": ("inspect", "how a run is doing"),
     "logs": ("inspect", "what a run's processes printed"),
     "runs": ("inspect", "list runs; rm and prune make room"),

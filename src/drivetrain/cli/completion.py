@@ -16,7 +16,7 @@ _drivetrain() {{
     case $word in -*) COMPREPLY=($(compgen -W "{flags}" -- "$word")); return;; esac
     case $verb in
         {run_verbs}) COMPREPLY=($(compgen -W "$(ls runs 2>/dev/null)" -- "$word"));;
-        train|verify-resume) COMPREPLY=($(compgen -W "{tasks}" -- "$word") $(compgen -f -X '!*.@(py|yaml)' -- "$word"));;
+        train|tune|verify-resume) COMPREPLY=($(compgen -W "{tasks}" -- "$word") $(compgen -f -X '!*.@(py|yaml)' -- "$word"));;
         completion) COMPREPLY=($(compgen -W "bash zsh fish" -- "$word"));;
         runs) COMPREPLY=($(compgen -W "rm prune $(ls runs 2>/dev/null)" -- "$word"));;
     esac
@@ -30,7 +30,7 @@ FISH = """\
 complete -c drivetrain -f
 complete -c drivetrain -n __fish_use_subcommand -a "{verbs}"
 complete -c drivetrain -n "__fish_seen_subcommand_from {run_words}" -a "(ls runs 2>/dev/null)"
-complete -c drivetrain -n "__fish_seen_subcommand_from train verify-resume" -a "{tasks} (__fish_complete_suffix .py)"
+complete -c drivetrain -n "__fish_seen_subcommand_from train tune verify-resume" -a "{tasks} (__fish_complete_suffix .py)"
 complete -c drivetrain -n "__fish_seen_subcommand_from completion" -a "bash zsh fish"
 """
 

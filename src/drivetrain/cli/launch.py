@@ -106,8 +106,9 @@ def open_run(recipe: Recipe, request: Request) -> Opened:
         before = run.read()
         _check_same(recipe, before, run)
         return _go_on(recipe, run, before)
-    # A start that was killed before run.json leaves its lock and perhaps a part of the task's copy.
-    if run.path.is_dir() and any(p.name not in ("lock", "task") and not p.name.startswith(".run.json") for p in run.path.iterdir()):
+    # A start that was killed before run.json leaves its lock and perhaps a part of the task's copy; whoever starts
+    # trainings may keep their output in logs.
+    if run.path.is_dir() and any(p.name not in ("lock", "task", "logs") and not p.name.startswith(".run.json") for p in run.path.iterdir()):
         raise Problem(f"{run.path} is not empty and no run: choose another --run-dir or --name")
     return Opened(run, Lock.take(run.path), None)
 

@@ -1,0 +1,226 @@
+"""`tune`: search a task's settings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.cli.flags import Parser
+from drivetrain.outcomes import Outcome, Problem
+
+if TYPE_CHECKING:
+    from drivetrain.cli.launch import Machine
+    from drivetrain.recipe import Recipe
+    from drivetrain.tune.folder import Folder, Goal
+    from drivetrain.tune.space import Space
+    from drivetrain.tune.study import Study
+    from drivetrain.tune.table import Table
+
+TEXT = """\
+Search a task's settings. Each trial is an ordinary run in runs/NAME/trials; trials that fall behind are stopped
+early; runs/NAME/best.yaml is the recipe of the best one. Repeating the command goes on with an unfinished study,
+and a higher --trials with a finished one.
+
+  drivetrain tune digits --search learning_rate=1e-4..1e-1,log            between two numbers, by magnitude
+  drivetrain tune digits --search 'hidden=64|128|256' epochs=5            among choices; epochs is the same in all
+  drivetrain tune my_task.py --trials 100 --metric eval/accuracy          what search = {...} in the task says
+  drivetrain tune my_task.py --jobs 4                                     four trials at a time"""
+
+
+def run(verb: str, words: list[str]) -> int:
+    parser = _parser()
+    if {"-h", "--help"} & set(words):
+        from drivetrain.cli.train import print_settings
+
+        parser.print_help()
+        task = next((w for w in words if not w.startswith("-") and "=" not in w), None)
+        if task is not None:
+            print_settings(task)
+        return 0
+    args = parser.parse(words)
+    if args.run_dir and args.name:
+        raise Problem("--run-dir and --name both say where the study goes: give one")
+    if args.trials < 1:
+        raise Problem(f"--trials {args.trials}: at least one")
+
+    from drivetrain import runs
+    from drivetrain.cli import launch
+    from drivetrain.recipe import load, split_words
+    from drivetrain.tune import folder as folders
+    from drivetrain.tune.space import make_space
+    from drivetrain.tune.study import Study, need_optuna
+    from drivetrain.tune.table import Table
+    from drivetrain.tune.tuner import Order, Tuner
+    from drivetrain.watch.screen import Screen
+
+    need_optuna()
+    recipes = load(args.target, args.settings)
+    if len(recipes) > 1:
+        raise Problem(f"{args.target} has stages: tune takes a recipe without")
+    recipe = recipes[0]
+    space = make_space(recipe.task.settings(), recipe.task.search(), args.search, split_words(args.settings), recipe.task.label)
+    goal = _goal(recipe, args)
+    machine = launch.look_at_machine(launch.Request(gpus=args.gpus, device=args.device))
+    slots = _slots(args, machine, recipe)
+    same = folders.identity(recipe, space, goal)
+    named = args.run_dir or (str(runs.RUNS / args.name) if args.name else None)
+    found = folders.open_folder(named, recipe.task.label, same)
+    screen = Screen(quiet=args.quiet or args.json)
+    table = Table(screen, space, goal.metric)
+    study = Study(found.path, space, goal.direction, args.sampler, args.seed, args.prune, args.trials)
+    told = found.before or folders.provenance()
+    told |= same | {
+        "file": folders.task_word(recipe.task), "value": folders.VALUE, "trials": args.trials, "jobs": len(slots),
+        "sampler": args.sampler, "seed": args.seed, "prune": args.prune,
+    }  # fmt: skip
+    if len(study.tried()) >= args.trials and not study.unfinished():
+        found.write(**told | {"status": "finished", "trials": len(study.tried())})
+        screen.line("study", f"{_shown(found)} is finished: {len(study.tried())} trials (more: --trials N)")
+        return _end(found, study, goal, table, args.json, "finished")
+    found.write(**told | {"status": "running"})
+    _begin(found, study, recipe, machine, goal, space, args, len(slots), table)
+    status = "stopped"
+    try:
+        if Tuner(Order(recipe, goal, args.trials, slots), found, study, table).run():
+            status = "finished"
+    finally:
+        found.write(**told | {"status": status})
+        _draw(found, study, space, goal)
+    return _end(found, study, goal, table, args.json, status)
+
+
+def _parser() -> Parser:
+    parser = Parser("drivetrain tune", TEXT)
+    parser.add_argument("target", metavar="TASK", help="as for train")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that are the same in all trials, such as epochs=5")
+    parser.add_argument("--trials", type=int, default=50, metavar="N", help="trials in all (default 50)")
+    parser.add_argument(
+        "--search", action="append", default=[], metavar="KEY=RANGE", help="LOW..HIGH, LOW..HIGH,log or 'A|B|C'; instead of the task's"
+    )
+    parser.add_argument("--metric", metavar="eval/NAME", help="what is optimised (default: what best names, else eval/loss)")
+    parser.add_argument("--direction", choices=["max", "min"], help="which way (default: losses and errors fall, all else rises)")
+    parser.add_argument("--prune", choices=["median", "hyperband", "none"], default="median", help="how trials are stopped early")
+    parser.add_argument("--sampler", choices=["tpe", "random"], default="tpe", help="how parameters are proposed")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the proposals; with one job, the same trials again")
+    parser.add_argument("--jobs", type=int, metavar="J", help="trials at a time (default: one a GPU, one on a CPU)")
+    parser.add_argument("--procs", type=int, metavar="N", help="processes of each trial")
+    parser.add_argument("--device", choices=["cuda", "cpu", "mps"], help="where to train (default: GPUs if there are any)")
+    parser.add_argument("--gpus", metavar="0,1", help="the GPUs to use, shared out among the jobs")
+    parser.add_argument("--run-dir", metavar="DIR", help="the study's own folder")
+    parser.add_argument("--name", metavar="N", help="the study's name: its folder is runs/N")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print errors only")
+    return parser
+
+
+def _goal(recipe: Recipe, args: argparse.Namespace) -> Goal:
+    from drivetrain.engine.best import Best
+    from drivetrain.tune.folder import Goal
+
+    if args.metric and "/" in args.metric and not args.metric.startswith("eval/"):
+        raise Problem(f"--metric {args.metric}: trials are judged by their evaluations: eval/NAME")
+    judged = Best(args.metric.removeprefix("eval/") if args.metric else recipe.settings["best"] or "loss")
+    return Goal(f"eval/{judged.name}", args.direction or ("max" if judged.sign > 0 else "min"))
+
+
+def _slots(args: argparse.Namespace, machine: Machine, recipe: Recipe) -> list[list[str]]:
+    """The words that give each of the trials at a time its share of the GPUs, or of the cores."""
+    where = [*(["--device", args.device] if args.device else []), *(["--procs", str(args.procs)] if args.procs else [])]
+    procs, count = args.procs or 1, len(machine.gpus)
+    jobs = args.jobs if args.jobs is not None else max(1, count // procs)
+    if jobs < 1:
+        raise Problem(f"--jobs {jobs}: at least one trial at a time")
+    if machine.gpus:
+        if jobs * procs > count:
+            each = f" of {procs} processes" if procs > 1 else ""
+            raise Problem(f"--jobs {jobs}: there are {count} GPUs to use; one trial{each} each at most (or --device cpu)")
+        numbers = args.gpus.split(",") if args.gpus else [str(i) for i in range(count)]
+        share = count // jobs
+        return [[*where, "--gpus", ",".join(numbers[i * share : (i + 1) * share])] for i in range(jobs)]
+    if jobs > 1 and "threads" not in recipe.pins:
+        where.append(f"plan.threads={max(1, machine.hardware.cpu_cores // (jobs * procs))}")
+    return [where] * jobs
+
+
+# --- what is shown -----------------------------------------------------------------------------
+
+
+def _shown(found: Folder) -> str:
+    return os.path.relpath(found.path)
+
+
+def _begin(
+    found: Folder, study: Study, recipe: Recipe, machine: Machine, goal: Goal, space: Space, args: argparse.Namespace, jobs: int, table: Table
+) -> None:  # fmt: skip
+    from drivetrain import __version__
+
+    screen = table.screen
+    if screen.quiet:
+        return
+    screen.put(f"drivetrain {__version__}   tune {recipe.task.label}   {machine.hardware.sentence()}")
+    way = "higher" if goal.direction == "max" else "lower"
+    pruning = "no pruning" if args.prune == "none" else f"{args.prune} pruning"
+    screen.line(
+        "study", f"{_shown(found)}   {args.trials} trials, {jobs} at a time, {args.sampler}, {pruning}; {goal.metric}, {way} is better"
+    )
+    screen.line("search", "   ".join(f"{name} {dimension.text}" for name, dimension in space.items()))
+    for notice in (*recipe.notices, found.why):
+        if notice:
+            screen.notice(notice)
+    if tried := study.tried():
+        open_ = sum(t.state == "running" for t in tried)
+        screen.line("resume", f"{len(tried) - open_} trials are done, {open_} go on where they were")
+    table.head()
+
+
+def _draw(found: Folder, study: Study, space: Space, goal: Goal) -> None:
+    from drivetrain.tune import pictures
+
+    pictures.draw(found.path, study, space, goal)
+
+
+def _end(found: Folder, study: Study, goal: Goal, table: Table, as_json: bool, status: str) -> int:
+    result = _result(found, study, goal, status)
+    if as_json:
+        print(json.dumps(result))
+    else:
+        _footer(result, goal, table)
+    if status != "finished":
+        return Outcome.PREEMPTED.code
+    if result["best"] is None:
+        raise Problem(f"no trial finished: see {_shown(found)}/trials", Outcome.USER_ERROR)
+    return 0
+
+
+def _result(found: Folder, study: Study, goal: Goal, status: str) -> dict[str, Any]:
+    """What --json prints."""
+    rows = [
+        {"trial": t.number, "state": t.state, "params": t.params, "value": t.value, **t.facts, "run": str(found.run_of(t.number).path)}
+        for t in study.tried()
+    ]
+    best = study.best()
+    return {
+        "format": 1, "folder": str(found.path), "status": status, "metric": goal.metric, "direction": goal.direction,
+        "best": next((row for row in rows if best is not None and row["trial"] == best.number), None),
+        "recipe": str(found.path / "best.yaml") if best else None, "trials": rows,
+    }  # fmt: skip
+
+
+def _footer(result: dict[str, Any], goal: Goal, table: Table) -> None:
+    from drivetrain.tune.space import short
+    from drivetrain.tune.table import figure
+
+    screen, best = table.screen, result["best"]
+    states = [row["state"] for row in result["trials"]]
+    counts = ", ".join(f"{states.count(s)} {s}" for s in ("finished", "pruned", "failed") if s in states)
+    if best is not None:
+        params = " ".join(f"{name}={short(value)}" for name, value in best["params"].items())
+        screen.line("best", f"trial {best['trial']}: {goal.metric} {figure(goal.metric, best['value'])}   {params}")
+    if result["status"] != "finished":
+        screen.line("stopped", f"{counts or 'no trial is done'}; go on with the same command")
+        return
+    screen.line("done", f"{len(states)} trials: {counts}; pictures: history.png, importances.png, slices.png")
+    if best is not None:
+        screen.line("run", f"{os.path.relpath(best['run'])}   next: drivetrain train {os.path.relpath(result['recipe'])}")

@@ -1,0 +1,85 @@
+"""What is searched: `1e-4..1e-1,log` is a range, `64|128|256` are choices; the setting's type does the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from drivetrain.outcomes import Problem
+from drivetrain.settings import Setting, nearest
+
+EXAMPLE = "--search learning_rate=1e-4..1e-1,log"
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """A setting that is searched: between two numbers, or among choices."""
+
+    setting: Setting
+    text: str
+    low: float = 0.0
+    high: float = 0.0
+    whole: bool = False
+    log: bool = False
+    choices: tuple[Any, ...] = ()
+
+
+Space = dict[str, Dimension]
+
+
+def make_space(settings: Mapping[str, Setting], task: Mapping[str, str], words: list[str], given: Mapping[str, str], label: str) -> Space:
+    """What the task searches, and what the command line searches instead; a setting given a value is not searched."""
+    asked = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise Problem(f"--search {word}: write it as key=range, such as {EXAMPLE}")
+        asked[key.replace("-", "_")] = text
+    for key in asked:
+        if key in given:
+            raise Problem(f"{key} is searched and given the value {given[key]}: say only one of them")
+    texts = {key: text for key, text in task.items() if key not in given} | asked
+    for key in texts:
+        if key not in settings:
+            raise Problem(f"--search {key}: {label} has no setting {key!r}{nearest(key, settings)} (all: drivetrain tune {label} --help)")
+    if not texts:
+        raise Problem(f'nothing to search: say what, such as {EXAMPLE} (or search = {{"learning_rate": "1e-4..1e-1,log"}} in the task)')
+    return {key: _dimension(settings[key], str(text)) for key, text in texts.items()}
+
+
+def _dimension(setting: Setting, text: str) -> Dimension:
+    if "|" in text:
+        choices = tuple(_plain(setting.coerce(part.strip())) for part in text.split("|"))
+        if len(set(choices)) < len(choices):
+            raise Problem(f"--search {setting.name}={text}: a choice stands there twice")
+        return Dimension(setting, text, choices=choices)
+    first, dots, rest = text.partition("..")
+    last, comma, mark = rest.partition(",")
+    if not dots or (comma and mark.strip() != "log"):
+        raise Problem(f"--search {setting.name}={text}: write LOW..HIGH, LOW..HIGH,log or 'A|B|C'")
+    low, high = setting.coerce(first.strip()), setting.coerce(last.strip())
+    if not all(type(end) in (int, float) for end in (low, high)):
+        raise Problem(f"--search {setting.name}={text}: {setting.name} is no number: write its choices, as '{setting.name}=A|B'")
+    if not low < high:
+        raise Problem(f"--search {setting.name}={text}: a range goes from the lower to the higher end")
+    if comma and low <= 0:
+        raise Problem(f"--search {setting.name}={text}: a range with log begins above 0")
+    return Dimension(setting, text, low, high, isinstance(low, int) and isinstance(high, int), bool(comma))
+
+
+def _plain(value: Any) -> Any:
+    """A choice as the journal can keep it: lists as text, which the setting reads back."""
+    return as_text(value) if isinstance(value, list) else value
+
+
+def as_text(value: Any) -> str:
+    """A value as one writes it on a command line."""
+    if isinstance(value, list):
+        return ",".join(map(as_text, value))
+    return {True: "true", False: "false", None: "none"}[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def short(value: Any) -> str:
+    """A value as a table shows it."""
+    return f"{value:.4g}" if isinstance(value, float) else as_text(value)

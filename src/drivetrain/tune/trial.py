@@ -1,0 +1,112 @@
+"""One trial: an ordinary run, trained by the ordinary `train` command in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from typing import Any
+
+from drivetrain import runs
+from drivetrain.engine.best import Best
+from drivetrain.outcomes import Outcome, Problem, outcome_of_code
+from drivetrain.runs import Run
+from drivetrain.tune.study import Proposal
+
+RETRIES = 3  # starts of a trial again, after something else than its own training ended it
+
+
+class Trial:
+    """Starts a proposal's run, follows its evaluations, and can ask it to stop."""
+
+    def __init__(self, proposal: Proposal, run: Run, words: list[str], best: str) -> None:
+        self.number, self.params, self.reported = proposal.number, proposal.params, proposal.reported
+        self.run, self.words, self.name = run, words, Best(best).name
+        self.sign = Best(best).sign
+        self.evaluations: dict[int, float] = {}
+        """Step -> value, of every evaluation so far."""
+        self.row: dict[str, Any] = {}
+        """The newest row of the run's metrics."""
+        self.pruned = False
+        self.starts = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self._read: tuple[int, int] = (0, 0)  # the file's number, and how far it was read
+
+    # --- the process ---
+
+    def start(self) -> None:
+        """Begin the run, or go on with it."""
+        self.starts += 1
+        log = self.run.path / "logs" / "train.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "drivetrain", "train", *self.words, "--run-dir", str(self.run.path)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # the terminal's Ctrl-C comes to the tuner, not to its trials
+                preexec_fn=partial(runs.die_with_parent, os.getpid()),
+            )
+
+    def stop(self) -> None:
+        """Ask the run to finish its step, save and end: its front end tells all its processes."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    @property
+    def code(self) -> int | None:
+        """The exit code, once it has ended."""
+        assert self.process is not None
+        return self.process.poll()
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether something else than the training itself ended it, so that the same command goes on with it."""
+        code = self.code
+        return code is not None and (code < 0 or code >= 128)
+
+    def problem(self) -> Problem:
+        """Why it failed, as `train` said it."""
+        code = self.code or 0
+        text = (self.run.path / "logs" / "train.log").read_text(errors="replace")
+        said = text.rpartition("\ndrivetrain: ")[2] if "\ndrivetrain: " in text else text.removeprefix("drivetrain: ")
+        if code < 0:
+            said = f"its process was killed by {signal.Signals(-code).name}"
+        outcome = outcome_of_code(code) if code > 0 else Outcome.INFRA
+        return Problem(said.strip() or f"it ended with code {code}", outcome)
+
+    # --- what it logs ---
+
+    def look(self) -> None:
+        """Read what the run has logged since; from the beginning where a resume has rewritten the file."""
+        try:
+            with open(self.run.metrics_path, "rb") as file:
+                number, size = os.fstat(file.fileno()).st_ino, os.fstat(file.fileno()).st_size
+                if number != self._read[0] or size < self._read[1]:
+                    self._read = number, 0
+                    self.evaluations.clear()
+                file.seek(self._read[1])
+                whole = file.read().rpartition(b"\n")[0]
+        except FileNotFoundError:
+            return
+        if whole:
+            self._read = number, self._read[1] + len(whole) + 1
+        for line in whole.splitlines():
+            self.row = json.loads(line)
+            value = self.row.get(f"eval/{self.name}")
+            if value is not None:
+                self.evaluations[self.row["step"]] = value
+
+    def best(self) -> tuple[int, float] | None:
+        """The step and value of its best evaluation; the earliest of equal ones."""
+        good = [(step, value) for step, value in self.evaluations.items() if value == value]
+        return min(good, key=lambda e: (-self.sign * e[1], e[0]), default=None)

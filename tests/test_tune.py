@@ -1,0 +1,363 @@
+"""`tune`: what it finds, what it stops, and that nothing is lost or repeated, whoever dies."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from drivetrain.cli import tune
+from drivetrain.cli.launch import Machine
+from drivetrain.hardware import Hardware
+from drivetrain.outcomes import Problem
+from drivetrain.recipe import find_task, make
+from drivetrain.runs import read_lines
+from drivetrain.tune import folder as folders
+from drivetrain.tune.folder import Goal
+from drivetrain.tune.space import make_space
+from drivetrain.tune.study import Study
+from drivetrain.tune.table import Table
+from drivetrain.tune.tuner import Order, Tuner
+from drivetrain.watch.screen import Screen
+from tests.command import COMMAND, bad, drivetrain, environment, good, write_task
+
+pytest.importorskip("optuna")
+
+RATE = "learning_rate=1e-6..1e-1,log"
+SLOW = ("x, y = batch\n        return F.cross", "x, y = batch\n        import time; time.sleep(0.05)\n        return F.cross")
+DIGITS = find_task("digits").settings()
+
+
+def space_of(*words: str, task: dict[str, str] | None = None, **given: str) -> Any:
+    return make_space(DIGITS, task or {}, list(words), given, "digits")
+
+
+# --- what it finds -----------------------------------------------------------------------------
+
+
+STUDY = ["digits", "epochs=3", "--search", "learning_rate=1e-5..1e-1,log", "--search", "hidden=16|64", "--metric", "eval/accuracy"]
+
+
+@pytest.fixture(scope="module")
+def studied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A small study of digits, and what it printed."""
+    place = tmp_path_factory.mktemp("studied")
+    done = subprocess.run(
+        [*COMMAND, "tune", *STUDY, "--trials", "4", "--name", "s", "--json"], capture_output=True, text=True, env=environment(), cwd=place
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1, "one JSON object"
+    return place, json.loads(done.stdout)
+
+
+def test_it_finds_better_settings(studied: tuple[Path, dict[str, Any]]) -> None:
+    _, result = studied
+    values = [t["value"] for t in result["trials"]]
+    best = result["best"]
+    assert best["value"] == max(t["value"] for t in result["trials"] if t["state"] == "finished")
+    assert best["value"] > 0.9 > min(values) + 0.2
+    assert best["params"]["learning_rate"] > 1e-3
+    assert all(1e-5 <= t["params"]["learning_rate"] <= 1e-1 and t["params"]["hidden"] in (16, 64) for t in result["trials"])
+    assert len({t["params"]["learning_rate"] for t in result["trials"]}) == 4
+
+
+def test_a_bad_trial_is_stopped_early_and_recorded(studied: tuple[Path, dict[str, Any]]) -> None:
+    place, result = studied
+    full = max(t["steps"] for t in result["trials"])
+    pruned = [t for t in result["trials"] if t["state"] == "pruned"]
+    assert pruned
+    for trial in pruned:
+        run = place / trial["run"]
+        assert max(row["step"] for row in read_lines(run / "metrics.jsonl")) < full
+        assert json.loads((run / "run.json").read_text())["outcome"] == "preempted", "it was asked to stop, and saved"
+        assert list((run / "checkpoints").glob("step-*"))
+
+
+def test_the_folder_tells_all(studied: tuple[Path, dict[str, Any]]) -> None:
+    place, result = studied
+    told = json.loads((place / "runs/s/tune.json").read_text())
+    assert (told["format"], told["status"], told["task"]) == (1, "finished", "digits")
+    assert (told["metric"], told["direction"], told["search"]["hidden"]) == ("eval/accuracy", "max", "16|64")
+    assert told["settings"]["epochs"] == 3 and "hidden" not in told["settings"] and told["versions"]["optuna"]
+    for name in ("history", "importances", "slices"):
+        picture = (place / f"runs/s/{name}.png").read_bytes()
+        assert picture.startswith(b"\x89PNG") and len(picture) > 3000
+    run = json.loads((place / result["best"]["run"] / "run.json").read_text())
+    assert run["recipe"]["settings"]["learning_rate"] == result["best"]["params"]["learning_rate"], "an ordinary run"
+
+
+def test_the_best_recipe_trains_to_the_same_value(studied: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    place, result = studied
+    monkeypatch.chdir(place)
+    good("train", result["recipe"], "--name", "again")
+    values = [row["eval/accuracy"] for row in read_lines(place / "runs/again/metrics.jsonl") if "eval/accuracy" in row]
+    assert max(values) == result["best"]["value"]
+
+
+def test_a_finished_study_says_so_and_others_are_refused_by_name(
+    studied: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, _ = studied
+    monkeypatch.chdir(place)
+    before = (place / "runs/s/study.journal").read_bytes()
+    assert "runs/s is finished: 4 trials" in good("tune", *STUDY, "--trials", "4", "--name", "s")
+    other = [w.replace("16|64", "16|32") for w in STUDY]
+    assert "hidden=16|64 (now 16|32)" in bad("tune", *other, "--trials", "4", "--name", "s")
+    assert "eval/accuracy (now eval/loss)" in bad("tune", *STUDY[:-1], "eval/loss", "--trials", "4", "--name", "s")
+    assert "epochs=3 (now 4)" in bad("tune", "digits", "epochs=4", *STUDY[2:], "--name", "s")
+    assert "study of digits, not of bandit" in bad("tune", "bandit", "--search", RATE, "--name", "s")
+    assert (place / "runs/s/study.journal").read_bytes() == before
+
+
+# --- who dies ----------------------------------------------------------------------------------
+
+
+WORDS = {"broken": ["epochs=4", "--search", RATE, "--metric", "accuracy", "--prune", "none", "--jobs", "2", "--name", "broken"]}
+
+
+def begin(name: str, trials: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([*COMMAND, "tune", "small.py", *WORDS[name], "--trials", str(trials), "-q"], env=environment())
+
+
+def wait_for(what: Callable[[], bool], tuner: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 60
+    while not what():
+        assert tuner.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def rows_of(number: int) -> list[dict[str, Any]]:
+    return list(read_lines(Path(f"runs/broken/trials/trial-{number:04d}/metrics.jsonl")))
+
+
+def told(states: str) -> list[dict[str, Any]]:
+    """The journal's records of an operation (5: a parameter, 6: a state)."""
+    return [row for row in read_lines(Path("runs/broken/study.journal")) if str(row["op_code"]) in states]
+
+
+def params() -> list[tuple[int, float]]:
+    return [(row["trial_id"], row["param_value_internal"]) for row in told("5")]
+
+
+def ended_after(tuner: subprocess.Popen[bytes], number: int) -> int:
+    """Send a signal, and see that nothing the tuner started survives it."""
+    family = psutil.Process(tuner.pid).children(recursive=True)
+    assert len(family) >= 2
+    tuner.send_signal(number)
+    code = tuner.wait(timeout=60)
+    deadline = time.monotonic() + 5
+    while any(alive(process) for process in family):
+        assert time.monotonic() < deadline, family
+        time.sleep(0.05)
+    return code
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_nothing_is_lost_or_repeated_when_the_tuner_dies(folder: Path) -> None:
+    write_task(change=SLOW)
+    tuner = begin("broken", 3)
+    wait_for(lambda: bool(rows_of(0) and rows_of(1)), tuner)
+    assert ended_after(tuner, signal.SIGTERM) == 200, "the resumable code"
+    assert json.loads(Path("runs/broken/tune.json").read_text())["status"] == "stopped"
+    first = params()
+    assert len(first) == 2 and not told("6"), "both still wait to go on"
+
+    tuner = begin("broken", 3)
+    wait_for(lambda: bool(told("6") and rows_of(2)), tuner)
+    assert ended_after(tuner, signal.SIGKILL) == -9
+    finished = {row["trial_id"]: row["values"] for row in told("6")}
+    kept = {n: Path(f"runs/broken/trials/trial-{n:04d}/run.json").read_bytes() for n in finished}
+    second = params()
+
+    result = json.loads(good("tune", "small.py", *WORDS["broken"], "--trials", "3", "--json"))
+    assert [t["trial"] for t in result["trials"]] == [0, 1, 2]
+    assert {t["state"] for t in result["trials"]} == {"finished"}
+    assert params() == second and second[:2] == first, "running trials went on with the parameters they had"
+    for number, text in kept.items():
+        assert Path(f"runs/broken/trials/trial-{number:04d}/run.json").read_bytes() == text, "a finished trial is not run again"
+        assert [result["trials"][number]["value"]] == finished[number]
+    for number in (0, 1, 2):
+        steps = [row["step"] for row in rows_of(number)]
+        assert steps == list(range(1, steps[-1] + 1)), "each step once"
+    events = [e["event"] for e in read_lines(Path("runs/broken/trials/trial-0000/events.jsonl"))]
+    assert "resumed" in events, "it did not begin anew"
+
+
+def test_a_killed_trial_is_started_again(folder: Path) -> None:
+    kill = "import os, pathlib\n        if not pathlib.Path('{0}').exists():\n            pathlib.Path('{0}').touch()\n            os.kill(os.getppid(), 9)\n        "
+    write_task(change=("return nn.Sequential", kill.format(folder / "killed") + "return nn.Sequential"))
+    text = good("tune", "small.py", "epochs=1", "--search", RATE, "--metric", "accuracy", "--trials", "1", "--name", "k")
+    assert "restarted" in text and "SIGKILL" in text
+    assert "1 finished" in text
+
+
+def test_a_trial_that_is_always_killed_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = folder / "python"
+    program.write_text("#!/bin/sh\necho start >> starts\nkill -9 $$\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    recipe, space, goal = make(find_task("digits"), {}, {}), space_of(RATE), Goal("eval/loss", "min")
+    place = folders.open_folder("study", "digits", folders.identity(recipe, space, goal))
+    study = Study(place.path, space, "min", "tpe", 0, "none", 1)
+    assert Tuner(Order(recipe, goal, 1, [[]]), place, study, Table(Screen(quiet=True), space, goal.metric)).run()
+    assert len((folder / "starts").read_text().splitlines()) == 4, "three times again"
+    (trial,) = study.tried()
+    assert trial.state == "failed" and "SIGKILL" in trial.facts["message"]
+
+
+def test_three_failures_end_it_with_the_message(folder: Path) -> None:
+    message = bad("tune", "digits", "plan.micro_batch=many", "--search", RATE, "--trials", "9", "--name", "f", lines=3)
+    assert "the first 3 trials failed" in message and "micro_batch" in message
+    assert len(list(Path("runs/f/trials").iterdir())) == 3
+
+
+def test_a_folder_in_use_names_the_process(folder: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from drivetrain.runs import Lock; Lock.take(Path('runs/used')); print(flush=True); input()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        message = bad("tune", "digits", "--search", RATE, "--name", "used", lines=1)
+        assert f"being tuned by process {other.pid}" in message
+        other.communicate(b"\n")
+
+
+# --- what is searched --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "said"),
+    [
+        (["learnig_rate=1e-4..1e-2"], {}, "did you mean learning_rate?"),
+        (["hidden=0..64"], {}, "a whole number of 1 to 65536"),
+        (["hidden=64|99999999"], {}, "a whole number of 1 to 65536"),
+        (["hidden=1.5..4"], {}, "a whole number"),
+        (["learning_rate=1e-4"], {}, "LOW..HIGH"),
+        (["learning_rate=1e-4..1e-2,lin"], {}, "LOW..HIGH,log"),
+        (["learning_rate=1e-2..1e-4"], {}, "from the lower to the higher"),
+        (["learning_rate=0..1,log"], {}, "begins above 0"),
+        (["optim=adam..sgd"], {}, "optim is no number"),
+        (["best=a..b"], {}, "best is no number"),
+        (["hidden=64|64"], {}, "twice"),
+        (["hidden"], {}, "--search learning_rate="),
+        (["hidden=8..64"], {"hidden": "32"}, "say only one"),
+        ([], {}, "nothing to search: say what, such as --search learning_rate="),
+    ],
+)
+def test_a_search_that_cannot_be_names_the_fix(words: list[str], given: dict[str, str], said: str) -> None:
+    with pytest.raises(Problem) as problem:
+        space_of(*words, **given)
+    assert said in str(problem.value)
+
+
+def test_the_command_line_wins_over_the_task_key_by_key() -> None:
+    space = space_of("hidden=8..64", task={"hidden": "16|32", "learning_rate": "1e-4..1e-2,log", "clip": "0..1"}, clip="0.5")
+    assert {name: d.text for name, d in space.items()} == {"hidden": "8..64", "learning_rate": "1e-4..1e-2,log"}
+    assert space["hidden"].whole and not space["hidden"].log
+    assert space["learning_rate"].log and not space["learning_rate"].whole
+
+
+def test_a_task_may_say_what_is_searched(folder: Path) -> None:
+    write_task("plain.py", ("    hidden: int", '    search = {"hidden": "8|16"}\n    hidden: int'))
+    assert find_task("plain.py").search() == {"hidden": "8|16"}
+    assert "search" not in find_task("plain.py").settings()
+    write_task("derived.py", ("class Small(Task):", "from plain import Small as Base\n\n\nclass Small(Base):"))
+    assert find_task("derived.py:Small").search() == {"hidden": "8|16"}, "what only importing it can tell"
+    write_task("wrong.py", ("    hidden: int", '    search: str = "hidden"\n    hidden: int'))
+    assert "search is what `tune` searches" in bad("train", "wrong.py", "--dry-run")
+
+
+def test_mistakes_on_the_command_line(folder: Path) -> None:
+    assert "did you mean hidden" in bad("tune", "digits", "--search", "hiden=8..64")
+    assert "nothing to search" in bad("tune", "digits")
+    assert "eval/NAME" in bad("tune", "digits", "--search", RATE, "--metric", "train/loss")
+    assert not Path("runs").exists(), "a mistake leaves nothing behind"
+    Path("hidden").mkdir()
+    Path("hidden/optuna.py").write_text("raise ImportError")
+    done = drivetrain("tune", "digits", "--search", RATE, PYTHONPATH=f"{folder / 'hidden'}:{':'.join(sys.path)}")
+    assert done.returncode == 2 and "pip install 'drivetrain[tune]'" in done.stderr
+
+
+def test_help_teaches(folder: Path) -> None:
+    text = good("tune", "digits", "--help")
+    assert "--search 'hidden=64|128|256'" in text and "Width of the hidden layer" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "slots"),
+    [
+        ([], 0, [[]]),
+        (["--jobs", "2"], 0, [["plan.threads=4"]] * 2),
+        (["--jobs", "2", "--procs", "2"], 0, [["--procs", "2", "plan.threads=2"]] * 2),
+        ([], 2, [["--gpus", "0"], ["--gpus", "1"]]),
+        (["--jobs", "2"], 4, [["--gpus", "0,1"], ["--gpus", "2,3"]]),
+        (["--procs", "2"], 4, [["--procs", "2", "--gpus", "0,1"], ["--procs", "2", "--gpus", "2,3"]]),
+        (["--gpus", "5,7"], 2, [["--gpus", "5"], ["--gpus", "7"]]),
+    ],
+)
+def test_each_trial_gets_its_share_of_the_machine(words: list[str], gpus: int, slots: list[list[str]]) -> None:
+    machine = Machine(Hardware(8, 2**34, gpu_note="a test"), "cuda" if gpus else "cpu", [str(i) for i in range(gpus)], max(1, gpus))
+    recipe = make(find_task("digits"), {}, {})
+    assert tune._slots(tune._parser().parse(["digits", *words]), machine, recipe) == slots
+    if gpus:
+        with pytest.raises(Problem, match="GPUs to use"):
+            tune._slots(tune._parser().parse(["digits", *words, "--jobs", "5"]), machine, recipe)
+
+
+# --- proposals ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random"])
+def test_the_same_seed_proposes_the_same_trials_also_after_an_interruption(folder: Path, sampler: str) -> None:
+    space = space_of(RATE, "hidden=16|64|128", "global_batch=8..64")
+
+    def proposals(name: str, seed: int, interrupted: bool) -> list[dict[str, Any]]:
+        path = folder / name
+        path.mkdir()
+        found = []
+        study = Study(path, space, "max", sampler, seed, "median", 14)
+        for _ in range(14):
+            (one,) = study.ask()
+            if interrupted:
+                with open(path / "study.journal", "ab") as journal:
+                    journal.write(b'{"half a li')
+                (path / "study.journal.lock").touch()
+                study = Study(path, space, "max", sampler, seed, "median", 14)
+                assert [p.params for p in study.unfinished()] == [one.params]
+            study.finish(one.number, -abs(one.params["learning_rate"] - 0.01))
+            found.append(one.params)
+        return found
+
+    unbroken = proposals("a", 7, False)
+    assert proposals("b", 7, True) == unbroken
+    assert proposals("c", 8, False) != unbroken
+    assert all(isinstance(p["global_batch"], int) and p["hidden"] in (16, 64, 128) for p in unbroken)
+    assert len({p["learning_rate"] for p in unbroken}) == 14
+
+
+def test_a_study_is_asked_for_several_and_told_several(folder: Path) -> None:
+    space = space_of("hidden=16|64")
+    study = Study(folder, space, "min", "random", 0, "none", 3)
+    one, two, three = study.ask(3)
+    study.finish(one.number, 0.5, step=3)
+    study.finish(two.number, 0.25)
+    study.fail(three.number, "why")
+    best = study.best()
+    assert best is not None and (best.number, best.value) == (1, 0.25)
+    assert [t.state for t in study.tried()] == ["finished", "finished", "failed"]
+    assert study.tried()[2].facts["message"] == "why"
