@@ -29,6 +29,7 @@ BUILT_IN = {
     "bandit": "rl/worlds.py:Bandit",
     "cartpole": "rl/worlds.py:CartPole",
     "snake": "rl/worlds.py:Snake",
+    "gym": "rl/gym.py:Gym",
 }
 RESERVED = ("task", "name", "plan", "stages")
 VARIABLES = ("OFFLINE", "FAULTS")  # DRIVETRAIN_<these> are not settings

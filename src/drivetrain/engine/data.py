@@ -117,7 +117,7 @@ class SourceFeed(Feed):
 
         before = source.state()
         if self._graphs is None or not before:
-            return work(before)[0]
+            return source.collect(model, self._draws.of(self.group_ids), self._total)
         data: Tensors
         data, after = self._graphs(("collect", form_of(before)), work, before)
         source.load(after)

@@ -102,7 +102,11 @@ class Ppo(Task):
                 f"global_batch={self.global_batch} does not divide a collection of {self.envs} environments x {self.horizon} steps"
                 f"{f' x {env.agents} agents' if env.agents > 1 else ''} evenly: take global_batch={nearest}"
             )
-        return Rollout(env, self.envs, self.horizon, self.passes, self.gamma, self.gae, self.scale_rewards, self._rival_at(env))
+        return self.rollout(env, self.envs, self.horizon, self.passes, self.gamma, self.gae, self.scale_rewards, self._rival_at(env))
+
+    def rollout(self, env: Env, *rest: Any) -> Rollout:
+        """How it is played."""
+        return Rollout(env, *rest)
 
     def _rival_at(self, env: Env) -> int:
         """After how many collections; 0 where there is no rival."""

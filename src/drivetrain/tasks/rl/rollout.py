@@ -133,7 +133,7 @@ class Rollout(Source):
         over = ended.all(1) if env.limit is None else ended.all(1) | (count >= env.limit)
         finished = over[:, None].expand_as(ended).float()
         cut = over[:, None] & ~ended
-        self._state = {f"env.{k}": v for k, v in merged(over, env.reset(anew), world).items()} | {
+        self._state = {f"env.{k}": v for k, v in self._anew(over, world, anew).items()} | {
             "steps": torch.where(over, 0, count), "return": sums * (1 - finished), "ended": ended & ~over[:, None],
             "recent": kept["recent"], "discounted": discounted * (1 - finished), "spread": kept["spread"], "collections": kept["collections"],
         }  # fmt: skip
@@ -142,6 +142,10 @@ class Rollout(Source):
             "alive": alive, "over": over[:, None].expand_as(ended), "finished": finished, **self._beyond(model, world, cut),
             "return": sums * finished, "length": count.float()[:, None] * finished, "discounted": discounted,
         }  # fmt: skip
+
+    def _anew(self, over: Tensor, world: State, rand: Tensor) -> State:
+        """New episodes where one is over."""
+        return merged(over, self.env.reset(rand), world)
 
     def _scale(self, record: dict[str, Tensor], total: Callable[[Tensor], Tensor]) -> Tensor:
         """The standard deviation of discounted sums of rewards, over all collections so far and all processes."""
