@@ -62,7 +62,13 @@ def test_a_classifier_takes_raw_images(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "world", [["cartpole"], ["snake", "grid=6", "agents=2"], ["snake", "grid=5", "agents=1", "walls=true"]], ids=" ".join
+    "world",
+    [
+        ["cartpole"],
+        ["snake", "grid=6", "agents=2", "policies=independent"],
+        pytest.param(["snake", "grid=5", "agents=1", "walls=true"], marks=pytest.mark.system),
+    ],
+    ids=" ".join,
 )
 def test_a_world_is_played_by_its_graphs_alone(world: list[str], folder: Path) -> None:
     """100 steps by ONNX alone, and the same by torch: the same states."""

@@ -13,7 +13,7 @@ from drivetrain.outcomes import Problem
 from drivetrain.tasks.rl.chance import chance
 from drivetrain.tasks.rl.envs import Env, State
 from drivetrain.tasks.rl.envs.snake import Snake
-from drivetrain.tasks.rl.nets import Agent, ConvAgent
+from drivetrain.tasks.rl.nets import Agent, ConvAgent, Independent
 from drivetrain.tasks.rl.ppo import Ppo
 from drivetrain.tasks.rl.rollout import Rollout, advantages, choose
 from drivetrain.tasks.rl.worlds import CartPole
@@ -174,3 +174,17 @@ def test_a_batch_that_does_not_divide_a_collection_is_refused_with_one_that_does
     with pytest.raises(Problem, match="take global_batch=64"):
         CartPole(envs=32, horizon=8, global_batch=50).train_data()
     assert "envs=0" in bad("train", "cartpole", "envs=0")
+
+
+def test_independent_policies_learn_from_their_own_samples_alone() -> None:
+    env = Snake(2, 5, 5)
+    task = Ppo(net="conv", policies="independent")
+    model = Independent([ConvAgent(env.shape, env.actions) for _ in range(2)])
+    got = dict(Rollout(env, 6, 20, 1, 0.99, 0.95).collect(model, Table(6), lambda t: t)[:])
+    assert torch.equal(got["who"].view(6, 20, 2), torch.arange(2).expand(6, 20, 2))
+    assert torch.allclose(model.policy(got["seen"]), model.policy(got["seen"], got["who"]))
+    first = {k: v[got["who"] == 0] for k, v in got.items()}
+    (total, _), _ = task.loss(model, first)
+    total.backward()
+    sums = [sum(float(p.grad.abs().sum()) for p in player.parameters() if p.grad is not None) for player in model.players]
+    assert sums[0] > 0 and sums[1] == 0

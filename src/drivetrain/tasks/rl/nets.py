@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -13,16 +14,40 @@ Activation = Literal["tanh", "relu"]
 
 
 class Agent(nn.Module):
-    """A policy and its value; `policy` gives the actions' logits."""
+    """A policy and its value; `policy` gives the actions' logits. `who` numbers each row's player, where that matters; without
+    it, rows are all players of one environment after the other."""
 
-    def policy(self, seen: Tensor) -> Tensor:
+    def policy(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
         raise NotImplementedError
 
-    def value(self, seen: Tensor) -> Tensor:
+    def value(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
         raise NotImplementedError
 
-    def forward(self, seen: Tensor) -> tuple[Tensor, Tensor]:
-        return self.policy(seen), self.value(seen)
+    def forward(self, seen: Tensor, who: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.policy(seen, who), self.value(seen, who)
+
+
+class Independent(Agent):
+    """A policy of its own for each player. All are asked about every row: small nets, and no rows to sort."""
+
+    def __init__(self, players: Sequence[Agent]) -> None:
+        super().__init__()
+        self.players = nn.ModuleList(players)
+
+    def policy(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
+        return self._own([player.policy(seen) for player in self.players], who)  # type: ignore[operator]
+
+    def value(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
+        return self._own([player.value(seen) for player in self.players], who)  # type: ignore[operator]
+
+    def _own(self, said: list[Tensor], who: Tensor | None) -> Tensor:
+        if who is None:
+            who = torch.arange(said[0].shape[0], device=said[0].device) % len(said)
+        total = torch.zeros_like(said[0])
+        for number, answer in enumerate(said):
+            mine = (who == number).view(-1, *(1,) * (answer.dim() - 1))
+            total = torch.where(mine, answer, total)
+        return total
 
 
 class Rivals(Agent):
@@ -32,14 +57,14 @@ class Rivals(Agent):
         super().__init__()
         self.agent, self.rival = agent, copy.deepcopy(agent).requires_grad_(False)
 
-    def policy(self, seen: Tensor) -> Tensor:
-        return self.agent.policy(seen)
+    def policy(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
+        return self.agent.policy(seen, who)
 
-    def value(self, seen: Tensor) -> Tensor:
-        return self.agent.value(seen)
+    def value(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
+        return self.agent.value(seen, who)
 
-    def forward(self, seen: Tensor) -> tuple[Tensor, Tensor]:
-        logits, value = self.agent(seen)
+    def forward(self, seen: Tensor, who: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        logits, value = self.agent(seen, who)
         return logits, value
 
     def remember(self, now: Tensor) -> None:
@@ -56,11 +81,11 @@ class MlpAgent(Agent):
         self.actor = _mlp(inputs, width, layers, actions, activation, 0.01)
         self.critic = _mlp(inputs, width, layers, 1, activation, 1.0)
 
-    def policy(self, seen: Tensor) -> Tensor:
+    def policy(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
         logits: Tensor = self.actor(seen.flatten(1))
         return logits
 
-    def value(self, seen: Tensor) -> Tensor:
+    def value(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
         value: Tensor = self.critic(seen.flatten(1))
         return value[:, 0]
 
@@ -80,15 +105,15 @@ class ConvAgent(Agent):
         _begin(self.actor, 0.01)
         _begin(self.critic, 1.0)
 
-    def policy(self, seen: Tensor) -> Tensor:
+    def policy(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
         logits: Tensor = self.actor(self.body(seen))
         return logits
 
-    def value(self, seen: Tensor) -> Tensor:
+    def value(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
         value: Tensor = self.critic(self.body(seen))
         return value[:, 0]
 
-    def forward(self, seen: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, seen: Tensor, who: Tensor | None = None) -> tuple[Tensor, Tensor]:
         body = self.body(seen)
         return self.actor(body), self.critic(body)[:, 0]
 

@@ -11,7 +11,7 @@ from drivetrain.outcomes import Problem
 from drivetrain.settings import Duration, Range
 from drivetrain.task import Task, Tensors
 from drivetrain.tasks.rl.envs import Env
-from drivetrain.tasks.rl.nets import Agent, ConvAgent, MlpAgent, Rivals
+from drivetrain.tasks.rl.nets import Agent, ConvAgent, Independent, MlpAgent, Rivals
 from drivetrain.tasks.rl.played import graphs
 from drivetrain.tasks.rl.rollout import FIGURES, Rollout, duel, play
 
@@ -55,6 +55,8 @@ class Ppo(Task):
     """Weight of the policy's entropy, which keeps it trying."""
     rival: Annotated[float, Range(0, 1)] = 0.1
     """Where several play: share of the training after which the policy is kept, to be played against in evaluations (`win`); 0: none."""
+    policies: Literal["shared", "independent"] = "shared"
+    """Where several play: one policy for all of them, or each its own."""
     net: Literal["mlp", "conv"] = "mlp"
     """The network: two perceptrons, or guide 003's small convolutions."""
     width: Annotated[int, Range(1, 65536)] = 64
@@ -79,6 +81,8 @@ class Ppo(Task):
     def model(self) -> Agent:
         env = self.env()
         agent = self.agent(env)
+        if self.policies == "independent" and env.agents > 1:
+            agent = Independent([agent, *(self.agent(env) for _ in range(env.agents - 1))])
         return Rivals(agent) if self._rival_at(env) else agent
 
     def agent(self, env: Env) -> Agent:
@@ -119,7 +123,7 @@ class Ppo(Task):
         return Tensors(torch.arange(self.eval_episodes)) if self.eval_episodes else None
 
     def loss(self, model: Agent, batch: dict[str, Tensor]) -> Any:
-        logits, value = model(batch["seen"])
+        logits, value = model(batch["seen"], batch["who"])
         logp, alive = logits.log_softmax(-1), batch["alive"]
         moved = logp.gather(-1, batch["action"][:, None])[:, 0] - batch["logp"]
         ratio, advantage = moved.exp(), batch["advantage"]

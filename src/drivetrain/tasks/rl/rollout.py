@@ -107,6 +107,7 @@ class Rollout(Source):
         columns = {
             "seen": record["seen"], "action": record["action"], "logp": logp, "alive": alive, "value": values,
             "target": target, "advantage": (gain - mean) / (spread + 1e-8),
+            "who": torch.arange(agents, device=values.device).expand_as(values),
         }  # fmt: skip
         columns |= {k: v.expand_as(values) for k, v in zip(FIGURES, (*recent, explained), strict=True)}
         return Tensors(**{name: column.flatten(0, 2) for name, column in columns.items()})
