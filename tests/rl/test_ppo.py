@@ -180,7 +180,8 @@ def test_independent_policies_learn_from_their_own_samples_alone() -> None:
     env = Snake(2, 5, 5)
     task = Ppo(net="conv", policies="independent")
     model = Independent([ConvAgent(env.shape, env.actions) for _ in range(2)])
-    got = dict(Rollout(env, 6, 20, 1, 0.99, 0.95).collect(model, Table(6), lambda t: t)[:])
+    with torch.no_grad():
+        got = dict(Rollout(env, 6, 20, 1, 0.99, 0.95).collect(model, Table(6), lambda t: t)[:])
     assert torch.equal(got["who"].view(6, 20, 2), torch.arange(2).expand(6, 20, 2))
     assert torch.allclose(model.policy(got["seen"]), model.policy(got["seen"], got["who"]))
     first = {k: v[got["who"] == 0] for k, v in got.items()}
