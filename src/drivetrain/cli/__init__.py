@@ -14,6 +14,7 @@ VERBS = {
     "resume": ("train", "go on with a run that was interrupted"),
     "eval": ("evaluate", "evaluate a run's model on its evaluation data"),
     "export": ("export", "a run's model as ONNX and safetensors, checked against torch"),
+    "play": ("play", "watch a run's agents in the browser, or play against them"),
     "status": ("inspect", "how a run is doing"),
     "logs": ("inspect", "what a run's processes printed"),
     "runs": ("inspect", "list runs; rm and prune make room"),
