@@ -113,7 +113,8 @@ def site(agents: list[Agent]) -> Site:
             files[path.relative_to(PAGE).as_posix().removesuffix(PACKED)] = path
     listed = []
     for number, agent in enumerate(agents):
-        folder = f"agents/{number}-{re.sub(r'[^A-Za-z0-9.-]+', '-', agent.name).strip('-.')}"
+        folder = "agents/" + (re.sub(r"[^A-Za-z0-9.-]+", "-", agent.name).strip("-.") or "agent")
+        folder += f"-{number}" if any(folder == other["folder"] for other in listed) else ""
         listed.append({"name": agent.name, "folder": folder})
         graphs = read_card(agent)["graphs"]
         files |= {f"{folder}/{name}": agent.folder / name for name in (CARD, *(graphs[g]["file"] for g in GRAPHS))}

@@ -12,7 +12,7 @@ export function tellFacts(card: Card): void {
   const figures = Object.entries(training.metrics).map(([name, value]) => [name.replace("eval/", "evaluated "), figure(value)] as const);
   list("facts", [
     ["task", card.task], ["run", card.run], ["date", training.date], ["hardware", training.hardware],
-    ["steps", training.step.toLocaleString("en")], ["time", time(training.seconds)], ...figures,
+    ["optimizer steps", training.step.toLocaleString("en")], ["training time", time(training.seconds)], ...figures,
   ]);
   list("settings", TOLD.filter((key) => card.settings[key] !== undefined && card.settings[key] !== null).map((key) => [key.replaceAll("_", " "), String(card.settings[key])]));
   list("versions", Object.entries(training.versions ?? {}).map(([name, version]) => [name, String(version)]));

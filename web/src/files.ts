@@ -26,7 +26,8 @@ export async function bytes(path: string, advice: string, progress?: Progress): 
     });
     if (done) break;
     parts.push(value);
-    progress?.((loaded += value.length));
+    loaded += value.length;
+    progress?.(loaded);
   }
   const whole = new Uint8Array(loaded);
   let at = 0;

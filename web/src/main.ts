@@ -12,7 +12,7 @@ import { runtimeBytes, World } from "./world";
 
 const VIEWS = [snake, cartpole, table];
 const OVER = 1200; // milliseconds between two episodes
-const FASTEST = 120; // steps a second
+const SPEEDS = [1, 2, 4, 8, 15, 25, 50, 100, 200]; // steps a second, the slider's places
 const BUDGET = 14; // milliseconds of a frame that steps may take
 
 interface Listed {
@@ -58,11 +58,12 @@ async function choose(folder: string): Promise<void> {
   const old = world;
   world = undefined;
   enable(false);
-  say("Loading the player", " ", 0);
   const loaded = (count: number) => {
     const [now, all] = [count, runtimeBytes].map((size) => (size / 1e6).toFixed(1));
     if (mine === wanted) say("Loading the player", `${now} of ${all} MB`, count / runtimeBytes);
   };
+  if (old) say("Loading the agent", " ");
+  else loaded(0);
   try {
     await old?.release();
     const next = await World.load(folder, loaded);
@@ -81,7 +82,7 @@ function show(next: World): void {
   document.title = `${card.task} - drivetrain play`;
   canvas.setAttribute("aria-label", `${card.task}, drawn; its figures are in the table "This episode"`);
   greedy.value = card.settings["greedy"] === false ? "drawn" : "likeliest";
-  speed.value = String(place(view.speed));
+  speed.value = String(SPEEDS.indexOf(view.speed));
   person.replaceChildren(new Option("nobody", ""), ...names(next).map((name, i) => new Option(name, String(i))));
   find("persons").hidden = !view.steered;
   takeOver();
@@ -90,6 +91,7 @@ function show(next: World): void {
   resize();
   [owed, overSince] = [0, 0];
   notice.hidden = true;
+  document.querySelector("aside")!.hidden = false;
   enable(true);
 }
 
@@ -103,7 +105,7 @@ function enable(on: boolean): void {
 function say(title: string, text: string, done?: number, kind = ""): void {
   [find("notice-title").textContent, find("notice-text").textContent] = [title, text];
   notice.className = kind;
-  notice.hidden = again.hidden = false;
+  notice.hidden = false;
   progress.hidden = done === undefined;
   progress.value = Math.min(1, done ?? 0);
   again.hidden = kind !== "trouble";
@@ -111,6 +113,7 @@ function say(title: string, text: string, done?: number, kind = ""): void {
 
 function tell(error: unknown): void {
   world = undefined;
+  wanted++; // what is still loading has nothing to say any more
   enable(false);
   if (error instanceof Trouble) say(error.file, `${error.message}.\n${error.advice}`, undefined, "trouble");
   else say("The world stopped", `${String(error).split("\n")[0]}\nExport the run again (drivetrain export RUN), then reload.`, undefined, "trouble");
@@ -141,7 +144,7 @@ async function advance(one: World, now: number, passed: number): Promise<void> {
     } else if (now - overSince > OVER) await restart(one, one.episode + 1);
     return;
   }
-  owed = Math.min(owed + passed * rate(), FASTEST / 4);
+  owed = Math.min(owed + passed * rate(), rate() / 4 + 1);
   for (; owed >= 1 && !one.done && performance.now() - now < BUDGET; owed--) await step(one);
 }
 
@@ -230,13 +233,8 @@ function line(cells: number, index: number, kind: "td" | "th", swatches: boolean
 
 // --- controls -----------------------------------------------------------------------------------
 
-/** The slider's places are a logarithm of steps a second. */
 function rate(): number {
-  return Math.round(FASTEST ** (Number(speed.value) / 100));
-}
-
-function place(steps: number): number {
-  return Math.round((100 * Math.log(steps)) / Math.log(FASTEST));
+  return SPEEDS[Number(speed.value)] ?? 1;
 }
 
 function tellSpeed(): void {

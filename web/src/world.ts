@@ -67,7 +67,7 @@ export class World {
     const sessions: Partial<Sessions> = {};
     for (const [i, name] of names.entries()) {
       sessions[name] = await InferenceSession.create(graphs[i]!, { logSeverityLevel: 3 }).catch((error: unknown) => {
-        throw new Trouble(`${folder}/${card.graphs[name].file}`, `is broken: ${String(error).split("\n")[0]}`, advice);
+        throw new Trouble(`${folder}/${card.graphs[name].file}`, `is broken: ${reason(error)}`, advice);
       });
     }
     return new World(card, sessions as Sessions);
@@ -137,6 +137,11 @@ export class World {
       for (const session of Object.values(this.sessions)) await session.release();
     });
   }
+}
+
+/** onnxruntime's message without its codes. */
+function reason(error: unknown): string {
+  return String(error).split("\n")[0]!.replace(/^.*ERROR_MESSAGE:\s*/, "").replace(/^\w*Error:\s*/, "").replace(/\.+$/, "");
 }
 
 function column(numbers: Float32Array<ArrayBuffer>): Tensor {

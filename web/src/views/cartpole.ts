@@ -1,7 +1,7 @@
 /** A pole on a cart, from the side: the track as far as an episode goes, and the last push as an arrow. */
 
 import { shapeOf } from "../card";
-import type { View } from "./view";
+import { fixed, type View } from "./view";
 
 const FAR = 2.4; // where the track ends
 const POLE = 1.0; // its length, in the track's units
@@ -11,11 +11,10 @@ export const cartpole: View = {
   height: 0.5,
   speed: 50,
   player: "Cart",
-  columns: ["steps", "return", "place", "angle"],
+  columns: ["steps", "return", "position", "angle"],
   figures: (world, agent) => {
     const [place = 0, , angle = 0] = world.state("motion");
-    const degrees = (angle * 180) / Math.PI;
-    return [String(world.steps), (world.returns[agent] ?? 0).toFixed(0), place.toFixed(2), `${degrees.toFixed(1)}°`];
+    return [String(world.steps), fixed(world.returns[agent], 0), fixed(place, 2), `${fixed((angle * 180) / Math.PI, 1)}°`];
   },
   draw(pen, width, height, world, colour) {
     const [place = 0, , angle = 0] = world.state("motion");

@@ -1,7 +1,7 @@
 /** Snakes on a grid: bodies as rounded lines, the dead pale, food as a disc. */
 
 import { shapeOf } from "../card";
-import type { Colour, View } from "./view";
+import { type Colour, fixed, type View } from "./view";
 
 const PARTS = ["body", "head", "way", "length", "alive", "food"];
 const AHEAD = [[0, -1], [0, 1], [-1, 0], [1, 0]] as const; // up, down, left, right
@@ -15,7 +15,7 @@ export const snake: View = {
   columns: ["length", "return", ""],
   figures: (world, agent) => [
     String(world.state("length")[agent] ?? 0),
-    (world.returns[agent] ?? 0).toFixed(1),
+    fixed(world.returns[agent], 1),
     world.ended[agent] ? "dead" : "alive",
   ],
   draw(pen, width, _, world, colour) {

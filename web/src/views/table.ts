@@ -1,6 +1,6 @@
 /** A world that nobody drew: its numbers. */
 
-import type { View } from "./view";
+import { fixed, type View } from "./view";
 
 const SHOWN = 8; // numbers of one part
 
@@ -12,7 +12,7 @@ export const table: View = {
   columns: ["action", "return", ""],
   figures: (world, agent) => [
     String(world.actions[agent] ?? "none yet"),
-    (world.returns[agent] ?? 0).toFixed(2),
+    fixed(world.returns[agent], 2),
     world.ended[agent] ? "ended" : "",
   ],
   draw(pen, width, height, world, colour) {

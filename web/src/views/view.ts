@@ -5,6 +5,11 @@ import type { World } from "../world";
 
 export type Colour = (name: string) => string;
 
+/** A number with so many decimals, and never minus nothing. */
+export function fixed(value: number | undefined, decimals: number): string {
+  return (Number((value ?? 0).toFixed(decimals)) + 0).toFixed(decimals);
+}
+
 export interface View {
   /** Whether a world can be shown like this: by its state, not by its name. */
   fits(card: Card): boolean;
