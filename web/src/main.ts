@@ -181,7 +181,7 @@ function draw(one: World): void {
   const [width, height] = [canvas.clientWidth, canvas.clientHeight];
   const dense = canvas.width / Math.max(1, width);
   pen.setTransform(dense, 0, 0, dense, 0, 0);
-  view.draw(pen, width, height, one, (name) => colours.getPropertyValue(`--${name}`));
+  view.draw(pen, width, height, one, (name) => colours.getPropertyValue(`--${name}`), steer.agent);
   find("episode").textContent = `Episode ${one.episode}, step ${one.steps}`;
   score(one);
 }

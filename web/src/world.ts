@@ -51,7 +51,7 @@ export class World {
     private readonly sessions: Sessions,
   ) {
     this.agents = size(card.graphs.policy, "random");
-    // A world without chance has an input that only tells the number of rows.
+    // A world without chance has an input that only tells the number of worlds.
     this.chances = card.graphs.reset.inputs.some((put) => put.name === "random") ? size(card.graphs.reset, "random") : 0;
   }
 
@@ -88,7 +88,7 @@ export class World {
   reset(episode: number): Promise<void> {
     return this.alone(async () => {
       const random = this.chances ? chance(episode, 0, this.chances) : new Float32Array(1);
-      this.told = await this.run("reset", { random: column(random), rows: column(random) });
+      this.told = await this.run("reset", { random: column(random), worlds: column(random) });
       this.episode = episode;
       this.steps = 0;
       this.actions = this.probability = [];
@@ -109,7 +109,7 @@ export class World {
       if (choice.person) action[choice.person.agent] = BigInt(choice.person.action);
       const state = Object.fromEntries(this.card.graphs.step.inputs.map((put) => [put.name, this.told[`next_${put.name}`]!]));
       const actions = new Tensor("int64", action, [1, this.agents]);
-      this.told = await this.run("step", { ...state, action: actions, random: column(random), rows: column(random) });
+      this.told = await this.run("step", { ...state, action: actions, random: column(random), worlds: column(random) });
       const reward = Array.from(this.told["reward"]!.data as Float32Array);
       this.returns = this.returns.map((sum, agent) => sum + (this.ended[agent] ? 0 : reward[agent]!));
       this.ended = Array.from(this.told["ended"]!.data as Uint8Array, (end, agent) => Boolean(end) || this.ended[agent]!);

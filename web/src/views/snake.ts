@@ -18,7 +18,7 @@ export const snake: View = {
     fixed(world.returns[agent], 1),
     world.ended[agent] ? "dead" : "alive",
   ],
-  draw(pen, width, _, world, colour) {
+  draw(pen, width, _, world, colour, person) {
     const [, , rows = 1, columns = 1] = shapeOf(world.card, "observation") ?? [];
     const cell = width / Math.max(rows, columns);
     pen.save();
@@ -32,6 +32,7 @@ export const snake: View = {
       pen.globalAlpha = alive![agent] ? 1 : 0.25;
       const cells = chain(body!.slice(agent * rows * columns, (agent + 1) * rows * columns), lengths![agent]!);
       line(pen, cells, columns, rows, colour(`player-${agent}`));
+      if (agent === person) ring(pen, heads![agent]!, columns, colour("ink"));
       eyes(pen, heads![agent]!, ways![agent]!, columns, colour("board"));
     }
     pen.restore();
@@ -53,6 +54,15 @@ function disc(pen: CanvasRenderingContext2D, cell: number, columns: number, radi
   pen.arc((cell % columns) + 0.5, Math.floor(cell / columns) + 0.5, radius, 0, 2 * Math.PI);
   pen.fillStyle = fill;
   pen.fill();
+}
+
+/** Around the head of the person's own. */
+function ring(pen: CanvasRenderingContext2D, cell: number, columns: number, stroke: string): void {
+  pen.beginPath();
+  pen.arc((cell % columns) + 0.5, Math.floor(cell / columns) + 0.5, 0.42, 0, 2 * Math.PI);
+  pen.lineWidth = 0.08;
+  pen.strokeStyle = stroke;
+  pen.stroke();
 }
 
 /** A body's cells from head to tail: each holds the moves after which it is free. */

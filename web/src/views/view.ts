@@ -21,7 +21,8 @@ export interface View {
   steered?: { heading(world: World, agent: number): number };
   /** What players are called. */
   player: string;
-  draw(pen: CanvasRenderingContext2D, width: number, height: number, world: World, colour: Colour): void;
+  /** `person` is the agent that a person plays. */
+  draw(pen: CanvasRenderingContext2D, width: number, height: number, world: World, colour: Colour, person?: number): void;
   /** Columns of figures, a row for each agent. */
   columns: string[];
   figures(world: World, agent: number): string[];

@@ -72,7 +72,7 @@ def graphs(env: Env, agent: Agent, episodes: int = 8, steps: int = 40) -> dict[s
         names = [k.removeprefix(NEXT) for k in told if k.startswith(NEXT) and k != NEXT + STEPS]
         step = Step(env, names)
         inputs: State = {}
-        given = "random" if env.chances else "rows"  # a world without chance is only told how many it is
+        given = "random" if env.chances else "worlds"  # a world without chance is only told how many it is
         for number in range(1, steps + 1):
             draws = chance(ids, number, max(1, env.chances) + env.agents)
             seen, draw = told["observation"], draws[:, max(1, env.chances) :]
