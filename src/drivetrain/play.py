@@ -60,7 +60,7 @@ def playable(graphs: Any) -> bool:
 
 
 def unplayable(name: str, task: str) -> Problem:
-    return Problem(f"{task} learns nothing that can be played: {name} has no world (drivetrain predict or serve may be what you look for)")
+    return Problem(f"{task} learns nothing that can be played: {name} has no world (drivetrain play snake shows one that has)")
 
 
 def is_current(agent: Agent, run: Run) -> bool:
@@ -111,7 +111,7 @@ def site(agents: list[Agent]) -> Site:
     for path in sorted(PAGE.rglob("*")):
         if path.is_file() and SHIPPED not in path.parents:
             files[path.relative_to(PAGE).as_posix().removesuffix(PACKED)] = path
-    listed = []
+    listed: list[dict[str, str]] = []
     for number, agent in enumerate(agents):
         folder = "agents/" + (re.sub(r"[^A-Za-z0-9.-]+", "-", agent.name).strip("-.") or "agent")
         folder += f"-{number}" if any(folder == other["folder"] for other in listed) else ""

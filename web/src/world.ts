@@ -67,6 +67,7 @@ export class World {
     const sessions: Partial<Sessions> = {};
     for (const [i, name] of names.entries()) {
       sessions[name] = await InferenceSession.create(graphs[i]!, { logSeverityLevel: 3 }).catch((error: unknown) => {
+        if (String(error).includes("backend")) throw new Trouble(wasm, `cannot be started: ${reason(error)}`, "Use a current browser with WebAssembly.");
         throw new Trouble(`${folder}/${card.graphs[name].file}`, `is broken: ${reason(error)}`, advice);
       });
     }
