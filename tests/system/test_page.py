@@ -36,10 +36,10 @@ MOMENTS = """(async (episode, steps) => {
   while (moments.length <= steps && !moments.at(-1).done) moments.push(await drivetrain.step());
   return moments;
 })"""
-END = """(async (episode) => {
+END = """(async (episode, steps = Infinity) => {
   drivetrain.pause();
   let moment = await drivetrain.reset(episode);
-  while (!moment.done) moment = await drivetrain.step();
+  while (!moment.done && moment.steps < steps) moment = await drivetrain.step();
   return moment;
 })"""
 
@@ -142,8 +142,9 @@ def test_each_step_is_pythons(name: str, episode: int, browser: Browser, address
 @pytest.mark.parametrize("name", ["snake", "cartpole"])
 def test_an_episode_is_the_one_of_an_evaluation(name: str, browser: Browser, address: str) -> None:
     env, greedy = world_of(name)
+    env.limit = 200
     open_page(browser, f"{address}#{name}")
-    found = [browser(run=f"{END}({episode})") for episode in SEEDS]
+    found = [browser(run=f"{END}({episode}, {env.limit})") for episode in SEEDS]
     figures = judged(env, Exported(name, env.agents), torch.tensor(SEEDS), greedy)  # type: ignore[arg-type]
     assert [np.mean(end["returns"]) for end in found] == pytest.approx(figures["return"].tolist(), rel=1e-4)
 
@@ -169,8 +170,7 @@ def test_it_plays_500_frames_and_asks_nobody_else(browser: Browser, address: str
 
 
 def test_the_next_episode_follows(browser: Browser, address: str) -> None:
-    open_page(browser, f"{address}#snake")
-    browser(run="drivetrain.pause()")
+    open_page(browser, f"{address}#cartpole")
     browser(run=f"{END}(3)")
     browser(run="drivetrain.play()")
     browser.until("drivetrain.state().episode === 4 && document.getElementById('seed').value === '4'")
