@@ -202,6 +202,9 @@ def test_a_person_turns_a_snake(browser: Browser, address: str) -> None:
     assert browser(run="drivetrain.step()")["state"]["way"][0] == 3
     browser(press="ArrowLeft")
     assert browser(run="drivetrain.step()")["state"]["way"][0] == 3, "nobody turns round"
+    swipe = "new PointerEvent(kind, { clientX: 100, clientY: 100 - 40 * i })"
+    browser(run=f"['pointerdown', 'pointermove', 'pointerup'].forEach((kind, i) => canvas.dispatchEvent({swipe}))")
+    assert browser(run="drivetrain.step()")["state"]["way"][0] == 0, "a swipe upwards"
     assert "Snake 1 (you)" in browser(run="document.getElementById('scores').textContent")
 
 
