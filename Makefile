@@ -4,12 +4,13 @@
 # make test-gpu     the tests that need a CUDA GPU
 # make lint         ruff and mypy
 # make bench        what is measured, on this machine
+# make page         build web/ into src/drivetrain/page (needs Node 20 or later)
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup train test test-system test-gpu lint bench clean
+.PHONY: setup train test test-system test-gpu lint bench page clean
 
 setup: .venv/.ready
 
@@ -22,7 +23,7 @@ setup: .venv/.ready
 	@touch $@
 
 .venv/.ready-dev: .venv/.ready
-	$(PIP) -e '.[dev,peers,rl,tune]'
+	$(PIP) -e '.[dev,peers,rl,tune,export]'
 	@touch $@
 
 train: setup
@@ -47,5 +48,8 @@ bench: .venv/.ready-dev
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/vision.py
 
+page:
+	cd web && npm ci && npm run build
+
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf web/node_modules web/dist .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -178,6 +178,7 @@ def _write(name: str, module: nn.Module, inputs: dict[str, Tensor], folder: Path
                 module, tuple(inputs.values()), dynamo=True, input_names=list(inputs), output_names=list(expected),
                 dynamic_shapes=(tuple({0: rows} for _ in inputs),) if _variadic(module) else tuple({0: rows} for _ in inputs),
             )  # fmt: skip
+            _forget_origin(program)
             program.save(str(hidden))  # type: ignore[union-attr]
     except Exception as error:
         raise Problem(f"{name} cannot be exported: {_reason(error)}") from error
@@ -188,6 +189,18 @@ def _write(name: str, module: nn.Module, inputs: dict[str, Tensor], folder: Path
         hidden.unlink(missing_ok=True)
     puts = [[Put(k, str(v.dtype).removeprefix("torch."), list(v.shape[1:])) for k, v in some.items()] for some in (inputs, expected)]
     return Written(path.name, path.stat().st_size, puts[0], puts[1], difference)
+
+
+def _forget_origin(program: Any) -> None:
+    """Leave out which line of whose file each node came from: it is nobody's business, and most of a small graph's bytes."""
+    for graph in program.model.graphs():
+        graph.metadata_props.clear()
+        for node in graph:
+            for part in (node, *node.outputs):
+                part.metadata_props.clear()
+                part.doc_string = None
+        for value in (*graph.inputs, *graph.initializers.values()):
+            value.metadata_props.clear()
 
 
 def _variadic(module: nn.Module) -> bool:

@@ -15,6 +15,7 @@ VERBS = {
     "eval": ("evaluate", "evaluate a run's model on its evaluation data"),
     "export": ("export", "a run's model as ONNX and safetensors, checked against torch"),
     "tune": ("tune", "search a task's settings: trials are ordinary runs, bad ones are stopped early"),
+    "play": ("play", "watch a run's agents in the browser, or play against them"),
     "status": ("inspect", "how a run is doing"),
     "logs": ("inspect", "what a run's processes printed"),
     "runs": ("inspect", "list runs; rm and prune make room"),

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 from drivetrain.cli.flags import Parser, add_common
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from drivetrain.export import Written
     from drivetrain.runs import Run
+    from drivetrain.task import Task
 
 TEXT = """\
 Write a run's model as ONNX (each graph checked against torch on real inputs, and refused where it differs) and
@@ -48,11 +51,18 @@ def run(verb: str, words: list[str]) -> int:
 
 def exported(found: Run, folder: Path) -> dict[str, Written]:
     """Export a run into a folder, with the code the run keeps."""
+    from drivetrain.export import export
+
+    task, model = trained(found)
+    return export(task, model, found, folder)
+
+
+def trained(found: Run) -> tuple[Task, nn.Module]:
+    """A run's task and its model, with the code the run keeps."""
     from drivetrain.cli import launch
     from drivetrain.engine.inference import trained_model
-    from drivetrain.export import export
     from drivetrain.recipe import instantiate
 
     recipe = launch.recipe_of_run(found, [])
     task = instantiate(launch.task_in_run(recipe.task, found), recipe.settings)
-    return export(task, trained_model(task, found), found, folder)
+    return task, trained_model(task, found)

@@ -72,15 +72,16 @@ def graphs(env: Env, agent: Agent, episodes: int = 8, steps: int = 40) -> dict[s
         names = [k.removeprefix(NEXT) for k in told if k.startswith(NEXT) and k != NEXT + STEPS]
         step = Step(env, names)
         inputs: State = {}
+        given = "random" if env.chances else "worlds"  # a world without chance is only told how many it is
         for number in range(1, steps + 1):
             draws = chance(ids, number, max(1, env.chances) + env.agents)
             seen, draw = told["observation"], draws[:, max(1, env.chances) :]
             state = {k: told[NEXT + k] for k in (*names, STEPS)}
-            inputs = state | {"action": policy(seen, draw)["action"], "random": draws[:, : max(1, env.chances)]}
-            after, anew = step(*inputs.values()), reset(inputs["random"])
+            inputs = state | {"action": policy(seen, draw)["action"], given: draws[:, : max(1, env.chances)]}
+            after, anew = step(*inputs.values()), reset(inputs[given])
             told = merged(after["done"], anew, {k: after[k] for k in anew})
     return {
-        "reset": (reset, {"random": begun}),
+        "reset": (reset, {given: begun}),
         "policy": (policy, {"observation": seen, "random": draw}),
         "step": (step, inputs),
     }  # fmt: skip

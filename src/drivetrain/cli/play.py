@@ -1,0 +1,90 @@
+"""`play`: watch a run's agents in the browser, or play against them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from drivetrain.cli.flags import Parser, add_common
+from drivetrain.outcomes import Problem
+
+if TYPE_CHECKING:
+    from drivetrain.play import Agent
+    from drivetrain.runs import Run
+    from drivetrain.watch.screen import Screen
+
+TEXT = """\
+Watch agents play in the browser, by the very rules they were trained with, or take over a snake yourself. RUN is
+a run that learned by playing (it is exported where that is still to be done), or snake or cartpole, which come
+with the package; several can be chosen from on the page. Episode N is episode N of drivetrain eval."""
+
+
+def run(verb: str, words: list[str]) -> int:
+    parser = Parser("drivetrain play", TEXT)
+    parser.add_argument("targets", metavar="RUN", nargs="*", help="runs' names or folders, snake, cartpole (default: those two)")
+    parser.add_argument("--out", metavar="DIR", help="write a static site for any web server, and serve nothing")
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="the port on 127.0.0.1 (default: a free one)")
+    parser.add_argument("--no-open", action="store_true", help="print the address and open no browser")
+    add_common(parser)
+    args = parser.parse(words)
+
+    from drivetrain import play
+    from drivetrain.watch.screen import Screen, size
+
+    screen = Screen(quiet=args.quiet)
+    agents = [agent_of(target, screen) for target in dict.fromkeys(args.targets)] or play.shipped()
+    for agent in agents:
+        play.check(agent)
+    files = play.site(agents)
+    if args.out:
+        total = play.write(files, Path(args.out))
+        screen.line("play", f"{args.out}: {len(files)} files, {size(total)}; any web server can serve it, from any path")
+        return 0
+    with play.server(files, args.port) as server:
+        address = f"http://127.0.0.1:{server.server_address[1]}/"
+        screen.line("play", f"{address}   {', '.join(agent.name for agent in agents)}   (Ctrl-C ends it)")
+        if not args.no_open and _has_screen():
+            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+        try:
+            server.serve_forever(poll_interval=0.1)
+        except KeyboardInterrupt:
+            screen.line("", "ended")
+    return 0
+
+
+def agent_of(target: str, screen: Screen) -> Agent:
+    """A run, exported as it is now; or one of those that come with the package."""
+    from drivetrain import play, runs
+
+    ours = {agent.name: agent for agent in play.shipped()}
+    try:
+        found = runs.find(target)
+    except Problem:
+        if target in ours:
+            return ours[target]
+        raise
+    agent = play.Agent(found.name, found.path / ("model" if found.finished else "export"))
+    if not (agent.folder / play.CARD).is_file() or not play.is_current(agent, found):
+        screen.busy("making graphs ...")
+        _export(found, agent)
+    return agent
+
+
+def _export(found: Run, agent: Agent) -> None:
+    from drivetrain import play
+    from drivetrain.cli.export import trained
+    from drivetrain.export import export
+
+    task, model = trained(found)
+    if not play.playable(task.exports(model) or {}):
+        raise play.unplayable(found.name, type(task).__name__)
+    export(task, model, found, agent.folder)
+
+
+def _has_screen() -> bool:
+    """Whether a browser would be seen: a terminal's own would take the terminal."""
+    return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

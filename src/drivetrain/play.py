@@ -1,0 +1,213 @@
+"""Agents at play in a browser: the page and what `export` wrote, served from here or written as a static site."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gzip
+import json
+import re
+import shutil
+import urllib.parse
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from drivetrain.outcomes import Problem
+from drivetrain.runs import FORMAT, Run
+
+PAGE = Path(__file__).parent / "page"
+SHIPPED = PAGE / "agents"
+GRAPHS = ("reset", "policy", "step")
+CARD, LIST = "export.json", "agents.json"
+KINDS = {
+    ".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8",
+    ".json": "application/json", ".svg": "image/svg+xml", ".txt": "text/plain; charset=utf-8", ".wasm": "application/wasm",
+}  # fmt: skip
+PACKED = ".gz"
+
+Site = dict[str, Path | bytes]
+
+
+@dataclass(frozen=True)
+class Agent:
+    """Somebody who plays: a name, and the folder with its export."""
+
+    name: str
+    folder: Path
+
+
+def shipped() -> list[Agent]:
+    """Those that come with the package."""
+    return [Agent(path.parent.name, path.parent) for path in sorted(SHIPPED.glob(f"*/{CARD}"))]
+
+
+# --- what an export is --------------------------------------------------------------------------
+
+
+def read_card(agent: Agent) -> dict[str, Any]:
+    path = agent.folder / CARD
+    try:
+        card = json.loads(path.read_text())
+        return dict(card) | {"graphs": dict(card["graphs"]), "settings": dict(card["settings"]), "training": dict(card["training"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Problem(f"{path} cannot be read ({type(error).__name__}): drivetrain export {agent.name} writes it anew") from None
+
+
+def playable(graphs: Any) -> bool:
+    return set(GRAPHS) <= set(graphs)
+
+
+def unplayable(name: str, task: str) -> Problem:
+    return Problem(f"{task} learns nothing that can be played: {name} has no world (drivetrain play snake shows one that has)")
+
+
+def is_current(agent: Agent, run: Run) -> bool:
+    """Whether what was exported is the run as it is now."""
+    card, rows = read_card(agent), run.rows()
+    return bool(card["settings"] == run.read()["recipe"]["settings"] and card["training"].get("step") == (rows[-1]["step"] if rows else 0))
+
+
+def check(agent: Agent) -> None:
+    """Refuse what a browser could only fail at, and name the file."""
+    card = read_card(agent)
+    if not playable(card["graphs"]):
+        raise unplayable(agent.name, str(card.get("task")))
+    for name in GRAPHS:
+        path, expected = agent.folder / card["graphs"][name]["file"], card["graphs"][name]["bytes"]
+        again = f"drivetrain export {agent.name} writes it anew"
+        if path.parent != agent.folder or not path.is_file():
+            raise Problem(f"{path} is missing: {again}")
+        if path.stat().st_size != expected:
+            raise Problem(f"{path} is broken: it has {path.stat().st_size} bytes, not {expected}; {again}")
+        if reason := _broken(path):
+            raise Problem(f"{path} is broken: {reason}; {again}")
+
+
+def _broken(path: Path) -> str:
+    """What onnxruntime, where it is installed, has against a graph."""
+    try:
+        import onnxruntime
+    except ImportError:
+        return ""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's own have no common base
+        return str(error).splitlines()[0].split(" : ")[-1][:100]
+    return ""
+
+
+# --- the site -----------------------------------------------------------------------------------
+
+
+def site(agents: list[Agent]) -> Site:
+    """Every file of the site by its path: nothing else is ever served."""
+    if not (PAGE / "index.html").is_file():
+        raise Problem(f"{PAGE} has no page: make page builds it")
+    files: Site = {}
+    for path in sorted(PAGE.rglob("*")):
+        if path.is_file() and SHIPPED not in path.parents:
+            files[path.relative_to(PAGE).as_posix().removesuffix(PACKED)] = path
+    listed: list[dict[str, str]] = []
+    for number, agent in enumerate(agents):
+        folder = "agents/" + (re.sub(r"[^A-Za-z0-9.-]+", "-", agent.name).strip("-.") or "agent")
+        folder += f"-{number}" if any(folder == other["folder"] for other in listed) else ""
+        listed.append({"name": agent.name, "folder": folder})
+        graphs = read_card(agent)["graphs"]
+        files |= {f"{folder}/{name}": agent.folder / name for name in (CARD, *(graphs[g]["file"] for g in GRAPHS))}
+    files[LIST] = json.dumps({"format": FORMAT, "made_by": "drivetrain play", "agents": listed}, indent=1).encode() + b"\n"
+    return files
+
+
+def content(file: Path | bytes) -> bytes:
+    """A file as it is before it is packed."""
+    if isinstance(file, bytes):
+        return file
+    whole = file.read_bytes()
+    return gzip.decompress(whole) if file.suffix == PACKED else whole
+
+
+def write(files: Site, folder: Path) -> int:
+    """A static site for any web server, in any sub-path; gives its bytes."""
+    if folder.exists() and not folder.is_dir():
+        raise Problem(f"--out {folder} is a file: name a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not _is_site(folder):
+        raise Problem(f"--out {folder} is not empty and no site that drivetrain play wrote: name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in ("assets", "agents"):
+        shutil.rmtree(folder / old, ignore_errors=True)
+    total = 0
+    for name in (LIST, *(name for name in files if name != LIST)):  # first what makes it a site
+        path, whole = folder / name, content(files[name])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(whole)
+        total += len(whole)
+    return total
+
+
+def _is_site(folder: Path) -> bool:
+    try:
+        return bool(json.loads((folder / LIST).read_text())["made_by"] == "drivetrain play")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+# --- serving it ---------------------------------------------------------------------------------
+
+
+def server(files: Site, port: int = 0) -> ThreadingHTTPServer:
+    """A server of these files for this machine alone; `serve_forever` begins."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._answer(body=True)
+
+        def do_HEAD(self) -> None:
+            self._answer(body=False)
+
+        def _answer(self, body: bool) -> None:
+            name = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path).removeprefix("/") or "index.html"
+            file = files.get(name)
+            try:
+                whole, packed = b"", False
+                if file is not None:
+                    packed = isinstance(file, Path) and file.suffix == PACKED and "gzip" in self.headers.get("Accept-Encoding", "")
+                    whole = file.read_bytes() if packed and isinstance(file, Path) else content(file)
+            except OSError:
+                file = None  # it was there when we began
+            if file is None:
+                whole = f"{name} is no file of this site\n".encode()
+            self.send_response(200 if file is not None else 404)
+            kind = KINDS.get(Path(name).suffix, "application/octet-stream") if file is not None else KINDS[".txt"]
+            for key, value in {"Content-Type": kind, "Content-Length": str(len(whole)), "Cache-Control": "no-cache"}.items():
+                self.send_header(key, value)
+            self.send_header("X-Content-Type-Options", "nosniff")
+            if packed:
+                self.send_header("Content-Encoding", "gzip")
+            self.end_headers()
+            if body:
+                with contextlib.suppress(ConnectionError):  # the browser left
+                    self.wfile.write(whole)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Requests are nobody's news."""
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """A browser that breaks off is nobody's news either."""
+
+    try:
+        return Server(("127.0.0.1", port), Handler)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise Problem(f"port {port} is in use: leave --port out, or name another") from None
+        raise Problem(f"port {port} cannot be had: {error.strerror}") from None
+    except OverflowError:
+        raise Problem(f"--port {port}: a port is a number up to 65535") from None

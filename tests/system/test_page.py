@@ -1,0 +1,284 @@
+"""The page in a real browser: it plays what Python plays, on a phone too, and says what is wrong."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor
+
+from drivetrain import play
+from drivetrain.export import _write
+from drivetrain.recipe import find_task, instantiate
+from drivetrain.tasks.rl.chance import chance
+from drivetrain.tasks.rl.envs import Env, State
+from drivetrain.tasks.rl.nets import MlpAgent
+from drivetrain.tasks.rl.played import graphs
+from drivetrain.tasks.rl.rollout import play as judged
+from tests.browser import Browser, served
+
+ROOT = Path(__file__).parent.parent.parent
+SEEDS = [0, 7, 4_000_000_000]
+MOMENTS = """(async (episode, steps) => {
+  drivetrain.pause();
+  const moments = [await drivetrain.reset(episode)];
+  while (moments.length <= steps && !moments.at(-1).done) moments.push(await drivetrain.step());
+  return moments;
+})"""
+END = """(async (episode, steps = Infinity) => {
+  drivetrain.pause();
+  let moment = await drivetrain.reset(episode);
+  while (!moment.done && moment.steps < steps) moment = await drivetrain.step();
+  return moment;
+})"""
+
+
+@pytest.fixture(scope="module")
+def web(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of web/ with its packages."""
+    for program in ("npm", "chromium"):
+        if shutil.which(program) is None:
+            pytest.skip(f"needs {program} (tests/system/install)")
+    place = tmp_path_factory.mktemp("web") / "web"
+    shutil.copytree(ROOT / "web", place, ignore=shutil.ignore_patterns("node_modules", "dist"))
+    subprocess.run(["npm", "ci", "--no-audit", "--no-fund"], cwd=place, check=True, capture_output=True)
+    return place
+
+
+@pytest.fixture(scope="module")
+def browser(web: Path) -> Iterator[Browser]:
+    started = Browser(web)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with served(play.site(play.shipped())) as url:
+        yield url
+
+
+def open_page(browser: Browser, url: str, **how: Any) -> None:
+    browser(open=url, **how)
+    browser.until("window.drivetrain?.state()")
+
+
+def test_the_committed_build_is_that_of_the_sources(web: Path, tmp_path: Path) -> None:
+    subprocess.run(["npm", "run", "build"], cwd=web, check=True, capture_output=True)
+    subprocess.run(["node", "ship.mjs", str(tmp_path)], cwd=web, check=True)
+
+    def files(folder: Path) -> dict[str, bytes]:
+        found = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        return {n: gzip.decompress(b) if n.endswith(".gz") else b for n, b in found.items() if not n.startswith("agents/")}
+
+    built, committed = files(tmp_path), files(play.PAGE)
+    assert built.keys() == committed.keys(), "make page, then commit"
+    assert [name for name in built if built[name] != committed[name]] == [], "make page, then commit"
+
+
+class Exported:
+    """A policy that is asked through its graph."""
+
+    def __init__(self, name: str, agents: int) -> None:
+        self.session, self.agents = onnxruntime.InferenceSession(str(play.SHIPPED / name / "policy.onnx")), agents
+
+    def choose(self, seen: Tensor, draws: Tensor, greedy: bool) -> Tensor:
+        [action] = self.session.run(["likeliest" if greedy else "action"], {"observation": seen.numpy(), "random": draws.numpy()})
+        return torch.from_numpy(action)
+
+    def policy(self, seen: Tensor) -> Tensor:
+        given = {
+            "observation": seen.unflatten(0, (-1, self.agents)).numpy(),
+            "random": np.zeros((len(seen) // self.agents, self.agents), "f4"),
+        }
+        return torch.from_numpy(self.session.run(["probability"], given)[0]).flatten(0, 1).log()
+
+
+def world_of(name: str) -> tuple[Env, bool]:
+    settings = json.loads((play.SHIPPED / name / "export.json").read_text())["settings"]
+    return instantiate(find_task(name), settings).env(), settings["greedy"]
+
+
+def state_of(moment: dict[str, Any], like: State) -> State:
+    return {part: torch.tensor(moment["state"][part]).to(value.dtype).view(value.shape) for part, value in like.items()}
+
+
+@pytest.mark.parametrize("episode", SEEDS)
+@pytest.mark.parametrize("name", ["snake", "cartpole"])
+def test_each_step_is_pythons(name: str, episode: int, browser: Browser, address: str) -> None:
+    """Every action and every state, by torch's rules: snakes exactly. A pole amplifies rounding a thousandfold in two seconds, so
+    each of its steps is compared from where the browser was, and a hundred of them in a row."""
+    env, greedy = world_of(name)
+    agent, ids = Exported(name, env.agents), torch.tensor([episode])
+    open_page(browser, f"{address}#{name}")
+    moments = browser(run=f"{MOMENTS}({episode}, 120)")
+    assert len(moments) > 100
+    free = env.reset(chance(ids, 0, env.chances))
+    near = 1e-4 if name == "cartpole" else 0.0
+    for number, (before, after) in enumerate(itertools.pairwise(moments), 1):
+        draws = chance(ids, number, env.chances + env.agents)
+        was = state_of(before, free)
+        action = agent.choose(env.observe(was).reshape(1, env.agents, *env.shape), draws[:, env.chances :], greedy)
+        assert after["actions"] == action[0].tolist(), number
+        taken = action if env.agents > 1 else action[:, 0]
+        stepped, free = (env.step(world, taken, draws[:, : env.chances])[0] for world in (was, free))
+        for part, value in state_of(after, free).items():
+            torch.testing.assert_close(value, stepped[part], rtol=0, atol=near / 100)
+            if name == "snake" or number <= 100:
+                torch.testing.assert_close(value, free[part], rtol=0, atol=near)
+
+
+@pytest.mark.parametrize("name", ["snake", "cartpole"])
+def test_an_episode_is_the_one_of_an_evaluation(name: str, browser: Browser, address: str) -> None:
+    env, greedy = world_of(name)
+    env.limit = 200
+    open_page(browser, f"{address}#{name}")
+    found = [browser(run=f"{END}({episode}, {env.limit})") for episode in SEEDS]
+    figures = judged(env, Exported(name, env.agents), torch.tensor(SEEDS), greedy)  # type: ignore[arg-type]
+    assert [np.mean(end["returns"]) for end in found] == pytest.approx(figures["return"].tolist(), rel=1e-4)
+
+
+def test_chance_is_pythons_bit_for_bit(browser: Browser, address: str) -> None:
+    open_page(browser, address)
+    for episode in (0, 1, 12345, 2**31, 2**32 - 1):
+        for step, count in ((0, 1), (1, 5), (999, 8), (10**6, 3)):
+            expected = chance(torch.tensor([episode]), step, count)[0].tolist()
+            assert browser(run=f"drivetrain.chance({episode}, {step}, {count})") == expected
+
+
+def test_it_plays_500_frames_and_asks_nobody_else(browser: Browser, address: str) -> None:
+    open_page(browser, f"{address}#cartpole")
+    browser(run="new Promise((done) => { let n = 0; (function next() { ++n > 500 ? done(n) : requestAnimationFrame(next); })(); })")
+    state, seen = browser(run="drivetrain.state()"), browser(seen=True)
+    assert state["steps"] + 500 * state["episode"] > 100
+    assert "FPS" in browser(run="document.getElementById('rate').textContent")
+    assert seen["errors"] == []
+    assert [url for url in seen["requests"] if not url.startswith(address)] == []
+    assert sum(size for url, size in seen["bytes"].items() if not url.endswith(".wasm")) < 4e6
+    assert sum(seen["bytes"].values()) < 4.5e6, "with the packed wasm"
+
+
+def test_the_next_episode_follows(browser: Browser, address: str) -> None:
+    open_page(browser, f"{address}#cartpole")
+    browser(run=f"{END}(3)")
+    browser(run="drivetrain.play()")
+    browser.until("drivetrain.state().episode === 4 && document.getElementById('seed').value === '4'")
+
+
+@pytest.mark.parametrize("width", [360, 390])
+@pytest.mark.parametrize("name", ["snake", "cartpole"])
+def test_a_phone_has_no_horizontal_scroll_and_large_targets(name: str, width: int, browser: Browser, address: str) -> None:
+    open_page(browser, f"{address}#{name}", width=width, height=740, touch=True)
+    if name == "snake":
+        browser(choose=["#person", "2"])
+    assert browser(run="document.documentElement.scrollWidth") <= width
+    shown = "[...document.querySelectorAll('button, select, input, summary')].filter((e) => e.offsetParent)"
+    small = f"{shown}.filter((e) => e.offsetHeight < 44 || e.offsetWidth < 44).map((e) => e.id || e.textContent)"
+    assert browser(run=small) == []
+
+
+def test_a_person_turns_a_snake(browser: Browser, address: str) -> None:
+    open_page(browser, f"{address}#snake")
+    browser(click="#play")  # pause
+    browser(run="drivetrain.reset(0)")
+    browser(choose=["#person", "0"])
+    straight = browser(run="drivetrain.step()")
+    assert straight["actions"][0] == straight["state"]["way"][0] == 3, "the first snake sets out to the right"
+    for key, way in (("ArrowUp", 0), ("a", 2), ("ArrowDown", 1)):
+        browser(press=key)
+        assert browser(run="drivetrain.step()")["state"]["way"][0] == way
+    browser(click="#pad [data-way='3']")
+    assert browser(run="drivetrain.step()")["state"]["way"][0] == 3
+    browser(press="ArrowLeft")
+    assert browser(run="drivetrain.step()")["state"]["way"][0] == 3, "nobody turns round"
+    swipe = "new PointerEvent(kind, { clientX: 100, clientY: 100 - 40 * i })"
+    browser(run=f"['pointerdown', 'pointermove', 'pointerup'].forEach((kind, i) => canvas.dispatchEvent({swipe}))")
+    assert browser(run="drivetrain.step()")["state"]["way"][0] == 0, "a swipe upwards"
+    assert "Snake 1 (you)" in browser(run="document.getElementById('scores').textContent")
+
+
+def test_controls(browser: Browser, address: str) -> None:
+    open_page(browser, f"{address}#snake")
+    browser(press="Space")
+    assert browser(run="document.getElementById('play').textContent") == "Play"
+    browser(click="#reset")
+    browser.until("drivetrain.state().steps === 0")
+    browser(click="#step")
+    browser.until("drivetrain.state().steps === 1")
+    assert browser(run="document.getElementById('greedy').value") == "drawn", "as the run's own evaluation"
+    browser(choose=["#agent", "agents/cartpole"])
+    browser.until("drivetrain.state()?.state.motion && document.getElementById('greedy').value === 'likeliest'")
+    assert browser(run="document.getElementById('facts').textContent.includes('cartpole')")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [("policy.onnx", b"\x08\x0brubbish", "is broken"), ("step.onnx", None, "is missing"), ("export.json", b"{", "not JSON"), ("export.json", b"{}", "nothing")],
+    ids=["broken", "missing", "torn", "other"],
+)  # fmt: skip
+def test_a_broken_model_is_named(file: str, content: bytes | None, said: str, browser: Browser) -> None:
+    files = play.site(play.shipped())
+    path = f"agents/snake/{file}"
+    if content is None:
+        del files[path]
+    else:
+        files[path] = content
+    with served(files) as url:
+        browser(open=f"{url}#snake")
+        browser.until("document.querySelector('#notice.trouble')")
+        text = browser(run="document.getElementById('notice').innerText")
+        assert path in text and said in text and "drivetrain export RUN" in text
+        assert browser(run="document.querySelector('fieldset').disabled")
+
+
+def test_a_static_site_in_a_sub_path(browser: Browser, tmp_path: Path) -> None:
+    play.write(play.site(play.shipped()), tmp_path)
+    below: play.Site = {f"some/where/{p.relative_to(tmp_path).as_posix()}": p for p in tmp_path.rglob("*") if p.is_file()}
+    with served(below) as url:
+        open_page(browser, f"{url}some/where/index.html#snake")
+        assert browser(seen=True)["errors"] == []
+
+
+class Corridor(Env):
+    """Seven places in a row, and no chance at all: nobody drew it."""
+
+    actions, shape, limit = 2, (7,), 12
+
+    def reset(self, rand: Tensor) -> State:
+        return {"place": torch.zeros(rand.shape[0], dtype=torch.int64), "warm": torch.zeros(rand.shape[0], 2, dtype=torch.bool)}
+
+    def step(self, state: State, action: Tensor, rand: Tensor) -> tuple[State, Tensor, Tensor]:
+        place = (state["place"] + 2 * action - 1).clamp(0, 6)
+        return {"place": place, "warm": ~state["warm"]}, place.float() - 0.5, place == 6
+
+    def observe(self, state: State) -> Tensor:
+        return torch.nn.functional.one_hot(state["place"], 7).float()
+
+
+def test_a_world_that_nobody_drew_shows_its_numbers(browser: Browser, tmp_path: Path) -> None:
+    """Without chance, the agents' draws are still those of an evaluation."""
+    torch.manual_seed(0)
+    env, agent = Corridor(), MlpAgent(7, 2, 8, 1, "tanh")
+    written = {name: asdict(_write(name, *graph, tmp_path)) for name, graph in graphs(env, agent).items()}
+    training = {"date": "", "step": 0, "seconds": 0, "hardware": "", "versions": {}, "metrics": {}}
+    card = {"format": 1, "run": "walk", "task": "walk", "settings": {"greedy": False}, "graphs": written, "training": training}
+    (tmp_path / "export.json").write_text(json.dumps(card))
+    with served(play.site([play.Agent("walk", tmp_path)])) as url, torch.no_grad():
+        open_page(browser, url)
+        found = [browser(run=f"{END}({episode})") for episode in SEEDS]
+        assert browser(seen=True)["errors"] == []
+    figures = judged(env, agent, torch.tensor(SEEDS), False)
+    assert [end["returns"][0] for end in found] == figures["return"].tolist()
+    assert [end["steps"] for end in found] == figures["length"].tolist()
+    assert found[0]["state"]["warm"] == [found[0]["steps"] % 2] * 2

@@ -1,0 +1,184 @@
+"""`play`: the page and its agents, served or written, and nothing else; what cannot be played is told why."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from drivetrain import play
+from tests.browser import served
+from tests.command import COMMAND, bad, environment, good, write_task
+
+SMALL = ["epochs=1", "envs=8", "horizon=8", "global_batch=32", "eval_episodes=2", "-q"]
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with served(play.site(play.shipped())) as url:
+        yield url
+
+
+def fetch(url: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
+            return answer.status, dict(answer.headers), answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, dict(error.headers), error.read()
+
+
+def wasm() -> str:
+    [path] = play.PAGE.glob("assets/*.wasm.gz")
+    return path.name.removesuffix(".gz")
+
+
+def test_the_page_and_its_agents_are_served(address: str) -> None:
+    status, headers, page = fetch(address)
+    assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    for link in re.findall(r'(?:src|href)="\./([^"]+)"', page.decode()):
+        assert fetch(address + link)[0] == 200, link
+    agents = json.loads(fetch(address + "agents.json")[2])["agents"]
+    assert [a["name"] for a in agents] == ["cartpole", "snake"]
+    for agent in agents:
+        card = json.loads(fetch(f"{address}{agent['folder']}/export.json")[2])
+        for graph in card["graphs"].values():
+            assert len(fetch(f"{address}{agent['folder']}/{graph['file']}")[2]) == graph["bytes"]
+
+
+def test_the_wasm_comes_packed_to_whom_can_unpack_it(address: str) -> None:
+    _, headers, packed = fetch(f"{address}assets/{wasm()}", **{"Accept-Encoding": "gzip, br"})
+    assert (headers["Content-Type"], headers["Content-Encoding"]) == ("application/wasm", "gzip")
+    _, headers, plain = fetch(f"{address}assets/{wasm()}")
+    assert "Content-Encoding" not in headers
+    assert gzip.decompress(packed) == plain and plain.startswith(b"\0asm")
+    assert len(packed) < 4e6
+
+
+def test_nothing_else_is_served(address: str) -> None:
+    server = http.client.HTTPConnection(address.split("/")[2], timeout=10)
+    beyond = [
+        "/../play.py",
+        "/%2e%2e/play.py",
+        "/assets/../../play.py",
+        "//etc/passwd",
+        "/assets",
+        "/assets/",
+        "/agents/",
+        "/agents/README.md",
+    ]
+    for path in beyond:
+        server.request("GET", path)
+        answer = server.getresponse()
+        assert (answer.status, b"import" in answer.read()) == (404, False), path
+    server.request("POST", "/")
+    assert server.getresponse().status == 501
+
+
+def test_a_static_site_has_relative_paths_only(folder: Path) -> None:
+    said = good("play", "--out", "site", "snake")
+    assert re.search(r"site: \d+ files, 15 MB", said)
+    files = {p.relative_to("site").as_posix(): p for p in Path("site").rglob("*") if p.is_file()}
+    assert {"index.html", "agents.json", f"assets/{wasm()}", "agents/snake/policy.onnx", "agents/snake/export.json"} <= files.keys()
+    assert not any(name.endswith((".gz", ".safetensors")) or "cartpole" in name for name in files)
+    assert not re.search(r'(src|href)="(/|http)', files["index.html"].read_text())
+    for name, path in files.items():
+        assert str(Path.home()).encode() not in path.read_bytes(), name
+
+
+def test_a_site_is_written_over_another_and_over_nothing_else(folder: Path) -> None:
+    good("play", "snake", "--out", "site")
+    good("play", "cartpole", "--out", "site")
+    assert [p.name for p in Path("site/agents").iterdir()] == ["cartpole"]
+    Path("mine").mkdir()
+    Path("mine/agents.json").write_text("[]")
+    assert "not empty and no site" in bad("play", "snake", "--out", "mine")
+    assert [p.name for p in Path("mine").iterdir()] == ["agents.json"]
+    assert "is a file" in bad("play", "snake", "--out", "mine/agents.json")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run that was played once, and one that does not play."""
+    place = tmp_path_factory.mktemp("trained")
+    before = Path.cwd()
+    os.chdir(place)
+    try:
+        good("train", "bandit", *SMALL, "--name", "plays")
+        assert not list(Path("runs").rglob("*.onnx"))
+        good("play", "plays", "--out", "site")
+        good("train", write_task().name, "epochs=1", "-q", "--name", "other")
+    finally:
+        os.chdir(before)
+    return place
+
+
+@pytest.fixture
+def runs(trained: Path, folder: Path) -> Path:
+    shutil.copytree(trained / "runs", "runs")
+    shutil.copytree(trained / "site", "site")
+    return folder / "runs"
+
+
+def test_a_run_is_exported_when_it_is_first_played_and_when_it_has_changed(runs: Path) -> None:
+    card = json.loads(Path("site/agents/plays/export.json").read_text())
+    assert (card["run"], card["settings"]["envs"]) == ("plays", 8)
+    graph = runs / "plays/model/step.onnx"
+    first = graph.stat().st_mtime_ns
+    good("play", "plays", "--out", "site")
+    assert graph.stat().st_mtime_ns == first, "nothing had changed"
+    exported = runs / "plays/model/export.json"
+    exported.write_text(exported.read_text().replace('"envs": 8', '"envs": 16'))
+    good("play", "plays", "--out", "site")
+    assert graph.stat().st_mtime_ns > first
+    assert json.loads(exported.read_text())["settings"]["envs"] == 8
+
+
+def test_what_cannot_be_played(runs: Path) -> None:
+    assert "learns nothing that can be played" in bad("play", "other", "--out", "new")
+    assert not list((runs / "other").rglob("*.onnx")) and not Path("new").exists()
+    assert "there is no run 'nobody'" in bad("play", "nobody")
+
+
+def test_a_broken_file_is_named(runs: Path) -> None:
+    policy = runs / "plays/model/policy.onnx"
+    whole = policy.read_bytes()
+    policy.write_bytes(whole[:-100])
+    assert "policy.onnx is broken: it has" in bad("play", "plays", "--out", "site")
+    policy.write_bytes(b"\xff" * len(whole))
+    message = bad("play", "plays", "--out", "site")
+    assert "policy.onnx is broken: " in message and "drivetrain export plays writes it anew" in message
+    policy.unlink()
+    assert "policy.onnx is missing" in bad("play", "plays", "--out", "site")
+    (runs / "plays/model/export.json").write_text("{")
+    assert "export.json cannot be read" in bad("play", "plays", "--out", "site")
+
+
+def test_it_serves_until_ctrl_c(folder: Path) -> None:
+    with subprocess.Popen([*COMMAND, "play", "snake", "--no-open"], stdout=subprocess.PIPE, text=True, env=environment()) as process:
+        assert process.stdout
+        line = process.stdout.readline()
+        url = re.search(r"http://127\.0\.0\.1:\d+/", line)
+        assert url and "snake" in line, line
+        assert b"<title>drivetrain play</title>" in fetch(url[0])[2]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
+        assert process.stdout.read().strip() == "ended"
+
+
+def test_a_port_that_is_in_use(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"port {port} is in use: leave --port out" in bad("play", "snake", "--no-open", "--port", str(port))
+    assert "up to 65535" in bad("play", "snake", "--no-open", "--port", "70000")

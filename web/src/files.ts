@@ -1,0 +1,48 @@
+/** Files of the site, and what is wrong with them in words a person can act on. */
+
+export class Trouble extends Error {
+  constructor(
+    readonly file: string,
+    what: string,
+    readonly advice: string,
+  ) {
+    super(what);
+  }
+}
+
+export type Progress = (loaded: number) => void;
+
+/** A file's bytes; `progress` is told how many have come. */
+export async function bytes(path: string, advice: string, progress?: Progress): Promise<Uint8Array<ArrayBuffer>> {
+  const answer = await fetch(path).catch(() => null);
+  if (!answer) throw new Trouble(path, "cannot be fetched: the server does not answer", "Start drivetrain play again, then reload.");
+  if (!answer.ok || !answer.body) throw new Trouble(path, `is missing (the server answers ${answer.status})`, advice);
+  const parts: Uint8Array[] = [];
+  let loaded = 0;
+  const reader = answer.body.getReader();
+  for (;;) {
+    const { done, value } = await reader.read().catch(() => {
+      throw new Trouble(path, "broke off while it was loading", "Reload the page.");
+    });
+    if (done) break;
+    parts.push(value);
+    loaded += value.length;
+    progress?.(loaded);
+  }
+  const whole = new Uint8Array(loaded);
+  let at = 0;
+  for (const part of parts) {
+    whole.set(part, at);
+    at += part.length;
+  }
+  return whole;
+}
+
+export async function json<T>(path: string, advice: string): Promise<T> {
+  const text = new TextDecoder().decode(await bytes(path, advice));
+  try {
+    return JSON.parse(text) as T;
+  } catch {
+    throw new Trouble(path, "is broken: it is not JSON", advice);
+  }
+}
