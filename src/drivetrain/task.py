@@ -71,7 +71,8 @@ class Source:
     groups: int = 1
     passes: int = 1
     pure: bool = False
-    """Whether `collect` follows from the model, `rand` and `state` alone, by work on tensors: then a GPU replays it as one graph."""
+    """Whether `collect` follows from the model, `rand` and `state` alone, by work on tensors: then a GPU replays it as one graph.
+    Its `state` is empty before the first collection."""
 
     def __len__(self) -> int:
         raise NotImplementedError

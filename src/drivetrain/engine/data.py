@@ -115,7 +115,7 @@ class SourceFeed(Feed):
             source.load(state)
             return source.collect(model, self._draws.of(self.group_ids), self._total), source.state()
 
-        before = source.state()
+        before = source.state() if self._graphs is not None else {}
         if self._graphs is None or not before:
             return source.collect(model, self._draws.of(self.group_ids), self._total)
         data: Tensors
