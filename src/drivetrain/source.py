@@ -28,6 +28,7 @@ HOOKS = frozenset(
         "eval_data",
         "loss",
         "metrics",
+        "limits",
         "counts",
         "summary",
         "augment",

@@ -175,6 +175,11 @@ class Task:
             value = value[0]
         return dict(value) if isinstance(value, dict) else {"loss": value}
 
+    def limits(self) -> dict[str, float]:
+        """Figures of the loss that end the learning from an epoch's data: where the mean over a step is above its limit, this
+        step and the rest of the epoch change nothing."""
+        return {}
+
     def summary(self, values: dict[str, Tensor]) -> dict[str, Any]:
         """Further figures from all per-sample values of the evaluation data, in its order.
         Numbers are logged; a square matrix called `confusion` is drawn by `eval`."""

@@ -189,3 +189,24 @@ def test_independent_policies_learn_from_their_own_samples_alone() -> None:
     total.backward()
     sums = [sum(float(p.grad.abs().sum()) for p in player.parameters() if p.grad is not None) for player in model.players]
     assert sums[0] > 0 and sums[1] == 0
+
+
+def test_a_policy_that_moved_too_far_is_left_alone_until_the_next_collection(folder: Path) -> None:
+    """The first step of a collection has not moved at all; after it any move is too far."""
+    words = ["train", "cartpole", *SMALL, "eval_episodes=0", "save_every=1000ep"]
+    good(*words, "kl_stop=1e-12", "--name", "stopped")
+    good(*words, "kl_stop=1e-12", "--procs", "2", "--name", "two")
+    good(*words, "--name", "free")
+    stopped, free = rows("runs/stopped"), rows("runs/free")
+    same(stopped, rows("runs/two"), 2e-4)
+    per_epoch = len(stopped) // stopped[-1]["epoch"]
+    assert per_epoch > 3
+    for epoch in range(stopped[-1]["epoch"]):
+        first, *rest = [row["train/kl"] for row in stopped[epoch * per_epoch : (epoch + 1) * per_epoch]]
+        assert abs(first) < 1e-7 and min(rest) > 0, "one step was taken"
+    assert max(row["train/kl"] for row in free) > 3 * max(row["train/kl"] for row in stopped)
+
+
+def test_a_limit_of_something_else_is_named(folder: Path) -> None:
+    Path("walk.py").write_text(OWN + "\n    def limits(self):\n        return {\"kk\": 0.1}\n")
+    assert "limits() names 'kk', which loss() does not give" in bad("train", "walk.py:Walk")

@@ -96,7 +96,8 @@ class Step:
         self.task, self.model, self.feed, self.strategy = task, model, feed, strategy
         self.optimizer, self.rates, self.precision, self.group = strategy.optimizer, rates, precision, group
         self.loss_scale = LossScale(group.device) if precision.name == "fp16" else None
-        if self.loss_scale is not None:
+        self._limits = task.limits()
+        if self.loss_scale is not None or self._limits:
             ready_to_skip(strategy.optimizer)
         self.figures: Figures | None = None
         self.requests = [False, False, False]
@@ -117,6 +118,8 @@ class Step:
         self._clip = float(task.clip)
         self._draws = draws_of(task, feed, group.device)
         self.has_counts = overrides(task, "counts")
+        self._enough = torch.zeros((), device=group.device)
+        """Whether a limit was passed in this epoch."""
         self.number = 0
         self._at = torch.zeros(1, dtype=torch.int64, device=group.device) if group.runs_ahead else None
         """The step's number on the device, where captured work reads it."""
@@ -143,6 +146,8 @@ class Step:
             self._at.fill_(step)
         if self._draws is not None:
             self._draws.begin(epoch)
+        if self._limits and index == 0:
+            self._enough.zero_()
         if self._tail is None and self.ledger is not None:
             self._slots = self.ledger.slots(step)
         size = self.feed.size(index)
@@ -423,6 +428,17 @@ class Step:
             totals = dict(zip(totals, packed.unbind(0), strict=True))
         return {name: torch.where(total == 0, 1.0, total) for name, total in totals.items()}
 
+    def _look_at_limits(self, size: int) -> Tensor:
+        """Whether this step, or one before it in the epoch, passed a limit: the same on all ranks, and nothing waits for it."""
+        figures = self.figures
+        assert figures is not None
+        for name, limit in self._limits.items():
+            if name not in figures.names:
+                raise Problem(f"limits() names {name!r}, which loss() does not give ({', '.join(figures.names)})")
+            count = self._slots[figures.count[name]] if name in figures.count else size
+            self._enough.copy_(torch.maximum(self._enough, (self._slots[figures.total[name]] > limit * count).float()))
+        return self._enough
+
     def _update(self, size: int, counted: bool, with_norm: bool) -> None:
         """What gradients are multiplied by, then the update."""
         assert self.figures is not None
@@ -434,7 +450,8 @@ class Step:
             factor = torch.where(count == 0, 0.0, size / count)
         if self.loss_scale is not None:
             factor = 1.0 / self.loss_scale.scale if factor is None else factor / self.loss_scale.scale
-        norm = self.strategy.update(factor, self._clip, with_norm, self.loss_scale is not None)
+        enough = self._look_at_limits(size) if self._limits else None
+        norm = self.strategy.update(factor, self._clip, with_norm, self.loss_scale is not None, enough)
         if norm is not None:
             self._slots[NORM].copy_(norm)
         if self.loss_scale is not None and norm is not None:

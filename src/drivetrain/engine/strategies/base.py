@@ -68,18 +68,19 @@ class Strategy:
         """Multiply all gradients."""
         raise NotImplementedError
 
-    def update(self, factor: Tensor | None, clip: float, with_norm: bool, guarded: bool) -> Tensor | None:
+    def update(self, factor: Tensor | None, clip: float, with_norm: bool, guarded: bool, enough: Tensor | None = None) -> Tensor | None:
         """Multiply gradients by a factor, clip them, take the optimizer's step; gives their norm where it was needed.
-        Guarded, a norm that is no number means no step."""
+        Guarded, a norm that is no number means no step; nor is there one where it is `enough`."""
         norm: Tensor | None = None
-        overflow: Tensor | None = None
+        overflow = enough
         if with_norm or clip or guarded:
             norm = self.norm() if factor is None else self.norm() * factor
             if clip:
                 clipping = (clip / (norm + 1e-6)).clamp_(max=1.0)
                 factor = clipping if factor is None else factor * clipping
             if guarded:
-                overflow = (~torch.isfinite(norm)).float()
+                bad = (~torch.isfinite(norm)).float()
+                overflow = bad if enough is None else torch.maximum(bad, enough)
         optimizer: Any = self.optimizer
         if self._takes_factor:
             if factor is not None:

@@ -147,11 +147,11 @@ class Sharded(Strategy):
             gradients = [state.local(p.grad) for p in self.parameters if p.device == place]
             torch._foreach_mul_(gradients, factor.to(place))
 
-    def update(self, factor: Tensor | None, clip: float, with_norm: bool, guarded: bool) -> Tensor | None:
+    def update(self, factor: Tensor | None, clip: float, with_norm: bool, guarded: bool, enough: Tensor | None = None) -> Tensor | None:
         for parameter, part in self._parts.items():
             if parameter.grad is not None:
                 part.data, part.grad = state.local(parameter), state.local(parameter.grad)
-        return super().update(factor, clip, with_norm, guarded)
+        return super().update(factor, clip, with_norm, guarded, enough)
 
     # --- state ---
 

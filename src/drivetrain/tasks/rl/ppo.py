@@ -49,6 +49,8 @@ class Ppo(Task):
     """Whether rewards are divided by the spread of what they add up to; returns are told as they are."""
     value_clip: Annotated[float, Range(0)] = 0.0
     """How far a value may move likewise; 0 does not limit it."""
+    kl_stop: Annotated[float, Range(0)] = 0.0
+    """How far the policy may move in a collection, as a step's mean KL divergence; beyond it learns nothing more from it. 0: no end."""
     value_weight: Annotated[float, Range(0)] = 0.5
     """Weight of the value's error in the loss."""
     entropy_weight: Annotated[float, Range(0)] = 0.01
@@ -140,6 +142,9 @@ class Ppo(Task):
             **{name: batch[name] for name in FIGURES},
         }  # fmt: skip
         return ((each * alive).sum(), count), {name: ((figure * alive).sum(), count) for name, figure in figures.items()}
+
+    def limits(self) -> dict[str, float]:
+        return {"kl": self.kl_stop} if self.kl_stop else {}
 
     def exports(self, model: Agent) -> dict[str, tuple[nn.Module, dict[str, Tensor]]]:
         return graphs(self.env(), model)
