@@ -340,9 +340,8 @@ def test_generators_of_the_host_are_watched_on_a_gpu() -> None:
     assert not watch.used
 
 
-def test_tables_of_random_numbers_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rand, "TABLE", 1000)
-    draws = rand.Draws(100, torch.device("cpu"), 1, 2)
+def test_tables_of_random_numbers_have_a_budget() -> None:
+    draws = rand.Draws(100, torch.device("cpu"), 1, 2, room=1000)
     draws.begin(0)
     ids = torch.tensor([3, 50])
     for k in range(1, 30):

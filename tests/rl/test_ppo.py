@@ -15,7 +15,7 @@ from drivetrain.tasks.rl.envs import Env, State
 from drivetrain.tasks.rl.envs.snake import Snake
 from drivetrain.tasks.rl.nets import Agent, ConvAgent, Independent
 from drivetrain.tasks.rl.ppo import Ppo
-from drivetrain.tasks.rl.rollout import Rollout, advantages, choose
+from drivetrain.tasks.rl.rollout import FACTS, Rollout, advantages, choose, facts_of
 from drivetrain.tasks.rl.worlds import CartPole
 from tests.command import bad, good
 from tests.engine.test_invariance import same
@@ -88,7 +88,7 @@ class Table:
 
 def test_what_is_cut_off_goes_on_in_the_value() -> None:
     """Of three steps the third is cut off: what it led to (a count of 3) is worth 30, not the new episode's 0."""
-    got = Rollout(Clock(), 1, 4, 1, 0.5, 1.0).collect(Knows(), Table(1), lambda t: t)[:]
+    got = facts_of(Rollout(Clock(), 1, 4, 1, 0.5, 1.0).collect(Knows(), Table(1), lambda t: t)[:])
     worth = [1 + 0.5 * (1 + 0.5 * (1 + 0.5 * 30)), 1 + 0.5 * (1 + 0.5 * 30), 1 + 0.5 * 30, 1 + 0.5 * 10]
     assert got["target"].tolist() == worth
     assert got["return"].tolist() == [3.0] * 4 and got["length"].tolist() == [3.0] * 4
@@ -97,7 +97,8 @@ def test_what_is_cut_off_goes_on_in_the_value() -> None:
 def test_the_dead_do_not_count() -> None:
     env = Snake(2, 5, 5)
     rollout = Rollout(env, 6, 40, 1, 0.99, 0.95)
-    got = rollout.collect(Knows(), Table(6), lambda t: t)[:]
+    batch = rollout.collect(Knows(), Table(6), lambda t: t)[:]
+    got = facts_of(batch)
     alive = got["alive"].view(6, 40, 2)
     assert 0 < float(alive.mean()) < 1
     mean = (got["advantage"] * got["alive"]).sum() / got["alive"].sum()
@@ -105,8 +106,9 @@ def test_the_dead_do_not_count() -> None:
     assert abs(float(mean)) < 1e-4 and abs(float(spread) - 1) < 1e-3, "normalised over those who live"
     task = Ppo(net="conv")
     model = ConvAgent(env.shape, env.actions)
-    changed = dict(got) | {"advantage": torch.where(got["alive"] > 0, got["advantage"], 1e6)}
-    (first, count), _ = task.loss(model, got)
+    changed = batch | {"facts": batch["facts"].clone()}
+    changed["facts"][got["alive"] == 0, FACTS.index("advantage")] = 1e6
+    (first, count), _ = task.loss(model, batch)
     (again, _), _ = task.loss(model, changed)
     assert float(first.detach()) == float(again.detach()) and float(count) == float(got["alive"].sum())
 
@@ -181,10 +183,11 @@ def test_independent_policies_learn_from_their_own_samples_alone() -> None:
     task = Ppo(net="conv", policies="independent")
     model = Independent([ConvAgent(env.shape, env.actions) for _ in range(2)])
     with torch.no_grad():
-        got = dict(Rollout(env, 6, 20, 1, 0.99, 0.95).collect(model, Table(6), lambda t: t)[:])
-    assert torch.equal(got["who"].view(6, 20, 2), torch.arange(2).expand(6, 20, 2))
-    assert torch.allclose(model.policy(got["seen"]), model.policy(got["seen"], got["who"]))
-    first = {k: v[got["who"] == 0] for k, v in got.items()}
+        batch = Rollout(env, 6, 20, 1, 0.99, 0.95).collect(model, Table(6), lambda t: t)[:]
+    who = facts_of(batch)["who"]
+    assert torch.equal(who.view(6, 20, 2), torch.arange(2).expand(6, 20, 2))
+    assert torch.allclose(model.policy(batch["seen"]), model.policy(batch["seen"], who))
+    first = {k: v[who == 0] for k, v in batch.items()}
     (total, _), _ = task.loss(model, first)
     total.backward()
     sums = [sum(float(p.grad.abs().sum()) for p in player.parameters() if p.grad is not None) for player in model.players]
@@ -208,5 +211,5 @@ def test_a_policy_that_moved_too_far_is_left_alone_until_the_next_collection(fol
 
 
 def test_a_limit_of_something_else_is_named(folder: Path) -> None:
-    Path("walk.py").write_text(OWN + "\n    def limits(self):\n        return {\"kk\": 0.1}\n")
+    Path("walk.py").write_text(OWN + '\n    def limits(self):\n        return {"kk": 0.1}\n')
     assert "limits() names 'kk', which loss() does not give" in bad("train", "walk.py:Walk")

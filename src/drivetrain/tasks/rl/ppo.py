@@ -13,7 +13,7 @@ from drivetrain.task import Task, Tensors
 from drivetrain.tasks.rl.envs import Env
 from drivetrain.tasks.rl.nets import Agent, ConvAgent, Independent, MlpAgent, Rivals
 from drivetrain.tasks.rl.played import graphs
-from drivetrain.tasks.rl.rollout import FIGURES, Rollout, duel, play
+from drivetrain.tasks.rl.rollout import FIGURES, Rollout, duel, facts_of, play
 
 
 class Ppo(Task):
@@ -125,21 +125,22 @@ class Ppo(Task):
         return Tensors(torch.arange(self.eval_episodes)) if self.eval_episodes else None
 
     def loss(self, model: Agent, batch: dict[str, Tensor]) -> Any:
-        logits, value = model(batch["seen"], batch["who"])
-        logp, alive = logits.log_softmax(-1), batch["alive"]
-        moved = logp.gather(-1, batch["action"][:, None])[:, 0] - batch["logp"]
-        ratio, advantage = moved.exp(), batch["advantage"]
+        facts = facts_of(batch)
+        logits, value = model(batch["seen"], facts["who"])
+        logp, alive, advantage = logits.log_softmax(-1), facts["alive"], facts["advantage"]
+        moved = logp.gather(-1, facts["action"][:, None])[:, 0] - facts["logp"]
+        ratio = moved.exp()
         gain = torch.minimum(ratio * advantage, ratio.clamp(1 - self.ratio_clip, 1 + self.ratio_clip) * advantage)
-        error = (value - batch["target"]).square()
+        error = (value - facts["target"]).square()
         if self.value_clip:
-            near = batch["value"] + (value - batch["value"]).clamp(-self.value_clip, self.value_clip)
-            error = torch.maximum(error, (near - batch["target"]).square())
+            near = facts["value"] + (value - facts["value"]).clamp(-self.value_clip, self.value_clip)
+            error = torch.maximum(error, (near - facts["target"]).square())
         entropy = -(logp.exp() * logp).sum(-1)
         each = 0.5 * self.value_weight * error - gain - self.entropy_weight * entropy
         count = alive.sum()
         figures = {
             "entropy": entropy, "kl": ratio - 1 - moved, "clipped": ((ratio - 1).abs() > self.ratio_clip).float(), "value_error": error,
-            **{name: batch[name] for name in FIGURES},
+            **{name: facts[name] for name in FIGURES},
         }  # fmt: skip
         return ((each * alive).sum(), count), {name: ((figure * alive).sum(), count) for name, figure in figures.items()}
 

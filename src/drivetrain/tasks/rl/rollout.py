@@ -15,6 +15,13 @@ from drivetrain.tasks.rl.envs import Env, State
 from drivetrain.tasks.rl.nets import Agent, Rivals
 
 FIGURES = ("return", "length", "explained_variance")  # of the last collection that finished an episode
+FACTS = ("action", "logp", "advantage", "target", "value", "alive", "who", *FIGURES)  # of a sample, beside what was seen
+
+
+def facts_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A batch's facts by name. They lie in one tensor, so that one look finds all of a sample's."""
+    facts = dict(zip(FACTS, batch["facts"].unbind(1), strict=True))
+    return facts | {"action": facts["action"].long(), "who": facts["who"].long()}
 
 
 def choose(logits: Tensor, draw: Tensor) -> Tensor:
@@ -104,13 +111,13 @@ class Rollout(Source):
         recent = torch.where(sums[5] > 0, sums[6:8] / sums[5].clamp(min=1), self._state["recent"][0])
         self._state["recent"] = recent.expand(rows, 2).clone()
         explained = 1 - (spread / wide.clamp(min=1e-8)) ** 2
-        columns = {
-            "seen": record["seen"], "action": record["action"], "logp": logp, "alive": alive, "value": values,
-            "target": target, "advantage": (gain - mean) / (spread + 1e-8),
-            "who": torch.arange(agents, device=values.device).expand_as(values),
+        known = {
+            "action": record["action"], "logp": logp, "advantage": (gain - mean) / (spread + 1e-8), "target": target,
+            "value": values, "alive": alive, "who": torch.arange(agents, device=values.device),
         }  # fmt: skip
-        columns |= {k: v.expand_as(values) for k, v in zip(FIGURES, (*recent, explained), strict=True)}
-        return Tensors(**{name: column.flatten(0, 2) for name, column in columns.items()})
+        known |= dict(zip(FIGURES, (*recent, explained), strict=True))
+        facts = torch.stack([known[name].to(values.dtype).expand_as(values) for name in FACTS], -1)
+        return Tensors(seen=record["seen"].flatten(0, 2), facts=facts.flatten(0, 2))
 
     def _begin(self, rand: Tensor, agents: int) -> State:
         world = {f"env.{k}": v for k, v in self.env.reset(rand).items()}
