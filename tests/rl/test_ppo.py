@@ -12,8 +12,9 @@ from torch import Tensor
 from drivetrain.outcomes import Problem
 from drivetrain.tasks.rl.chance import chance
 from drivetrain.tasks.rl.envs import Env, State
+from drivetrain.tasks.rl.envs.cartpole import CartPole as CartPoleEnv
 from drivetrain.tasks.rl.envs.snake import Snake
-from drivetrain.tasks.rl.nets import Agent, ConvAgent, Independent
+from drivetrain.tasks.rl.nets import Agent, ConvAgent, Independent, LstmAgent
 from drivetrain.tasks.rl.ppo import Ppo
 from drivetrain.tasks.rl.rollout import FACTS, Rollout, advantages, choose, facts_of
 from drivetrain.tasks.rl.worlds import CartPole
@@ -213,3 +214,72 @@ def test_a_policy_that_moved_too_far_is_left_alone_until_the_next_collection(fol
 def test_a_limit_of_something_else_is_named(folder: Path) -> None:
     Path("walk.py").write_text(OWN + '\n    def limits(self):\n        return {"kk": 0.1}\n')
     assert "limits() names 'kk', which loss() does not give" in bad("train", "walk.py:Walk")
+
+
+RECALL = """
+import torch
+from drivetrain.tasks.rl.envs import Env
+from drivetrain.tasks.rl.ppo import Ppo
+
+
+class Cue(Env):
+    \"\"\"A sign is seen once; four steps later it must be told.\"\"\"
+
+    actions, shape, chances, limit = 2, (3,), 1, 10
+
+    def reset(self, rand):
+        return {"sign": (rand[:, 0] < 0.5).long(), "step": torch.zeros_like(rand[:, 0]).long()}
+
+    def step(self, state, action, rand):
+        last = state["step"] == 4
+        reward = (last & (action == state["sign"])).float()
+        return {"sign": state["sign"], "step": state["step"] + 1}, reward, last
+
+    def observe(self, state):
+        first = state["step"] == 0
+        return torch.stack((first & (state["sign"] == 0), first & (state["sign"] == 1), state["step"] == 4), -1).float()
+
+
+class Recall(Ppo):
+    epochs: int = 25
+    envs: int = 64
+    horizon: int = 20
+    chunk: int = 10
+    global_batch: int = 64
+    learning_rate: float = 0.005
+    width: int = 16
+
+    def env(self):
+        return Cue()
+"""
+
+
+def test_an_lstm_remembers_what_a_perceptron_cannot(folder: Path) -> None:
+    Path("recall.py").write_text(RECALL)
+    good("train", "recall.py:Recall", "net=lstm", "epochs=80", "plan.threads=1", "--name", "lstm")
+    good("train", "recall.py:Recall", "global_batch=640", "plan.threads=1", "--name", "mlp")
+    last = {name: rows(f"runs/{name}")[-1]["eval/return"] for name in ("lstm", "mlp")}
+    assert last["lstm"] > 0.95 and last["mlp"] < 0.8, last
+    assert "bit-equal" in good("verify-resume", "recall.py:Recall", "net=lstm", "plan.threads=1", "--steps", "20")
+    good("export", "lstm", "-q")
+    card = json.loads(Path("runs/lstm/model/export.json").read_text())
+    assert [put["name"] for put in card["graphs"]["policy"]["inputs"]] == ["observation", "random", "memory"]
+    assert "plays with a memory" in bad("play", "lstm")
+    assert "take global_batch=64" in bad("train", "recall.py:Recall", "net=lstm", "global_batch=50")
+    assert "horizon=20 is no multiple of chunk=6" in bad("train", "recall.py:Recall", "net=lstm", "chunk=6")
+
+
+def test_an_lstm_unrolled_is_the_one_that_played() -> None:
+    """Through a chunk with an episode's end inside: the logits and values of the collection, step for step."""
+    torch.manual_seed(0)
+    agent = LstmAgent(4, 2, 8)
+    rollout = Rollout(CartPoleEnv(), 16, 60, 1, 0.99, 0.95, chunk=20, memory=16)
+    with torch.no_grad():
+        batch = rollout.collect(agent, Table(16), lambda t: t)[:]
+    facts = facts_of(batch)
+    anew = facts["anew"].view(48, 20)
+    assert batch["seen"].shape == (48, 20, 20) and float(anew[:, 1:].sum()) > 0
+    logits, value = agent.unrolled(batch["seen"], anew)
+    assert torch.allclose(value, facts["value"], atol=1e-5)
+    chosen = logits.log_softmax(-1).gather(1, facts["action"][:, None])[:, 0]
+    assert torch.allclose(chosen, facts["logp"], atol=1e-5)

@@ -15,7 +15,7 @@ from drivetrain.tasks.rl.envs import Env, State
 from drivetrain.tasks.rl.nets import Agent
 from drivetrain.tasks.rl.played import Policy
 from drivetrain.tasks.rl.ppo import Ppo
-from drivetrain.tasks.rl.rollout import Rollout, choose
+from drivetrain.tasks.rl.rollout import Rollout, choose, with_memory
 
 SEEDS = 2**31 - 1
 JUDGED = 10**6  # the seeds of evaluated episodes begin here
@@ -140,7 +140,8 @@ class Gym(Ppo):
         """The policy alone: the rules are Gymnasium's."""
         env = self.env()
         seen = env.reset(torch.linspace(0, 0.9, 8)[:, None])["seen"][:, None]
-        return {"policy": (Policy(env, model), {"observation": seen, "random": torch.linspace(0, 0.9, 8)[:, None]})}
+        memory = {"memory": torch.zeros(8, 1, model.memory)} if model.memory else {}
+        return {"policy": (Policy(env, model), {"observation": seen, "random": torch.linspace(0, 0.9, 8)[:, None], **memory})}
 
 
 def judged(env: GymEnv, model: Agent, episodes: Tensor, greedy: bool) -> dict[str, Tensor]:
@@ -148,8 +149,11 @@ def judged(env: GymEnv, model: Agent, episodes: Tensor, greedy: bool) -> dict[st
     device, live = episodes.device, [env.make() for _ in episodes]
     seen = torch.stack([env.see(one.reset(seed=JUDGED + int(i))[0]) for one, i in zip(live, episodes, strict=True)])
     sums, length, going = torch.zeros(len(live)), torch.zeros(len(live)), torch.ones(len(live), dtype=torch.bool)
+    memory = torch.zeros(len(live), model.memory, device=device)
     while going.any():
-        logits = model.policy(seen.to(device)).cpu()
+        own = with_memory(seen.to(device), memory)
+        logits = model.policy(own).cpu()
+        memory = model.remember(own) if model.memory else memory
         step = int(length.max())
         action = logits.argmax(-1) if greedy else choose(logits, chance(episodes.cpu(), step, 1)[:, 0])
         for row in going.nonzero()[:, 0].tolist():

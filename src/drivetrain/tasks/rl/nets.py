@@ -15,7 +15,14 @@ Activation = Literal["tanh", "relu"]
 
 class Agent(nn.Module):
     """A policy and its value; `policy` gives the actions' logits. `who` numbers each row's player, where that matters; without
-    it, rows are all players of one environment after the other."""
+    it, rows are all players of one environment after the other.
+
+    An agent with a `memory` finds so many numbers of its own behind each flattened observation, and `remember` gives the next."""
+
+    memory: int = 0
+
+    def remember(self, seen: Tensor) -> Tensor:
+        raise NotImplementedError
 
     def policy(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
         raise NotImplementedError
@@ -25,6 +32,10 @@ class Agent(nn.Module):
 
     def forward(self, seen: Tensor, who: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self.policy(seen, who), self.value(seen, who)
+
+    def unrolled(self, seen: Tensor, anew: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and values of [rows, steps, ...], of an agent with a memory."""
+        raise NotImplementedError
 
 
 class Independent(Agent):
@@ -56,6 +67,10 @@ class Rivals(Agent):
     def __init__(self, agent: Agent) -> None:
         super().__init__()
         self.agent, self.rival = agent, copy.deepcopy(agent).requires_grad_(False)
+        self.memory = agent.memory
+
+    def remember(self, seen: Tensor) -> Tensor:
+        return self.agent.remember(seen)
 
     def policy(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
         return self.agent.policy(seen, who)
@@ -67,7 +82,10 @@ class Rivals(Agent):
         logits, value = self.agent(seen, who)
         return logits, value
 
-    def remember(self, now: Tensor) -> None:
+    def unrolled(self, seen: Tensor, anew: Tensor) -> tuple[Tensor, Tensor]:
+        return self.agent.unrolled(seen, anew)
+
+    def keep(self, now: Tensor) -> None:
         """The policy becomes its own rival, if `now` is true."""
         for kept, present in zip(self.rival.parameters(), self.agent.parameters(), strict=True):
             kept.copy_(torch.where(now, present, kept))
@@ -88,6 +106,43 @@ class MlpAgent(Agent):
     def value(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
         value: Tensor = self.critic(seen.flatten(1))
         return value[:, 0]
+
+
+class LstmAgent(Agent):
+    """A layer, an LSTM cell that remembers, and both heads on what it makes of it."""
+
+    def __init__(self, inputs: int, actions: int, width: int) -> None:
+        super().__init__()
+        self.inputs, self.memory = inputs, 2 * width
+        self.sight, self.cell = _begin(nn.Linear(inputs, width), math.sqrt(2)), nn.LSTMCell(width, width)
+        self.actor, self.critic = _begin(nn.Linear(width, actions), 0.01), _begin(nn.Linear(width, 1), 1.0)
+
+    def _look(self, seen: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, kept = seen[:, self.inputs :].chunk(2, 1)
+        hidden, kept = self.cell(self.sight(seen[:, : self.inputs]).tanh(), (hidden, kept))
+        return hidden, kept
+
+    def remember(self, seen: Tensor) -> Tensor:
+        return torch.cat(self._look(seen), 1)
+
+    def policy(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
+        logits: Tensor = self.actor(self._look(seen)[0])
+        return logits
+
+    def value(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
+        value: Tensor = self.critic(self._look(seen)[0])
+        return value[:, 0]
+
+    def unrolled(self, seen: Tensor, anew: Tensor) -> tuple[Tensor, Tensor]:
+        """Of [rows, steps, ...] in a row: only the first step's memory is taken as it was, and each new episode begins without."""
+        memory, hidden = seen[:, 0, self.inputs :], []
+        for step in range(seen.shape[1]):
+            memory = memory * (1 - anew[:, step, None])
+            state = self._look(torch.cat((seen[:, step, : self.inputs], memory), 1))
+            memory = torch.cat(state, 1)
+            hidden.append(state[0])
+        made = torch.stack(hidden, 1).flatten(0, 1)
+        return self.actor(made), self.critic(made)[:, 0]
 
 
 class ConvAgent(Agent):

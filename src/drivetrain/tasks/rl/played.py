@@ -8,22 +8,26 @@ from torch import Tensor, nn
 from drivetrain.tasks.rl.chance import chance
 from drivetrain.tasks.rl.envs import Env, State
 from drivetrain.tasks.rl.nets import Agent
-from drivetrain.tasks.rl.rollout import choose, merged
+from drivetrain.tasks.rl.rollout import choose, merged, with_memory
 
 STEPS = "steps"  # taken in this episode, beside the world's own state
 NEXT = "next_"
 
 
 class Policy(nn.Module):
-    """What each agent does: drawn as in training by a uniform number, and the likeliest."""
+    """What each agent does: drawn as in training by a uniform number, and the likeliest; and what it remembers, if it does."""
 
     def __init__(self, env: Env, agent: Agent) -> None:
         super().__init__()
         self.env, self.agent = env, agent
 
-    def forward(self, observation: Tensor, random: Tensor) -> dict[str, Tensor]:
-        logits = self.agent.policy(observation.flatten(0, 1)).unflatten(0, (-1, self.env.agents))
-        return {"action": choose(logits, random), "likeliest": logits.argmax(-1), "probability": logits.softmax(-1)}
+    def forward(self, *given: Tensor) -> dict[str, Tensor]:
+        observation, random, *memory = given
+        players = (-1, self.env.agents)
+        seen = with_memory(observation.flatten(0, 1), memory[0].flatten(0, 1)) if memory else observation.flatten(0, 1)
+        logits = self.agent.policy(seen).unflatten(0, players)
+        told = {"action": choose(logits, random), "likeliest": logits.argmax(-1), "probability": logits.softmax(-1)}
+        return told | {"next_memory": self.agent.remember(seen).unflatten(0, players)} if memory else told
 
 
 class Reset(nn.Module):
@@ -71,17 +75,20 @@ def graphs(env: Env, agent: Agent, episodes: int = 8, steps: int = 40) -> dict[s
         told = reset(begun)
         names = [k.removeprefix(NEXT) for k in told if k.startswith(NEXT) and k != NEXT + STEPS]
         step = Step(env, names)
-        inputs: State = {}
+        inputs, asked = State(), State()
+        memory = {"memory": torch.zeros(episodes, env.agents, agent.memory)} if agent.memory else {}
         given = "random" if env.chances else "worlds"  # a world without chance is only told how many it is
         for number in range(1, steps + 1):
             draws = chance(ids, number, max(1, env.chances) + env.agents)
-            seen, draw = told["observation"], draws[:, max(1, env.chances) :]
+            asked = {"observation": told["observation"], "random": draws[:, max(1, env.chances) :], **memory}
+            chosen = policy(*asked.values())
+            memory = {"memory": chosen["next_memory"]} if memory else memory
             state = {k: told[NEXT + k] for k in (*names, STEPS)}
-            inputs = state | {"action": policy(seen, draw)["action"], given: draws[:, : max(1, env.chances)]}
+            inputs = state | {"action": chosen["action"], given: draws[:, : max(1, env.chances)]}
             after, anew = step(*inputs.values()), reset(inputs[given])
             told = merged(after["done"], anew, {k: after[k] for k in anew})
     return {
         "reset": (reset, {given: begun}),
-        "policy": (policy, {"observation": seen, "random": draw}),
+        "policy": (policy, asked),
         "step": (step, inputs),
     }  # fmt: skip

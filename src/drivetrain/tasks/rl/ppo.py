@@ -11,7 +11,7 @@ from drivetrain.outcomes import Problem
 from drivetrain.settings import Duration, Range
 from drivetrain.task import Task, Tensors
 from drivetrain.tasks.rl.envs import Env
-from drivetrain.tasks.rl.nets import Agent, ConvAgent, Independent, MlpAgent, Rivals
+from drivetrain.tasks.rl.nets import Agent, ConvAgent, Independent, LstmAgent, MlpAgent, Rivals
 from drivetrain.tasks.rl.played import graphs
 from drivetrain.tasks.rl.rollout import FIGURES, Rollout, duel, facts_of, play
 
@@ -59,8 +59,10 @@ class Ppo(Task):
     """Where several play: share of the training after which the policy is kept, to be played against in evaluations (`win`); 0: none."""
     policies: Literal["shared", "independent"] = "shared"
     """Where several play: one policy for all of them, or each its own."""
-    net: Literal["mlp", "conv"] = "mlp"
-    """The network: two perceptrons, or guide 003's small convolutions."""
+    net: Literal["mlp", "conv", "lstm"] = "mlp"
+    """The network: two perceptrons, guide 003's small convolutions, or an LSTM that remembers what it saw."""
+    chunk: Annotated[int, Range(1)] = 16
+    """Steps in a row that an LSTM learns from at once: its samples, which `global_batch` counts."""
     width: Annotated[int, Range(1, 65536)] = 64
     """Width of the perceptrons' layers."""
     layers: Annotated[int, Range(1, 16)] = 2
@@ -84,13 +86,17 @@ class Ppo(Task):
         env = self.env()
         agent = self.agent(env)
         if self.policies == "independent" and env.agents > 1:
+            if agent.memory:
+                raise Problem("net=lstm plays with policies=shared only")
             agent = Independent([agent, *(self.agent(env) for _ in range(env.agents - 1))])
         return Rivals(agent) if self._rival_at(env) else agent
 
     def agent(self, env: Env) -> Agent:
         """The net, by its settings."""
+        size = int(torch.Size(env.shape).numel())
+        if self.net == "lstm":
+            return LstmAgent(size, env.actions, self.width)
         if self.net == "mlp":
-            size = int(torch.Size(env.shape).numel())
             return MlpAgent(size, env.actions, self.width, self.layers, self.activation)
         if len(env.shape) != 3:
             raise Problem(
@@ -100,15 +106,21 @@ class Ppo(Task):
 
     def train_data(self) -> Rollout:
         env = self.env()
-        whole = self.envs * self.horizon * env.agents
+        chunk = self.chunk if self.net == "lstm" else 1
+        if self.horizon % chunk:
+            raise Problem(f"horizon={self.horizon} is no multiple of chunk={chunk}: an LSTM learns from whole chunks")
+        whole = self.envs * self.horizon * env.agents // chunk
         if self.global_batch % self.envs or whole % self.global_batch:
-            fits = [self.envs * k for k in range(1, self.horizon * env.agents + 1) if whole % (self.envs * k) == 0]
+            fits = [self.envs * k for k in range(1, whole // self.envs + 1) if whole % (self.envs * k) == 0]
             nearest = min(fits, key=lambda size: abs(size - self.global_batch))
             raise Problem(
                 f"global_batch={self.global_batch} does not divide a collection of {self.envs} environments x {self.horizon} steps"
-                f"{f' x {env.agents} agents' if env.agents > 1 else ''} evenly: take global_batch={nearest}"
+                f"{f' x {env.agents} agents' if env.agents > 1 else ''}{f' in chunks of {chunk}' if chunk > 1 else ''} evenly: take global_batch={nearest}"
             )
-        return self.rollout(env, self.envs, self.horizon, self.passes, self.gamma, self.gae, self.scale_rewards, self._rival_at(env))
+        return self.rollout(
+            env, self.envs, self.horizon, self.passes, self.gamma, self.gae, self.scale_rewards, self._rival_at(env),
+            chunk, 2 * self.width if self.net == "lstm" else 0,
+        )  # fmt: skip
 
     def rollout(self, env: Env, *rest: Any) -> Rollout:
         """How it is played."""
@@ -118,7 +130,8 @@ class Ppo(Task):
         """After how many collections; 0 where there is no rival."""
         if env.agents == 1 or not self.rival:
             return 0
-        steps_each = self.envs * self.horizon * env.agents * self.passes // self.global_batch
+        samples = self.envs * self.horizon * env.agents // (self.chunk if self.net == "lstm" else 1)
+        steps_each = samples * self.passes // self.global_batch
         return max(1, round(self.rival * (self.steps / steps_each if self.steps else self.epochs)))
 
     def eval_data(self) -> Tensors | None:
@@ -126,7 +139,10 @@ class Ppo(Task):
 
     def loss(self, model: Agent, batch: dict[str, Tensor]) -> Any:
         facts = facts_of(batch)
-        logits, value = model(batch["seen"], facts["who"])
+        if model.memory:
+            logits, value = model.unrolled(batch["seen"], facts["anew"].view(batch["seen"].shape[:2]))
+        else:
+            logits, value = model(batch["seen"], facts["who"])
         logp, alive, advantage = logits.log_softmax(-1), facts["alive"], facts["advantage"]
         moved = logp.gather(-1, facts["action"][:, None])[:, 0] - facts["logp"]
         ratio = moved.exp()

@@ -15,12 +15,12 @@ from drivetrain.tasks.rl.envs import Env, State
 from drivetrain.tasks.rl.nets import Agent, Rivals
 
 FIGURES = ("return", "length", "explained_variance")  # of the last collection that finished an episode
-FACTS = ("action", "logp", "advantage", "target", "value", "alive", "who", *FIGURES)  # of a sample, beside what was seen
+FACTS = ("action", "logp", "advantage", "target", "value", "alive", "who", "anew", *FIGURES)  # of a sample, beside what was seen
 
 
 def facts_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """A batch's facts by name. They lie in one tensor, so that one look finds all of a sample's."""
-    facts = dict(zip(FACTS, batch["facts"].unbind(1), strict=True))
+    facts = dict(zip(FACTS, batch["facts"].flatten(0, -2).unbind(-1), strict=True))
     return facts | {"action": facts["action"].long(), "who": facts["who"].long()}
 
 
@@ -35,6 +35,11 @@ def choose(logits: Tensor, draw: Tensor) -> Tensor:
 
 def log_probability(logits: Tensor, action: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(-1, action[..., None])[..., 0]
+
+
+def with_memory(seen: Tensor, memory: Tensor) -> Tensor:
+    """Rows as agents with a memory expect them."""
+    return torch.cat((seen.flatten(1), memory), 1) if memory.shape[1] else seen
 
 
 def merged(over: Tensor, new: State, old: State) -> State:
@@ -72,17 +77,27 @@ class Rollout(Source):
     pure = True
 
     def __init__(
-        self, env: Env, envs: int, horizon: int, passes: int, gamma: float, decay: float, scaled: bool = False, rival: int = 0
+        self,
+        env: Env,
+        envs: int,
+        horizon: int,
+        passes: int,
+        gamma: float,
+        decay: float,
+        scaled: bool = False,
+        rival: int = 0,
+        chunk: int = 1,
+        memory: int = 0,
     ) -> None:
         """`scaled` divides rewards by the spread of what they add up to, so that values are of the size of one; after `rival`
-        collections the policy becomes its own rival."""
-        self.rival = rival
+        collections the policy becomes its own rival. With a `memory`, samples are `chunk` steps in a row."""
+        self.rival, self.chunk, self.memory = rival, chunk, memory
         self.env, self.groups, self.horizon, self.passes, self.gamma, self.decay = env, envs, horizon, passes, gamma, decay
         self.scaled = scaled
         self._state: State = {}
 
     def __len__(self) -> int:
-        return self.groups * self.horizon * self.env.agents
+        return self.groups * self.horizon * self.env.agents // self.chunk
 
     def state(self) -> dict[str, Tensor]:
         return self._state
@@ -97,7 +112,7 @@ class Rollout(Source):
             self._state = self._begin(rand.uniform(max(1, env.chances)), agents)
             self._check(self._state)
         if isinstance(model, Rivals):
-            model.remember(self._state["collections"][0] == self.rival)
+            model.keep(self._state["collections"][0] == self.rival)
         self._state["collections"] = self._state["collections"] + 1
         steps = [self._step(model, draws[:, t]) for t in range(self.horizon)]
         record = {name: torch.stack([step[name] for step in steps], 1) for name in steps[0]}
@@ -113,11 +128,18 @@ class Rollout(Source):
         explained = 1 - (spread / wide.clamp(min=1e-8)) ** 2
         known = {
             "action": record["action"], "logp": logp, "advantage": (gain - mean) / (spread + 1e-8), "target": target,
-            "value": values, "alive": alive, "who": torch.arange(agents, device=values.device),
+            "value": values, "alive": alive, "who": torch.arange(agents, device=values.device), "anew": record["anew"],
         }  # fmt: skip
         known |= dict(zip(FIGURES, (*recent, explained), strict=True))
         facts = torch.stack([known[name].to(values.dtype).expand_as(values) for name in FACTS], -1)
-        return Tensors(seen=record["seen"].flatten(0, 2), facts=facts.flatten(0, 2))
+        return Tensors(seen=self._samples(record["seen"]), facts=self._samples(facts))
+
+    def _samples(self, column: Tensor) -> Tensor:
+        """From [environments, steps, agents, ...] to samples: single steps, or chunks of them."""
+        if not self.memory:
+            return column.flatten(0, 2)
+        chunks: Tensor = column.unflatten(1, (-1, self.chunk))
+        return chunks.transpose(2, 3).flatten(0, 2)
 
     def _begin(self, rand: Tensor, agents: int) -> State:
         world = {f"env.{k}": v for k, v in self.env.reset(rand).items()}
@@ -125,14 +147,15 @@ class Rollout(Source):
         return world | {
             "steps": nothing[:, 0].long(), "return": nothing, "ended": nothing > 0, "recent": nothing.new_zeros(len(rand), 2),
             "discounted": nothing, "spread": nothing.new_zeros(len(rand), 3), "collections": nothing[:, 0].long(),
+            "memory": nothing.new_zeros(len(rand), agents, self.memory),
         }  # fmt: skip
 
     def _step(self, model: Agent, draws: Tensor) -> dict[str, Tensor]:
         """Play one step everywhere; what is over begins anew."""
         env, agents = self.env, self.env.agents
         kept, world = self._state, self._world(self._state)
-        seen = env.observe(world)
-        logits = model.policy(seen.reshape(-1, *env.shape)).view(len(draws), agents, -1)
+        seen = self._seen(world, kept["memory"])
+        logits = model.policy(seen).view(len(draws), agents, -1)
         action = choose(logits, draws[:, :agents])
         chances, anew = draws[:, agents:].split(env.chances, 1) if env.chances else (draws[:, :0], draws[:, :0])
         world, reward, ended = env.step(world, action if agents > 1 else action[:, 0], chances)
@@ -141,13 +164,15 @@ class Rollout(Source):
         over = ended.all(1) if env.limit is None else ended.all(1) | (count >= env.limit)
         finished = over[:, None].expand_as(ended).float()
         cut = over[:, None] & ~ended
+        memory = model.remember(seen).view_as(kept["memory"]) if self.memory else kept["memory"]
         self._state = {f"env.{k}": v for k, v in self._anew(over, world, anew).items()} | {
             "steps": torch.where(over, 0, count), "return": sums * (1 - finished), "ended": ended & ~over[:, None],
             "recent": kept["recent"], "discounted": discounted * (1 - finished), "spread": kept["spread"], "collections": kept["collections"],
+            "memory": memory * (1 - finished[..., None]),
         }  # fmt: skip
         return {
-            "seen": seen.reshape(-1, agents, *env.shape), "action": action, "logits": logits, "reward": reward * alive, "ended": ended,
-            "alive": alive, "over": over[:, None].expand_as(ended), "finished": finished, **self._beyond(model, world, cut),
+            "seen": seen.unflatten(0, (-1, agents)), "anew": (kept["steps"] == 0).float()[:, None].expand_as(finished), "action": action, "logits": logits, "reward": reward * alive, "ended": ended,
+            "alive": alive, "over": over[:, None].expand_as(ended), "finished": finished, **self._beyond(model, world, memory, cut),
             "return": sums * finished, "length": count.float()[:, None] * finished, "discounted": discounted,
         }  # fmt: skip
 
@@ -167,20 +192,23 @@ class Rollout(Source):
     def _world(self, state: State) -> State:
         return {k.removeprefix("env."): v for k, v in state.items() if k.startswith("env.")}
 
-    def _beyond(self, model: Agent, world: State, cut: Tensor) -> dict[str, Tensor]:
+    def _seen(self, world: State, memory: Tensor) -> Tensor:
+        """Rows of what each agent sees, and remembers."""
+        return with_memory(self.env.observe(world).reshape(-1, *self.env.shape), memory.flatten(0, 1))
+
+    def _beyond(self, model: Agent, world: State, memory: Tensor, cut: Tensor) -> dict[str, Tensor]:
         """What episodes that were cut off would have gone on from, or its worth. A GPU would have to wait to know whether any
         was; it judges all steps at once, later."""
         if self.env.limit is None or (cut.device.type == "cpu" and not cut.any()):
             return {"worth": torch.zeros(cut.shape, device=cut.device)}
-        seen = self.env.observe(world).reshape(-1, *self.env.shape)
+        seen = self._seen(world, memory)
         return {"worth": model.value(seen).view(cut.shape)} if cut.device.type == "cpu" else {"beyond": seen.unflatten(0, cut.shape)}
 
     def _judge(self, model: Agent, record: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """What each step's observation is worth, what comes after it (the next one, or where an episode was cut off the one it
         would have gone on from), and the logarithm of the action's probability: for all steps at once."""
-        env = self.env
         values = model.value(record["seen"].flatten(0, 2)).view(record["reward"].shape)
-        last = model.value(env.observe(self._world(self._state)).reshape(-1, *env.shape)).view(values[:, :1].shape)
+        last = model.value(self._seen(self._world(self._state), self._state["memory"])).view(values[:, :1].shape)
         worth = record["worth"] if "worth" in record else model.value(record["beyond"].flatten(0, 2)).view(values.shape)
         after = torch.where(record["over"], worth, torch.cat((values[:, 1:], last), 1))
         return values, after, log_probability(record["logits"], record["action"])
@@ -231,11 +259,15 @@ def _played(env: Env, sides: tuple[Agent, Agent], first: Tensor, episodes: Tenso
     rows, agents = len(episodes), env.agents
     ended = torch.zeros(rows, agents, dtype=torch.bool, device=episodes.device)
     sums, length = torch.zeros(rows, agents, device=episodes.device), torch.zeros(rows, agents, device=episodes.device)
+    kept = [torch.zeros(rows * agents, side.memory, device=episodes.device) for side in sides]
     for step in range(1, env.limit + 1):
         seen = env.observe(world).reshape(-1, *env.shape)
-        logits = sides[0].policy(seen).view(rows, agents, -1)
+        own = [with_memory(seen, memory) for memory in kept]
+        logits = sides[0].policy(own[0]).view(rows, agents, -1)
         if sides[0] is not sides[1]:
-            logits = torch.where(first[..., None], logits, sides[1].policy(seen).view(rows, agents, -1))
+            logits = torch.where(first[..., None], logits, sides[1].policy(own[1]).view(rows, agents, -1))
+        if sides[0].memory:
+            kept = [side.remember(mine) for side, mine in zip(sides, own, strict=True)]
         draws = chance(episodes, step, env.chances + agents)
         action = logits.argmax(-1) if greedy else choose(logits, draws[:, env.chances :])
         after, reward, now = env.step(world, action if agents > 1 else action[:, 0], draws[:, : env.chances])
