@@ -244,7 +244,7 @@ def test_quiet_pipes_and_colours(folder: Path) -> None:
     assert "\x1b" not in text
     assert "\r" not in text
     closed = subprocess.run(
-        f"{sys.executable} -m drivetrain train small.py steps=4 --name h | head -1",
+        f"'{sys.executable}' -m drivetrain train small.py steps=4 --name h | head -1",
         shell=True,
         capture_output=True,
         text=True,

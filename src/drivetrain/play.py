@@ -74,8 +74,6 @@ def check(agent: Agent) -> None:
     card = read_card(agent)
     if not playable(card["graphs"]):
         raise unplayable(agent.name, str(card.get("task")))
-    if any(put["name"] == "memory" for put in card["graphs"]["policy"]["inputs"]):
-        raise Problem(f"{agent.name} plays with a memory (net=lstm), which the page cannot keep yet: drivetrain eval shows how it does")
     for name in GRAPHS:
         path, expected = agent.folder / card["graphs"][name]["file"], card["graphs"][name]["bytes"]
         again = f"drivetrain export {agent.name} writes it anew"

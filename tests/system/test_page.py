@@ -23,7 +23,7 @@ from drivetrain.export import _write
 from drivetrain.recipe import find_task, instantiate
 from drivetrain.tasks.rl.chance import chance
 from drivetrain.tasks.rl.envs import Env, State
-from drivetrain.tasks.rl.nets import MlpAgent
+from drivetrain.tasks.rl.nets import Agent, LstmAgent, MlpAgent
 from drivetrain.tasks.rl.played import graphs
 from drivetrain.tasks.rl.rollout import play as judged
 from tests.browser import Browser, served
@@ -89,6 +89,8 @@ def test_the_committed_build_is_that_of_the_sources(web: Path, tmp_path: Path) -
 
 class Exported:
     """A policy that is asked through its graph."""
+
+    memory = 0
 
     def __init__(self, name: str, agents: int) -> None:
         self.session, self.agents = onnxruntime.InferenceSession(str(play.SHIPPED / name / "policy.onnx")), agents
@@ -266,10 +268,13 @@ class Corridor(Env):
         return torch.nn.functional.one_hot(state["place"], 7).float()
 
 
-def test_a_world_that_nobody_drew_shows_its_numbers(browser: Browser, tmp_path: Path) -> None:
-    """Without chance, the agents' draws are still those of an evaluation."""
+@pytest.mark.parametrize("agent", [MlpAgent(7, 2, 8, 1, "tanh"), LstmAgent(7, 2, 8)], ids=["mlp", "lstm"])
+def test_a_world_that_nobody_drew_shows_its_numbers(agent: Agent, browser: Browser, tmp_path: Path) -> None:
+    """Without chance, the agents' draws are still those of an evaluation; so is what they remember."""
+    env = Corridor()
     torch.manual_seed(0)
-    env, agent = Corridor(), MlpAgent(7, 2, 8, 1, "tanh")
+    for parameter in agent.parameters():
+        torch.nn.init.normal_(parameter)
     written = {name: asdict(_write(name, *graph, tmp_path)) for name, graph in graphs(env, agent).items()}
     training = {"date": "", "step": 0, "seconds": 0, "hardware": "", "versions": {}, "metrics": {}}
     card = {"format": 1, "run": "walk", "task": "walk", "settings": {"greedy": False}, "graphs": written, "training": training}

@@ -44,6 +44,8 @@ export class World {
   ended: boolean[] = [];
   done = false;
   private told: Told = {};
+  /** What agents with a memory remember. */
+  private memory: Told = {};
   private turn: Promise<unknown> = Promise.resolve();
 
   private constructor(
@@ -89,6 +91,7 @@ export class World {
   reset(episode: number): Promise<void> {
     return this.alone(async () => {
       const random = this.chances ? chance(episode, 0, this.chances) : new Float32Array(1);
+      this.memory = this.blank();
       this.told = await this.run("reset", { random: column(random), worlds: column(random) });
       this.episode = episode;
       this.steps = 0;
@@ -105,7 +108,8 @@ export class World {
       if (this.done) return;
       const draws = chance(this.episode, this.steps + 1, this.chances + this.agents);
       const random = this.chances ? draws.slice(0, this.chances) : new Float32Array(1);
-      const judged = await this.run("policy", { ...this.told, random: column(draws.slice(this.chances)) });
+      const judged = await this.run("policy", { ...this.told, ...this.memory, random: column(draws.slice(this.chances)) });
+      if (judged["next_memory"]) this.memory = { memory: judged["next_memory"] };
       const action = BigInt64Array.from(judged[choice.greedy ? "likeliest" : "action"]!.data as BigInt64Array);
       if (choice.person) action[choice.person.agent] = BigInt(choice.person.action);
       const state = Object.fromEntries(this.card.graphs.step.inputs.map((put) => [put.name, this.told[`next_${put.name}`]!]));
@@ -119,6 +123,11 @@ export class World {
       this.probability = Array.from(judged["probability"]!.data as Float32Array);
       this.steps += 1;
     });
+  }
+
+  private blank(): Told {
+    const shape = this.card.graphs.policy.inputs.find((put) => put.name === "memory")?.shape;
+    return shape ? { memory: new Tensor("float32", new Float32Array(shape.reduce((a, b) => a * b, 1)), [1, ...shape]) } : {};
   }
 
   private async run(name: keyof Sessions, given: Told): Promise<Told> {
