@@ -66,7 +66,7 @@ def test_a_classifier_takes_raw_images(folder: Path) -> None:
     "world",
     [
         ["cartpole"],
-        ["snake", "grid=6", "agents=2", "policies=independent"],
+        pytest.param(["snake", "grid=6", "agents=2", "policies=independent"], marks=pytest.mark.system),
         pytest.param(["snake", "grid=5", "agents=1", "walls=true"], marks=pytest.mark.system),
     ],
     ids=" ".join,
@@ -100,6 +100,7 @@ def test_a_world_is_played_by_its_graphs_alone(world: list[str], folder: Path) -
             np.testing.assert_allclose(told[f"next_{name}"], value.numpy(), atol=1e-4)
 
 
+@pytest.mark.system  # it takes its time
 def test_a_limit_ends_an_episode(folder: Path) -> None:
     good("train", "bandit", *SMALL, "--name", "one")
     good("export", "one", "-q")
@@ -118,6 +119,7 @@ def test_what_cannot_be_exported_is_refused(folder: Path) -> None:
     assert "no run" in bad("export", "nothing", code=2)
 
 
+@pytest.mark.system  # it takes its time
 def test_an_unfinished_runs_last_checkpoint(folder: Path) -> None:
     write_task()
     drivetrain_command("train", "small.py", "--name", "one", "-q", "save_every=5", DRIVETRAIN_FAULTS="kill@step:12")

@@ -94,6 +94,7 @@ def test_the_folder_tells_all(studied: tuple[Path, dict[str, Any]]) -> None:
     assert run["recipe"]["settings"]["learning_rate"] == result["best"]["params"]["learning_rate"], "an ordinary run"
 
 
+@pytest.mark.system  # it takes its time
 def test_the_best_recipe_trains_to_the_same_value(studied: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     place, result = studied
     monkeypatch.chdir(place)
@@ -167,6 +168,7 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.mark.system  # it takes its time
 def test_nothing_is_lost_or_repeated_when_the_tuner_dies(folder: Path) -> None:
     write_task(change=SLOW)
     tuner = begin("broken", 3)
@@ -197,6 +199,7 @@ def test_nothing_is_lost_or_repeated_when_the_tuner_dies(folder: Path) -> None:
     assert "resumed" in events, "it did not begin anew"
 
 
+@pytest.mark.system  # it takes its time
 def test_a_killed_trial_is_started_again(folder: Path) -> None:
     kill = "import os, pathlib\n        if not pathlib.Path('{0}').exists():\n            pathlib.Path('{0}').touch()\n            os.kill(os.getppid(), 9)\n        "
     write_task(change=("return nn.Sequential", kill.format(folder / "killed") + "return nn.Sequential"))
@@ -205,6 +208,7 @@ def test_a_killed_trial_is_started_again(folder: Path) -> None:
     assert "1 finished" in text
 
 
+@pytest.mark.system  # it takes its time
 def test_a_trial_that_is_always_killed_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = folder / "python"
     program.write_text("#!/bin/sh\necho start >> starts\nkill -9 $$\n")

@@ -12,6 +12,7 @@ from tests.command import bad, good
 SMALL = ["epochs=3", "envs=4", "horizon=32", "global_batch=64", "eval_episodes=2", "log_every=1"]
 
 
+@pytest.mark.system  # it takes its time
 def test_acrobot_is_learned(folder: Path) -> None:
     good("train", "gym", "world=Acrobot-v1", "epochs=30", "--name", "one")
     last = [json.loads(line) for line in Path("runs/one/metrics.jsonl").read_text().splitlines()][-1]

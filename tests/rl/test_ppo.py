@@ -254,6 +254,7 @@ class Recall(Ppo):
 """
 
 
+@pytest.mark.system  # it takes its time
 def test_an_lstm_remembers_what_a_perceptron_cannot(folder: Path) -> None:
     Path("recall.py").write_text(RECALL)
     good("train", "recall.py:Recall", "net=lstm", "epochs=80", "plan.threads=1", "--name", "lstm")
