@@ -128,6 +128,7 @@ def test_guide_003s_net_has_its_size() -> None:
 # --- through the command ------------------------------------------------------------------------
 
 
+@pytest.mark.system  # it takes its time
 def test_a_broken_run_is_the_unbroken_one(folder: Path) -> None:
     assert "bit-equal" in good("verify-resume", "cartpole", "--steps", "40", *SMALL, "horizon=6", "global_batch=24")
     assert "bit-equal" in good(
