@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 SAMPLES = 8  # that a graph is made with and checked on
 ABSOLUTE, RELATIVE = 1e-4, 1e-3  # by which its numbers may differ from torch's
 CARD = "export.json"
+LARGEST = 2_000_000_000  # bytes
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ def export(task: Task, model: nn.Module, run: Run, folder: Path) -> dict[str, Wr
     """Write everything into a folder: `NAME.onnx` for each graph, model.safetensors, and export.json that describes them."""
     _need()
     graphs = task.exports(model) or {"model": as_called(task, model)}
+    if sum(t.nbytes for t in model.state_dict().values()) > LARGEST:
+        raise Problem(f"the model is larger than a file of ONNX can be (2 GiB): {run.name}'s model.safetensors has its weights")
     folder.mkdir(parents=True, exist_ok=True)
     written = {name: _write(name, *graph, folder) for name, graph in graphs.items()}
     _weights(model, run, folder)

@@ -132,7 +132,7 @@ class _Supervisor:
         self.selector = selectors.DefaultSelector()
 
     def run(self) -> Ended:
-        with self._signals():
+        with handled(self._on_signal):
             try:
                 for local in range(self.place.local_procs):
                     self._start(local)
@@ -273,19 +273,6 @@ class _Supervisor:
         outcome, _, message, said = min(ends, key=lambda e: (ranking[e[0]], e[1]))
         return Ended(outcome, message, said, interrupted=self.signals > 0, stopped=self.stopped)
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-        old = {n: signal.signal(n, self._on_signal) for n in numbers}
-        try:
-            yield
-        finally:
-            for n, handler in old.items():
-                signal.signal(n, handler)
-
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.stopped = True
         if number == signal.SIGINT:
@@ -298,6 +285,20 @@ class _Supervisor:
             if worker.process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     worker.process.send_signal(signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Signals that ask for an end go to a handler meanwhile; only a process's main thread can see to that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    old = {n: signal.signal(n, handler) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, before in old.items():
+            signal.signal(number, before)
 
 
 def _open_log(path: Path) -> BinaryIO | None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
 from drivetrain.outcomes import Problem
 from drivetrain.recipe import Recipe
+from drivetrain.supervise import handled
 from drivetrain.tune import folder as folders
 from drivetrain.tune.folder import Folder, Goal
 from drivetrain.tune.space import as_text
@@ -47,7 +46,7 @@ class Tuner:
         waiting = self.study.unfinished()
         asked = len(self.study.tried())
         try:
-            with self._signals():
+            with handled(self._on_signal):
                 while self.running or (not self.signals and (waiting or asked < self.order.trials)):
                     while self.free and not self.signals and (waiting or asked < self.order.trials):
                         if not waiting:
@@ -149,16 +148,6 @@ class Tuner:
         return self.table.row(trial.number, trial.params, progress, own[1] if own else None, state, best.value if best else None)
 
     # --- signals ---
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-        old = {n: signal.signal(n, self._on_signal) for n in numbers}
-        try:
-            yield
-        finally:
-            for n, handler in old.items():
-                signal.signal(n, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Stop the running trials as `kill -TERM` of each would; a second Ctrl-C ends them at once."""
