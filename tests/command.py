@@ -57,7 +57,9 @@ def write_task(name: str = "small.py", change: tuple[str, str] = ("", ""), text:
 def environment(**extra: str) -> dict[str, str]:
     """The machine's environment without what a launcher or an earlier test left in it."""
     clean = {
-        k: v for k, v in os.environ.items() if not k.startswith(("DRIVETRAIN_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "ACCELERATE_"))
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("DRIVETRAIN_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "ACCELERATE_", "COLUMNS", "LINES"))
     }
     return clean | {"PYTHONDONTWRITEBYTECODE": "1"} | extra
 

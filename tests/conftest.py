@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests share the cores: threads that wait by spinning cost each other tenfold
+
 import pytest
 
 from tests.processes import on_ranks

@@ -166,7 +166,12 @@ def test_a_broken_file_is_named(runs: Path) -> None:
 
 
 def test_it_serves_until_ctrl_c(folder: Path) -> None:
-    with subprocess.Popen([*COMMAND, "play", "snake", "--no-open"], stdout=subprocess.PIPE, text=True, env=environment()) as process:
+    def hear() -> None:
+        """What is started in the background of a script is deaf to Ctrl-C, and so are its children."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    command = [*COMMAND, "play", "snake", "--no-open"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(), preexec_fn=hear) as process:
         assert process.stdout
         line = process.stdout.readline()
         url = re.search(r"http://127\.0\.0\.1:\d+/", line)

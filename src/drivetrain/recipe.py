@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,12 +28,13 @@ BUILT_IN = {
     "cartpole": "rl/worlds.py:CartPole",
     "snake": "rl/worlds.py:Snake",
     "gym": "rl/gym.py:Gym",
+    "lora": "lora/lora.py:Lora",
 }
 RESERVED = ("task", "name", "plan", "stages")
 VARIABLES = ("OFFLINE", "FAULTS")  # DRIVETRAIN_<these> are not settings
 
 # What a later resume may change: nothing here alters a step already taken.
-MAY_CHANGE = ("epochs", "steps", "log_every", "eval_every", "save_every", "keep", "best")
+MAY_CHANGE = ("epochs", "steps", "log_every", "eval_every", "eval_first", "save_every", "keep", "best", "patience")
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,8 @@ class TaskRef:
     def digest(self) -> str:
         if self.pickled:
             return self.code
+        import hashlib
+
         return hashlib.sha256(Path(self.path).read_bytes()).hexdigest()
 
 
@@ -207,6 +208,8 @@ def make(
 
 def describe(task: TaskRef) -> dict[str, Any]:
     """Ask a child process that imports the file; slower, but it sees everything."""
+    import subprocess
+
     child = subprocess.run(
         [sys.executable, "-P", "-m", "drivetrain.cli.describe", f"{task.path}:{task.class_name}"],
         capture_output=True,

@@ -11,6 +11,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
@@ -228,6 +229,7 @@ class UnknownName(ValueError):
     """An annotation uses a name that its text alone does not explain."""
 
 
+@cache
 def read_type(text: str) -> Any:
     """The type an annotation's text names; ValueError where it is none that a setting can have."""
     tree = ast.fix_missing_locations(_Flatten().visit(ast.parse(text, mode="eval")))

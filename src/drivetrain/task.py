@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from drivetrain.outcomes import Problem
@@ -10,6 +11,8 @@ from drivetrain.settings import Duration, Range, resolve
 from drivetrain.source import of_class
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import Tensor, nn
 
@@ -89,6 +92,33 @@ class Source:
         """Take back what `state` gave (rows of this rank's groups)."""
 
 
+@dataclass(frozen=True)
+class Workbench:
+    """What a `Learner` works with."""
+
+    device: torch.device
+    optimizer: torch.optim.Optimizer
+    rates: Tensor
+    """The learning rate of each step of the run."""
+    ring: Tensor
+    """Where figures go: a step's row is its number modulo the rows; the gradient's norm comes first."""
+    figures: int
+    """The place of the first figure in a row: sums as `loss` gives them, then their counts."""
+    streams: Callable[[int], list[int]]
+    """The keys of an epoch's random numbers: those of the first `rand.uniform` of its collection, then of each pass's order."""
+
+
+class Learner(Protocol):
+    """Takes all steps of an epoch of a `Source` by itself, on one GPU, with the results that the engine's steps would have had."""
+
+    plays: bool
+    """Whether it collects the epoch's samples, too."""
+
+    def __call__(self, epoch: int, step: int, samples: Any) -> None:
+        """The steps of an epoch, of which `step` is the first, on its samples (None where it collects them)."""
+        ...
+
+
 class Task:
     """What to train. Derive from it, annotate settings, write `model`, `train_data` and `loss`."""
 
@@ -122,10 +152,14 @@ class Task:
     """Begin from the weights of this run or .safetensors file."""
     best: str | None = None
     """Keep the checkpoint with the best value of this metric (max:NAME or min:NAME; accuracies rise, losses fall)."""
+    patience: Annotated[int, Range(0)] = 0
+    """Evaluations in a row without a better value of `best` after which the run ends; 0 goes on to the end."""
     log_every: Duration = 50
     """Steps between logged rows."""
     eval_every: Duration = "1ep"
     """Steps (or 1ep, 10min) between evaluations; the end always evaluates."""
+    eval_first: bool = False
+    """Also evaluate before the first step."""
     save_every: Duration = "1ep"
     """Steps (or 1ep, 10min) between checkpoints; the end always saves."""
     keep: Annotated[int, Range(1)] = 2
@@ -180,6 +214,21 @@ class Task:
         step and the rest of the epoch change nothing."""
         return {}
 
+    def learner(self, model: nn.Module, source: Source, bench: Workbench, notice: Callable[[str], None]) -> Learner | None:
+        """Kernels of the task's own that take whole epochs, where there are any; `notice` tells why not."""
+        return None
+
+    def remarks(self, model: Any) -> list[str]:
+        """What is said after an evaluation: samples of what the model makes, for example."""
+        return []
+
+    def publish(self, tensors: dict[str, Tensor], folder: Path, facts: dict[str, Any]) -> None:
+        """Further files beside the final weights, in a form that other programs know."""
+
+    def predict(self, model: Any, given: str) -> Iterator[str]:
+        """What the trained model makes of an input on the command line, piece by piece."""
+        raise Problem(f"{type(self).__name__} has no predict(model, given): yield pieces of text")
+
     def summary(self, values: dict[str, Tensor]) -> dict[str, Any]:
         """Further figures from all per-sample values of the evaluation data, in its order.
         Numbers are logged; a square matrix called `confusion` is drawn by `eval`."""
@@ -188,6 +237,10 @@ class Task:
     def augment(self, batch: Any, rand: Rand) -> Any:
         """A changed batch, on the device; random numbers from `rand` alone."""
         return batch
+
+    def saved(self, model: Any, folder: Path, merge: bool) -> list[str] | None:
+        """Files of the family's own form that `export` writes instead of graphs (`merge` is its flag); None writes graphs."""
+        return None
 
     def exports(self, model: Any) -> dict[str, tuple[nn.Module, dict[str, Tensor]]]:
         """What `export` writes: name -> (a module that gives named tensors, its inputs by name; how many rows stays free).

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drivetrain.engine.optim import FUSED, pieces
+from drivetrain.engine.optim import FUSED, has_short_way, pieces, short_step
 
 PROCESSORS = 4
 
@@ -59,3 +59,47 @@ def test_tensors_that_lie_otherwise_stay_whole() -> None:
     wide, turned = torch.randn(200, 300), torch.randn(300, 200).t()
     [[parameter], [gradient]] = pieces([[wide], [turned]], PROCESSORS)
     assert parameter is wide and gradient is turned
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_the_short_way_changes_no_number(kind: type[torch.optim.Optimizer]) -> None:
+    """Two groups, a parameter that sometimes has no gradient, a rate that moves, scaled gradients and skipped steps."""
+    values = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (700, 3, 40)]
+    optimizers = []
+    for _ in range(2):
+        first, second, third = (torch.nn.Parameter(v.clone()) for v in values)
+        groups = [{"params": [first, second], "weight_decay": 0.1}, {"params": [third], "betas": (0.5, 0.9), "maximize": True}]
+        optimizers.append(kind(groups, lr=1e-2, fused=True))  # type: ignore[call-arg]
+    for number in range(12):
+        for optimizer in optimizers:
+            drawn = torch.Generator().manual_seed(number)
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2 / (1 + number)
+                for p in group["params"]:
+                    gradient = torch.randn(p.shape, generator=drawn)
+                    p.grad = None if number % 3 == 1 and len(p) == 3 else gradient
+            if number > 5:
+                optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0 + number), torch.tensor(float(number == 8))  # type: ignore[attr-defined]
+        plain, short = optimizers
+        plain.step()
+        assert has_short_way(short)
+        short_step(short)
+        for a, b in zip(plain.param_groups, short.param_groups, strict=True):
+            for p, q in zip(a["params"], b["params"], strict=True):
+                assert torch.equal(p, q)
+                assert plain.state[p].keys() == short.state[q].keys()
+                assert all(torch.equal(plain.state[p][k], short.state[q][k]) for k in plain.state[p])
+
+
+def test_only_what_has_a_short_way_takes_it() -> None:
+    one, half = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    assert has_short_way(torch.optim.AdamW([one], fused=True))
+    assert not has_short_way(torch.optim.AdamW([one]))
+    assert not has_short_way(torch.optim.AdamW([one], fused=True, amsgrad=True))
+    assert not has_short_way(torch.optim.AdamW([one, half], fused=True))
+    assert not has_short_way(torch.optim.AdamW([one], lr=torch.tensor(1e-3), fused=True))
+    assert not has_short_way(torch.optim.SGD([one], fused=True))
+    hooked = torch.optim.AdamW([one], fused=True)
+    hooked.register_step_post_hook(lambda *_: None)
+    assert not has_short_way(hooked)
+    assert not has_short_way(type("Own", (torch.optim.AdamW,), {})([one], fused=True))

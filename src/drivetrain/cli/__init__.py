@@ -13,6 +13,7 @@ VERBS = {
     "train": ("train", "train a task: a built-in, your file.py, or a recipe.yaml"),
     "resume": ("train", "go on with a run that was interrupted"),
     "eval": ("evaluate", "evaluate a run's model on its evaluation data"),
+    "predict": ("predict", "what a run's model makes of an input: a language model goes on with a text"),
     "export": ("export", "a run's model as ONNX and safetensors, checked against torch"),
     "tune": ("tune", "search a task's settings: trials are ordinary runs, bad ones are stopped early"),
     "play": ("play", "watch a run's agents in the browser, or play against them"),

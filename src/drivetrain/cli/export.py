@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drivetrain.cli.flags import Parser, add_common
+from drivetrain.outcomes import Problem
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from drivetrain.export import Written
     from drivetrain.runs import Run
     from drivetrain.task import Task
 
@@ -20,25 +20,39 @@ TEXT = """\
 Write a run's model as ONNX (each graph checked against torch on real inputs, and refused where it differs) and
 safetensors, with export.json that describes inputs and outputs. A finished run's final weights are taken, else
 its last good checkpoint's. For a task that learns by playing: policy.onnx, reset.onnx and step.onnx, so that
-other programs play by the very same rules (drivetrain play RUN)."""
+other programs play by the very same rules (drivetrain play RUN). For adapters of a language model: a peft folder,
+or with --merge a whole model of transformers."""
 
 
 def run(verb: str, words: list[str]) -> int:
     parser = Parser("drivetrain export", TEXT)
     parser.add_argument("target", metavar="RUN", help="a run's name or folder")
     parser.add_argument("--out", metavar="DIR", help="the folder (default: the run's model/)")
+    parser.add_argument("--merge", action="store_true", help="for adapters: the base model with the adapters added to its weights")
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     add_common(parser)
     args = parser.parse(words)
 
     from drivetrain import runs
+    from drivetrain.export import export
     from drivetrain.watch.screen import Screen, size
 
     screen = Screen(quiet=args.quiet or args.json)
     found = runs.find(args.target)
-    folder = Path(args.out) if args.out else found.path / "model" if found.finished else found.path / "export"
+    usual = "merged" if args.merge else "model" if found.finished else "export"
+    folder = Path(args.out) if args.out else found.path / usual
+    task, model = trained(found)
+    if (files := task.saved(model, folder, args.merge)) is not None:
+        if args.json:
+            print(json.dumps({"folder": str(folder), "files": files}))
+        for name in files:
+            screen.line("export", f"{name:<28}{size((folder / name).stat().st_size):>8}")
+        screen.line("", str(folder))
+        return 0
+    if args.merge:
+        raise Problem(f"{type(task).__name__} has no adapters to merge: leave --merge out")
     screen.busy("making graphs ...")
-    written = exported(found, folder)
+    written = export(task, model, found, folder)
     if args.json:
         print(json.dumps({"folder": str(folder), "graphs": {name: asdict(graph) for name, graph in written.items()}}))
         return 0
@@ -47,14 +61,6 @@ def run(verb: str, words: list[str]) -> int:
         screen.line("export", f"{graph.file:<14}{size(graph.bytes):>8}   {puts}   (within {graph.difference:.0e} of torch)")
     screen.line("", f"{folder}/model.safetensors, {folder}/export.json")
     return 0
-
-
-def exported(found: Run, folder: Path) -> dict[str, Written]:
-    """Export a run into a folder, with the code the run keeps."""
-    from drivetrain.export import export
-
-    task, model = trained(found)
-    return export(task, model, found, folder)
 
 
 def trained(found: Run) -> tuple[Task, nn.Module]:

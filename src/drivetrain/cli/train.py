@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +25,8 @@ Repeating the command on an unfinished run goes on with it; Ctrl-C leaves a run 
 
 RESUME = """\
 Go on with a run where its last good checkpoint is: with the code and settings it began with, on as
-many processes as you ask for now. epochs, steps, log_every, eval_every, save_every, keep, best and
-plan.* may change."""
+many processes as you ask for now. epochs, steps, log_every, eval_every, save_every, keep, best,
+patience and plan.* may change."""
 
 
 def _parser(verb: str) -> Parser:
@@ -155,6 +154,8 @@ def dry_run(recipe: Recipe, request: Request) -> None:
 
 def smoke(recipe: Recipe, request: Request, screen: Screen) -> int:
     """Everything a run does, in seconds, in a folder that is thrown away."""
+    import tempfile
+
     from drivetrain.cli import ending, launch
     from drivetrain.cli.worker import SMOKE_BATCH, SMOKE_STEPS
     from drivetrain.supervise import local_place, run_workers

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from drivetrain.tune.space import Space
     from drivetrain.tune.study import Study
     from drivetrain.tune.table import Table
+    from drivetrain.tune.tuner import Order
 
 TEXT = """\
 Search a task's settings. Each trial is an ordinary run in runs/NAME/trials; trials that fall behind are stopped
@@ -26,7 +27,8 @@ and a higher --trials with a finished one.
   drivetrain tune digits --search learning_rate=1e-4..1e-1,log            between two numbers, by magnitude
   drivetrain tune digits --search 'hidden=64|128|256' epochs=5            among choices; epochs is the same in all
   drivetrain tune my_task.py --trials 100 --metric eval/accuracy          what search = {...} in the task says
-  drivetrain tune my_task.py --jobs 4                                     four trials at a time"""
+  drivetrain tune my_task.py --jobs 4                                     four trials at a time
+  drivetrain tune cartpole --search gamma=0.9..0.999 --population 25      25 policies trained at once, as one program"""
 
 
 def run(verb: str, words: list[str]) -> int:
@@ -49,10 +51,11 @@ def run(verb: str, words: list[str]) -> int:
     from drivetrain.cli import launch
     from drivetrain.recipe import load, split_words
     from drivetrain.tune import folder as folders
+    from drivetrain.tune import population
     from drivetrain.tune.space import make_space
     from drivetrain.tune.study import Study, need_optuna
     from drivetrain.tune.table import Table
-    from drivetrain.tune.tuner import Order, Tuner
+    from drivetrain.tune.tuner import Order
     from drivetrain.watch.screen import Screen
 
     need_optuna()
@@ -63,6 +66,10 @@ def run(verb: str, words: list[str]) -> int:
     space = make_space(recipe.task.settings(), recipe.task.search(), args.search, split_words(args.settings), recipe.task.label)
     goal = _goal(recipe, args)
     machine = launch.look_at_machine(launch.Request(gpus=args.gpus, device=args.device))
+    size, why = population.choose(args.population, recipe, space, args.trials, machine.device, bool(args.jobs or args.procs))
+    if size and args.prune not in (None, "none"):
+        why += f"; --prune {args.prune} stops none of them early"
+    args.prune = args.prune or "median"
     slots = _slots(args, machine, recipe)
     same = folders.identity(recipe, space, goal)
     named = args.run_dir or (str(runs.RUNS / args.name) if args.name else None)
@@ -72,7 +79,7 @@ def run(verb: str, words: list[str]) -> int:
     study = Study(found.path, space, goal.direction, args.sampler, args.seed, args.prune, args.trials)
     told = found.before or folders.provenance()
     told |= same | {
-        "file": folders.task_word(recipe.task), "value": folders.VALUE, "trials": args.trials, "jobs": len(slots),
+        "file": folders.task_word(recipe.task), "value": folders.VALUE, "trials": args.trials, "jobs": len(slots), "population": size,
         "sampler": args.sampler, "seed": args.seed, "prune": args.prune,
     }  # fmt: skip
     if len(study.tried()) >= args.trials and not study.unfinished():
@@ -80,15 +87,40 @@ def run(verb: str, words: list[str]) -> int:
         screen.line("study", f"{_shown(found)} is finished: {len(study.tried())} trials (more: --trials N)")
         return _end(found, study, goal, table, args.json, "finished")
     found.write(**told | {"status": "running"})
-    _begin(found, study, recipe, machine, goal, space, args, len(slots), table)
-    status = "stopped"
+    _begin(found, study, recipe, machine, goal, space, args, len(slots), table, size, why)
+    status, order = "stopped", Order(recipe, goal, args.trials, slots)
     try:
-        if Tuner(Order(recipe, goal, args.trials, slots), found, study, table).run():
+        if _tune(order, found, study, table, machine, size, args.population == "auto"):
             status = "finished"
     finally:
         found.write(**told | {"status": status})
         _draw(found, study, space, goal)
     return _end(found, study, goal, table, args.json, status)
+
+
+def _tune(order: Order, found: Folder, study: Study, table: Table, machine: Machine, size: int, by_itself: bool) -> bool:
+    """Try until enough were tried: as populations of a size, or (0) as ordinary runs."""
+    from drivetrain.cli import ending, launch
+    from drivetrain.plan.choose import choose
+    from drivetrain.tune.population import Generations, NoPopulation, Way
+    from drivetrain.tune.tuner import Tuner
+
+    if size:
+        way = Way(
+            size, machine.gpus[:1],
+            plan=lambda recipe: choose(
+                recipe.settings, machine.hardware, device=machine.device, world_size=1, local_procs=1, pins=recipe.pins
+            ),
+            record=lambda recipe, run, plan: launch.record(recipe, launch.Opened(run, None, None), plan, machine),
+            conclude=ending.conclude,
+        )  # fmt: skip
+        try:
+            return Generations(order, found, study, table, way).run()
+        except NoPopulation as problem:
+            if not by_itself:
+                raise
+            table.screen.notice(f"trials one by one: {str(problem).splitlines()[0]}")
+    return Tuner(order, found, study, table).run()
 
 
 def _parser() -> Parser:
@@ -101,10 +133,15 @@ def _parser() -> Parser:
     )
     parser.add_argument("--metric", metavar="eval/NAME", help="what is optimised (default: what best names, else eval/loss)")
     parser.add_argument("--direction", choices=["max", "min"], help="which way (default: losses and errors fall, all else rises)")
-    parser.add_argument("--prune", choices=["median", "hyperband", "none"], default="median", help="how trials are stopped early")
+    parser.add_argument("--prune", choices=["median", "hyperband", "none"], help="how trials are stopped early (default median)")
     parser.add_argument("--sampler", choices=["tpe", "random"], default="tpe", help="how parameters are proposed")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the proposals; with one job, the same trials again")
     parser.add_argument("--jobs", type=int, metavar="J", help="trials at a time (default: one a GPU, one on a CPU)")
+    parser.add_argument(
+        "--population", default="auto", metavar="N",
+        help="train N trials at once as one program, in generations, none stopped early (policies learned by PPO);"
+        " off: one by one; auto, the default: on a GPU, where what is searched allows it",
+    )  # fmt: skip
     parser.add_argument("--procs", type=int, metavar="N", help="processes of each trial")
     parser.add_argument("--device", choices=["cuda", "cpu", "mps"], help="where to train (default: GPUs if there are any)")
     parser.add_argument("--gpus", metavar="0,1", help="the GPUs to use, shared out among the jobs")
@@ -152,7 +189,8 @@ def _shown(found: Folder) -> str:
 
 
 def _begin(
-    found: Folder, study: Study, recipe: Recipe, machine: Machine, goal: Goal, space: Space, args: argparse.Namespace, jobs: int, table: Table
+    found: Folder, study: Study, recipe: Recipe, machine: Machine, goal: Goal, space: Space, args: argparse.Namespace, jobs: int, table: Table,
+    population: int, why: str,
 ) -> None:  # fmt: skip
     from drivetrain import __version__
 
@@ -161,17 +199,21 @@ def _begin(
         return
     screen.put(f"drivetrain {__version__}   tune {recipe.task.label}   {machine.hardware.sentence()}")
     way = "higher" if goal.direction == "max" else "lower"
-    pruning = "no pruning" if args.prune == "none" else f"{args.prune} pruning"
+    pruning = "no pruning" if args.prune == "none" or population else f"{args.prune} pruning"
     screen.line(
-        "study", f"{_shown(found)}   {args.trials} trials, {jobs} at a time, {args.sampler}, {pruning}; {goal.metric}, {way} is better"
+        "study",
+        f"{_shown(found)}   {args.trials} trials, {population or jobs} at a time, {args.sampler}, {pruning}; {goal.metric}, {way} is better",
     )
+    if why:
+        screen.line("", why)
     screen.line("search", "   ".join(f"{name} {dimension.text}" for name, dimension in space.items()))
     for notice in (*recipe.notices, found.why):
         if notice:
             screen.notice(notice)
     if tried := study.tried():
         open_ = sum(t.state == "running" for t in tried)
-        screen.line("resume", f"{len(tried) - open_} trials are done, {open_} go on where they were")
+        how = "begin anew" if population else "go on where they were"
+        screen.line("resume", f"{len(tried) - open_} trials are done, {open_} {how}")
     table.head()
 
 

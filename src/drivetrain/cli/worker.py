@@ -67,6 +67,12 @@ def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag) ->
     from drivetrain.recipe import TaskRef, instantiate
     from drivetrain.watch.files import MetricsFile, TensorBoard
 
+    if job["mode"] == "population":
+        from drivetrain.tune.generation import train
+        from drivetrain.watch.screen import Wire
+
+        assert isinstance(screen, Wire)
+        return train(job, group, screen.send, stop)
     run, plan = Run(job["run"]), Plan.from_json(job["plan"])
     task = instantiate(TaskRef(**job["task"]), job["settings"])
     if job["mode"] == "eval":

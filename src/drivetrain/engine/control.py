@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drivetrain.engine.figures import EVALUATE, STOP
 from drivetrain.engine.group import Group
-from drivetrain.engine.step import EVALUATE, STOP
 from drivetrain.settings import Length
 
 LAG = 8  # steps after which a GPU's answer is read, so that the host never waits for it
@@ -27,6 +27,10 @@ class Every:
 
     def due(self, done: int) -> bool:
         return self.steps is not None and self.steps > 0 and done % self.steps == 0
+
+    def due_in(self, first: int, last: int) -> bool:
+        """Whether it is due at any of these steps."""
+        return self.steps is not None and self.steps > 0 and last // self.steps > (first - 1) // self.steps
 
     def next(self, done: int) -> int:
         """The first step after `done` at which it is due by number."""

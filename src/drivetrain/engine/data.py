@@ -13,7 +13,7 @@ from drivetrain.engine.capture import Graphs, form_of
 from drivetrain.engine.feed import EVAL, GROUP, ORDER, TRAIN, Feed, Micro, OrderedFeed, as_tensor, placed
 from drivetrain.engine.group import Group
 from drivetrain.engine.loader import LoaderFeed
-from drivetrain.engine.rand import Draws, KeyedRand, key, seed_everything, seed_model
+from drivetrain.engine.rand import Draws, KeyedRand, key, seed_everything, seed_model, signed
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
 from drivetrain.task import Source, Task, Tensors, overrides
@@ -122,6 +122,21 @@ class SourceFeed(Feed):
         data, after = self._graphs(("collect", form_of(before)), work, before)
         source.load(after)
         return data
+
+    def streams(self, epoch: int) -> list[int]:
+        """The keys of an epoch's random numbers: of its collection's first draw, and of the order in each pass."""
+        keys = [key(self.seed, epoch, GROUP, 1), *(key(self.seed, epoch, turn, ORDER, 1) for turn in range(self.source.passes))]
+        return [signed(k) for k in keys]
+
+    def samples(self) -> Any:
+        """All of the present collection, as a batch."""
+        assert self._data is not None
+        return self._data.batch(self._data.columns)
+
+    def forget(self) -> None:
+        """The model's tensors have moved: nothing that was captured holds any more."""
+        if self._graphs is not None:
+            self._graphs.forget()
 
     def _total(self, value: Tensor) -> Tensor:
         result = value.clone()

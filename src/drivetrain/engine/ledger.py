@@ -34,6 +34,10 @@ class Ledger:
         self._first = self._next = -1
         self._fetches: deque[tuple[int, Tensor, Any]] = deque()
 
+    @property
+    def ring(self) -> Tensor:
+        return self._ring
+
     def slots(self, step: int) -> tuple[Tensor, ...]:
         """A view of each figure of a step's row, zero at first."""
         place = step % LENGTH

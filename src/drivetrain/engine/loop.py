@@ -23,7 +23,9 @@ from drivetrain.engine.control import Agreement, Every
 from drivetrain.engine.data import SourceFeed, eval_feed, train_feed
 from drivetrain.engine.evaluate import Evaluation, Replay, evaluate
 from drivetrain.engine.feed import Feed, OrderedFeed
+from drivetrain.engine.figures import FIGURES, TAIL, Figures
 from drivetrain.engine.group import Group
+from drivetrain.engine.ledger import HALF, Ledger
 from drivetrain.engine.memory import peak_memory
 from drivetrain.engine.observe import Observer
 from drivetrain.engine.optim import Rates, make_optimizer, schedule_of
@@ -32,12 +34,12 @@ from drivetrain.engine.precision import Precision
 from drivetrain.engine.rows import Rows
 from drivetrain.engine.setup import build_model, prepare
 from drivetrain.engine.shortage import Short, new_start, shrink, shrink_evaluation, undoable
-from drivetrain.engine.step import TAIL, Step
+from drivetrain.engine.step import Step
 from drivetrain.engine.strategies import spread
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.runs import Run
-from drivetrain.task import Source, Task
+from drivetrain.task import Learner, Source, Task, Workbench, overrides
 
 
 class SupportsBool(Protocol):
@@ -66,6 +68,8 @@ class Training:
         self.feed: Feed = train_feed(task, data, plan, group)
         self.feed.notice = observer.notice
         self.test: OrderedFeed | None = None if test is None else eval_feed(task, test, plan, group)
+        if task.patience and not task.best:
+            raise Problem(f"patience={task.patience} needs a metric that gets better: say best=NAME of one the evaluation gives")
         if task.best and test is None:
             raise Problem(f"best={task.best} needs an evaluation, but the task has no eval_data()")
         self.source: Source | None = data if isinstance(data, Source) else None
@@ -91,9 +95,13 @@ class Training:
         self.log, self.evaluate_every, self.save_every = (Every(s, per_epoch) for s in (task.log_every, task.eval_every, task.save_every))
         self.compiled_from = plan.compiled_from(0, None)
         self.done = 0
+        self.learner: Learner | None = None
+        self._sought = False
+        self._figures: dict[str, Any] | None = None
+        """The checkpoint's, before a step has shown them."""
         self.evaluating = False
         self._replay: Replay | None = None
-        self.best = Best(task.best)
+        self.best = Best(task.best, task.patience)
         self.metrics: dict[str, float] = {}
         self._begun, self._before = time.monotonic(), 0.0
         self.rows = Rows(self.step, plan.global_batch, observer, self._elapsed)
@@ -121,34 +129,42 @@ class Training:
         stopping = save_late = evaluate_late = False
         ticking = self.group.main and self.group.device.type == "cpu"
         clocked = self.save_every.steps is None or self.evaluate_every.steps is None
+        if self.task.eval_first and self.test is not None and self.done == 0:
+            self._say_before(self.test)
         self.feed.open(self.done)
         self.model.train()
-        while self.done < self.total:
+        while self.done < self.total and not self.best.settled:
+            at_once = False  # whether the task's own learner takes the whole epoch
             if self.done % per_epoch == 0:
                 self.step.rest()
+                at_once = self._seek_learner() and self.done + per_epoch <= self.total
                 if self.source is None:
                     self.feed.begin_epoch(self.done // per_epoch, self.model)
-                else:
-                    self.strategy.collect(self.feed.begin_epoch, self.done // per_epoch, self.model)
+                elif not (at_once and self.learner is not None and self.learner.plays):
+                    with self.precision.forward():
+                        self.strategy.collect(self.feed.begin_epoch, self.done // per_epoch, self.model)
                     self._look_again()
-            if not (clocked or save_late or evaluate_late or stop_after):
+            if not (at_once or clocked or save_late or evaluate_late or stop_after):
                 self._take_quiet_steps(ticking)
             self.observer.moment("step")
             if self.stop or clocked or stop_after is not None:
                 self._ask(stop_after)
-            coming = self.done + 1
+            first, coming = self.done + 1, self.done + (per_epoch if at_once else 1)
             last = coming == self.total
             resumable = self.source is None or coming % per_epoch == 0
-            evaluate_late |= self.evaluate_every.due(coming)
+            evaluate_late |= self.evaluate_every.due_in(first, coming)
             evaluating = self.test is not None and (last or (evaluate_late and resumable))
             logging = last or evaluating or self.log.due(coming) or (self.group.main and self.log.overdue())
-            self._take(self.done, with_norm=logging)
+            if at_once:
+                self._take_epoch()
+            else:
+                self._take(self.done, with_norm=logging)
             self.done = coming
             ledger = self.step.ledger
             assert ledger is not None
             asked_stop, asked_save, asked_evaluation = agreement.read(self.done, self.strategy.tail, self.step.requests)
             evaluate_late = (evaluate_late or asked_evaluation) and not evaluating
-            saving = last or self.save_every.due(self.done) or asked_save or save_late
+            saving = last or self.save_every.due_in(first, coming) or asked_save or save_late
             stopping |= asked_stop
             if not (logging or saving or stopping or ledger.full or (ticking and self.rows.tick_due())):
                 continue
@@ -158,6 +174,8 @@ class Training:
                 raise self._not_a_number(bad)
             if evaluating:
                 saving |= self._evaluate()
+                last |= self.best.settled
+                saving |= last
             self.rows.emit()
             save_late = saving and not resumable
             if (saving or stopping) and resumable:
@@ -165,6 +183,38 @@ class Training:
             if stopping and resumable and not last:
                 return self._stopped()
         return self._finish()
+
+    def _seek_learner(self) -> bool:
+        """Whether the task takes whole epochs by itself: all but the first, which shows what its figures are."""
+        known = self.step.figures or (Figures.from_json(self._figures) if self._figures else None)
+        if self._sought or known is None:
+            return self.learner is not None
+        self._sought = True
+        rates, feed = self.rates.table(), self.feed
+        alone = self.strategy.whole and self.group.device.type == "cuda" and self.step.loss_scale is None and self.plan.capture != "off"
+        if not alone or rates is None or not isinstance(feed, SourceFeed) or feed.steps_per_epoch > HALF:
+            return False
+        ledger = self.step.ledger or Ledger(known.used, self.group.device)
+        bench = Workbench(self.group.device, self.optimizer, rates, ledger.ring, FIGURES, feed.streams)
+        self.learner = self.task.learner(self.model, feed.source, bench, self.observer.notice)
+        if self.learner is not None:  # it may have moved the model's tensors
+            self.step.know(known, ledger)
+            feed.forget()
+            if self.step.graphs is not None:
+                self.step.graphs.forget()
+            self._replay = None
+        return self.learner is not None
+
+    def _take_epoch(self) -> None:
+        """An epoch's steps by the task's own learner; their figures are in the ledger as if the engine had taken them."""
+        assert self.learner is not None and self.step.ledger is not None and isinstance(self.feed, SourceFeed)
+        per_epoch = self.feed.steps_per_epoch
+        samples = None if self.learner.plays else self.feed.samples()
+        self.learner(self.done // per_epoch, self.done, samples)
+        for step in range(self.done, self.done + per_epoch):
+            if step + 1 < self.done + per_epoch and self.log.due(step + 1):
+                self.rows.begin(step + 1)
+            self.step.ledger.note(step)
 
     def _take_quiet_steps(self, ticking: bool) -> None:
         """The fast path of one process: steps after which nothing is due, up to the next one that has something."""
@@ -219,14 +269,38 @@ class Training:
             Outcome.NAN,
         )
 
+    def _say_before(self, test: OrderedFeed) -> None:
+        """What the model can before it has learned anything here."""
+        metrics = self.evaluation().metrics
+        if self.group.main:
+            figures = "   ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+            self.observer.notice(f"before the first step: {figures}   ({test.length:,} samples)")
+            self.run.event("before", metrics=metrics)
+        self._remark()
+
+    def _remark(self) -> None:
+        """Let the task say what the model makes."""
+        if not self.group.main or self.plan.shards or not overrides(self.task, "remarks"):  # a shard alone can say nothing
+            return
+        with torch.no_grad(), self.precision.forward():
+            for remark in self.task.remarks(self.model):
+                self.observer.notice(remark)
+        self._look_again()
+
     def _evaluate(self) -> bool:
         """Evaluate, add the metrics to this step's row; whether it is the best so far."""
         self.observer.moment("evaluate")
         result = self.evaluation()
         self.metrics = result.metrics
         self.rows.add(self.done, result.metrics)
+        better = self.best.update(result.metrics, self.done)
+        if self.group.main and self.best.settled and self.done < self.total:
+            best = "" if self.best.step is None else f" than {self.best.value:.4g} of step {self.best.step:,}"
+            self.observer.notice(f"{self.task.patience} evaluations without a better {self.best.name}{best}: the run ends here (patience)")
+            self.run.event("settled", step=self.done, best=self.best.step)
+        self._remark()
         self.rows.mark(self.done)
-        return self.best.update(result.metrics, self.done)
+        return better
 
     def evaluation(self) -> Evaluation:
         assert self.test is not None
@@ -278,7 +352,7 @@ class Training:
             parts["source"] = {k: torch.cat([one[k] for one in everyone]) for k in everyone[0]}
         extra = {
             "aliases": aliases, "optimizer": plain, "time": self._elapsed(), "metrics": self.metrics,
-            "compiled_from": self.pace.compiled_from, "best": self.best.to_json(), "epoch_sums": self.rows.epoch_sums, "train": self.rows.means(), "world_size": self.group.size,
+            "compiled_from": self.pace.compiled_from, "figures": self.step.figures.to_json() if self.step.figures else None, "best": self.best.to_json(), "epoch_sums": self.rows.epoch_sums, "train": self.rows.means(), "world_size": self.group.size,
         }  # fmt: skip
         return state.pack(parts), extra
 
@@ -333,6 +407,7 @@ class Training:
         self.best.load(extra["best"])
         self.compiled_from = self.plan.compiled_from(step, extra.get("compiled_from"))
         self.rows.load(step, extra["epoch_sums"], extra["train"])
+        self._figures = extra.get("figures")
         self.run.event("resumed", step=step, world_size=self.group.size, was=extra["world_size"]) if self.group.main else None
 
     def _damage(self, text: str) -> None:
@@ -372,6 +447,8 @@ class Training:
                     self._damage(f"the best checkpoint (step {self.best.step:,}) cannot be used, so the last weights are kept: {damage}")
             try:
                 state.write_weights(self.run.model_path, tensors, aliases)
+                told = {"run": self.run.name, "steps": self.done, "processes": self.group.size, "precision": self.plan.precision}
+                self.task.publish(tensors, self.run.model_path.parent, told | {"metrics": self.metrics, "seconds": facts["time"]})
             except Exception as error:  # safetensors has its own error for a full disk
                 raise Problem(
                     f"training is done, but the weights could not be written: {error}.\nThen: drivetrain resume {self.run.name}",

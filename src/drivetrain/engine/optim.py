@@ -75,6 +75,47 @@ def capturable(optimizer: torch.optim.Optimizer, scaled: bool) -> bool:
     return takes_factor(optimizer) or able
 
 
+_ADAMS: dict[type, Callable[..., None]] = {torch.optim.Adam: torch._fused_adam_, torch.optim.AdamW: torch._fused_adamw_}
+
+
+def has_short_way(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `short_step` does what its `step` does: torch's fused Adam or AdamW for plain tensors of one kind on a CPU."""
+    if type(optimizer) not in _ADAMS or not takes_factor(optimizer):
+        return False
+    groups = optimizer.param_groups
+    parameters = [p for group in groups for p in group["params"]]
+    usual = all(type(p) in (Tensor, torch.nn.Parameter) and p.device.type == "cpu" for p in parameters)
+    special = any(group["amsgrad"] or group["differentiable"] or isinstance(group["lr"], Tensor) for group in groups)
+    return usual and not special and len({p.dtype for p in parameters}) == 1
+
+
+@torch.no_grad()
+def short_step(optimizer: Any) -> None:
+    """The same kernel on the same tensors, without what `step` does around it, which takes longer than a small model's kernel."""
+    kernel, state = _ADAMS[type(optimizer)], optimizer.state
+    scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    ready = []
+    for group in optimizer.param_groups:
+        parameters = [p for p in group["params"] if p.grad is not None]
+        if any(not state[p] for p in parameters):  # its first step, which makes the state
+            optimizer.step()
+            return
+        if parameters:
+            ready.append((group, parameters))
+    for group, parameters in ready:
+        first, second = group["betas"]
+        steps = [state[p]["step"] for p in parameters]
+        torch._foreach_add_(steps, 1)
+        kernel(
+            parameters, [p.grad for p in parameters], [state[p]["exp_avg"] for p in parameters],
+            [state[p]["exp_avg_sq"] for p in parameters], [], steps, lr=group["lr"], beta1=first, beta2=second,
+            weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=group["maximize"],
+            grad_scale=scale, found_inf=overflow,
+        )  # fmt: skip
+        if overflow is not None:
+            torch._foreach_sub_(steps, [overflow] * len(steps))
+
+
 FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_")
 PIECE = 8192  # numbers: the least that is worth a processor of its own
 
@@ -158,6 +199,10 @@ class Rates:
                 place = torch.full((1,), peak, device=group.device)
                 options["lr"] = place.view(())
                 self._tables.append((factors * peak, place))
+
+    def table(self) -> Tensor | None:
+        """The rates of all steps, where the device has them and they are the same for all parameters."""
+        return self._tables[0][0] if len(self._tables) == 1 else None
 
     def follow(self, step: Tensor) -> None:
         """Set the rates of the step whose number the device holds: nothing of it passes through the host."""

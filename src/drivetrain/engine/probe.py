@@ -14,13 +14,14 @@ from torch import nn
 
 from drivetrain.engine.capture import WARM
 from drivetrain.engine.data import train_feed
+from drivetrain.engine.figures import TAIL
 from drivetrain.engine.group import Group
 from drivetrain.engine.observe import Observer
 from drivetrain.engine.optim import Rates, make_optimizer, schedule_of
 from drivetrain.engine.pace import TIMED, UNTIMED, Pace
 from drivetrain.engine.precision import Precision
 from drivetrain.engine.setup import build_model, prepare
-from drivetrain.engine.step import TAIL, Step
+from drivetrain.engine.step import Step
 from drivetrain.engine.strategies import spread
 from drivetrain.plan import Plan
 from drivetrain.plan.fit import Point

@@ -126,7 +126,7 @@ class Draws:
         for (call, k, normal), table in self._tables.items():
             table.copy_(self._draw(call, k, normal))
         for call, stream in self._streams.items():
-            stream.fill_(_signed(self._key(call)))
+            stream.fill_(signed(self._key(call)))
 
     def of(self, ids: Tensor) -> BatchRand:
         return BatchRand(ids, self)
@@ -142,7 +142,7 @@ class Draws:
             drawn = _uniform(ids, k * (1 + normal), self._key(call))
         else:
             if call not in self._streams:
-                self._streams[call] = torch.tensor(_signed(self._key(call)), device=self.device)
+                self._streams[call] = torch.tensor(signed(self._key(call)), device=self.device)
             drawn = _uniform(ids, k * (1 + normal), self._streams[call])
         return _normal(drawn) if normal else drawn
 
@@ -191,14 +191,14 @@ def _uniform(ids: Tensor, k: int, stream: int | Tensor) -> Tensor:
                 h *= np.uint64(factor)
             h ^= h >> np.uint64(31)
         return torch.from_numpy((h >> np.uint64(40)).astype(np.float32) * np.float32(2**-24))
-    x = ids[:, None] * _signed(_MIX2) + torch.arange(k, device=ids.device) * _signed(_GOLDEN)
-    x = x + (_signed(stream) if isinstance(stream, int) else stream)
+    x = ids[:, None] * signed(_MIX2) + torch.arange(k, device=ids.device) * signed(_GOLDEN)
+    x = x + (signed(stream) if isinstance(stream, int) else stream)
     for shift, factor in ((30, _MIX1), (27, _MIX2)):
-        x = (x ^ _shift(x, shift)) * _signed(factor)
+        x = (x ^ _shift(x, shift)) * signed(factor)
     return _shift(x ^ _shift(x, 31), 40).float() * 2**-24
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 

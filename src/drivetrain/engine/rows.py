@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from drivetrain.engine.figures import NORM, SCALE, SKIPPED
 from drivetrain.engine.ledger import Block, Ledger
 from drivetrain.engine.memory import peak_memory
 from drivetrain.engine.observe import Observer
 from drivetrain.engine.precision import LEAST_SCALE
-from drivetrain.engine.step import NORM, SCALE, SKIPPED, Step
+from drivetrain.engine.step import Step
 
 TICK_SECONDS = 0.5
 
@@ -39,10 +40,14 @@ class Rows:
         """Speed is counted from here: evaluating and saving are not steps."""
         self._marked, self._marked_step = time.monotonic(), done
 
+    def begin(self, done: int) -> None:
+        """A step that is logged: its row is filled once its figures arrive."""
+        self._rows[done] = {}
+
     def take_in(self, ledger: Ledger, done: int, logging: bool, wait: bool) -> int | None:
         """Read the figures that arrived and make rows of the steps that are logged; gives the first step that is no number."""
         if logging:
-            self._rows[done] = {}  # filled once its figures arrive
+            self.begin(done)
         for block in ledger.arrived(wait):
             bad = self._first_bad(block)
             if bad is not None:

@@ -37,6 +37,7 @@ def build_model(task: Task, plan: Plan, run: Run, group: Group, observer: Observ
     seed_everything(int(task.seed))
     if group.device.type == "cuda":
         torch.cuda.manual_seed(int(task.seed))
+    task.precision = plan.precision
     model = task.model()
     if not isinstance(model, nn.Module):
         raise Problem(f"model() gave a {type(model).__name__}: return an nn.Module")

@@ -101,6 +101,7 @@ class _Norm(torch.autograd.Function):
 
 _STATES = {"lstm": 5, "gru": 6, "rnn_tanh": 1, "rnn_relu": 1}  # numbers that cuDNN keeps for each unit and step
 _SOFTMAX = {F.softmax, F.log_softmax, torch.softmax, torch.log_softmax, Tensor.softmax, Tensor.log_softmax}
+_IN_OWN = ("pool", "pad", "interpolate", "upsample")  # what autocast computes in fp32 on a CPU and in the input's format on a GPU
 _IN_FULL = {  # what autocast computes in fp32 on a GPU and in the input's own format on a CPU
     F.layer_norm, F.group_norm, F.softmax, F.log_softmax, F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss,
     F.binary_cross_entropy_with_logits, F.kl_div, F.normalize, F.softplus, torch.softmax, torch.log_softmax, torch.exp, torch.log,
@@ -140,6 +141,9 @@ class AsOnGpu(TorchFunctionMode):
             return F.nll_loss(_Softmax.apply(args[0], self.note), *args[1:], **kwargs)
         if self._is_half(args) and function in _SOFTMAX:
             return _Softmax.apply(args[0], self.note)
+        if self._is_half(args) and any(word in name for word in _IN_OWN):
+            with torch.autocast("cpu", enabled=False):
+                return function(*args, **kwargs)
         if self.half is not None and function in _IN_FULL and torch.is_autocast_enabled("cpu"):
             args = tuple(a.float() if isinstance(a, Tensor) and a.dtype == self.half else a for a in args)
         return function(*args, **kwargs)

@@ -20,6 +20,7 @@ from drivetrain.engine.capture import Graphs, form_of
 from drivetrain.engine.compiled import Compiled
 from drivetrain.engine.data import draws_of
 from drivetrain.engine.feed import Feed, Micro
+from drivetrain.engine.figures import FIGURES, NORM, SCALE, SKIPPED, STOP, Figures
 from drivetrain.engine.group import Group
 from drivetrain.engine.ledger import Ledger
 from drivetrain.engine.losses import Part, read_loss
@@ -31,46 +32,9 @@ from drivetrain.engine.strategies import Strategy
 from drivetrain.outcomes import Problem
 from drivetrain.task import Task, overrides
 
-# The tail of the gradient buffer: the norm, three requests any rank may make, fp16's scale and skipped
-# steps, then the figures.
-TAIL = 64
-NORM, STOP, SAVE, EVALUATE, SCALE, SKIPPED, FIGURES = range(7)
 LOOK_EVERY = 1000  # steps between looks at whether a task draws from Python's or numpy's generators
 
 Inputs = tuple[Any, Any]  # what a loader gave, and the samples' numbers
-
-
-class Figures:
-    """The named figures of a step and their slots in the tail, fixed by the first loss."""
-
-    def __init__(self, parts: list[Part], logged: list[Part]) -> None:
-        self.parts = [p.name for p in parts]
-        self.names = [p.name for p in (*parts, *logged)]
-        if len(set(self.names)) != len(self.names):
-            raise Problem(f"loss() uses a name twice: {self.names}")
-        if len(self.parts) > 1 and "loss" in self.names:
-            raise Problem("loss() names one of several figures 'loss', which is the name of the parts' sum: choose another")
-        own = [p.count is not None for p in (*parts, *logged)]
-        self.total = {name: FIGURES + i for i, name in enumerate(self.names)}
-        first = FIGURES + len(self.names)
-        self.count = {name: first + i for i, name in enumerate(n for n, o in zip(self.names, own, strict=True) if o)}
-        self.used = first + len(self.count)
-        if self.used > TAIL:
-            raise Problem(f"loss() logs {len(self.names)} figures; at most {(TAIL - FIGURES) // 2} fit")
-
-    def guarded(self) -> list[int]:
-        """The slots that must be numbers: the norm and the parts, not what is only logged."""
-        return [NORM, *(self.total[name] for name in self.parts)]
-
-    def read(self, row: list[float], size: int) -> dict[str, float]:
-        """The global means, from a row of the ledger."""
-        values = {}
-        for name in self.names:
-            count = row[self.count[name]] if name in self.count else size
-            values[name] = row[self.total[name]] / count if count else 0.0
-        if len(self.parts) > 1 or self.parts[0] != "loss":
-            values["loss"] = sum(values[name] for name in self.parts)
-        return values
 
 
 class Form(NamedTuple):
@@ -405,13 +369,17 @@ class Step:
         everyone = self.group.gather((figures.names, sorted(figures.count)))
         if any(other != everyone[0] for other in everyone):
             raise Problem(f"loss() gave other names on other processes: {everyone}; they must be the same in every batch")
+        self.know(figures, Ledger(figures.used, self.group.device))
+        return figures
+
+    def know(self, figures: Figures, ledger: Ledger) -> None:
+        """These are the figures of every step, and there they go."""
         self.figures = figures
         if figures.names == ["loss"] and not figures.count:
             self._plain = figures.total["loss"]
-        self.ledger = Ledger(figures.used, self.group.device)
+        self.ledger = ledger
         if self._tail is None:
             self._slots = self.ledger.slots(self.number)
-        return figures
 
     def _counts(self, batches: list[tuple[Any, int]], over_ranks: bool = True) -> dict[str, Tensor]:
         """What each part of the loss is divided by, over these micro-batches."""

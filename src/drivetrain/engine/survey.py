@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ REAL_LIMIT = 200_000_000  # parameters of a model that is really run
 def survey(task: Task, precision: str, early: Callable[[dict[str, Any]], None] = lambda facts: None) -> Profile:
     """The profile of a task in one precision; where its passes cannot be traced, `traced` says why. What is known of the
     model before they are goes to `early`."""
+    task.precision = precision  # type: ignore[assignment]
     data = task.train_data()
     if not isinstance(data, Source):
         check_data(data, "train_data()")
@@ -61,7 +63,7 @@ def survey(task: Task, precision: str, early: Callable[[dict[str, Any]], None] =
 def _model(task: Task, mode: FakeTensorMode) -> nn.Module:
     """The model without values; made with them where that is the only way."""
     try:
-        with mode:
+        with mode, _conversions():
             model = task.model()
         if isinstance(model, nn.Module):
             return model
@@ -74,6 +76,32 @@ def _model(task: Task, mode: FakeTensorMode) -> nn.Module:
         raise Problem(f"model() gave a {type(model).__name__}: return an nn.Module")
     without_values(model, mode)
     return model
+
+
+@contextmanager
+def _conversions() -> Iterator[None]:
+    """Tensors without values cannot be swapped, as a module's `.to()` would; here it puts new ones in their place."""
+    known: dict[tuple[Tensor, torch.dtype, torch.device], nn.Parameter] = {}
+    usual = nn.Module._apply
+
+    def apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for child in module.children() if recurse else ():
+            child._apply(function)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                changed = function(parameter.detach())
+                new = nn.Parameter(changed, parameter.requires_grad)
+                module._parameters[name] = known.setdefault((parameter, changed.dtype, changed.device), new)  # tied ones stay tied
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = function(buffer)
+        return module
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = usual  # type: ignore[method-assign]
 
 
 def _optimizer_bytes(task: Task, model: nn.Module) -> int:

@@ -109,10 +109,16 @@ class Recorder(TorchDispatchMode):
         kind = "gemm" if name in _GEMM else "conv" if name in _CONV else "scattered" if scattered else "other"
         if name == "embedding_dense_backward":
             kind = "embedding"
+        if name.startswith("index"):
+            kind = "added" if name == "index_add" else "picked"
         self.multiplies |= name in _GEMM
+        tiles, depth = _shape_of_work(name, args, outputs, flops)
         if (summed := _summed(name, args, inputs)) is not None:
             self.sums[self.clock] = summed
-        tiles, depth = _shape_of_work(name, args, outputs, flops)
+            if kind != "conv":
+                kind, tiles, depth = "summed", float(summed[1]), float(summed[0])
+        if name.startswith("native_batch_norm") and inputs[0].dim() in (3, 5) and inputs[0].element_size() == 2:
+            kind, depth = "channels", float(inputs[0].shape[1])
         dtype = next((str(t.dtype).removeprefix("torch.") for t in inputs if t.is_floating_point()), "float32")
         self.operations.append((kind, dtype, flops, moved, tiles, depth))
 

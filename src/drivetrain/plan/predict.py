@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from drivetrain.hardware import Hardware
 from drivetrain.hardware.cards import Card, generic, of_product
-from drivetrain.plan.profile import Pass, Profile, Work
+from drivetrain.plan.profile import Pass, Profile, Work, staging
 
 CONTEXT = 600 << 20  # bytes that CUDA and its libraries take for themselves, outside of what torch counts
 LIBRARIES = 66 << 20  # bytes that matrix products take from torch's own count, once
@@ -24,6 +24,7 @@ PCIE = 11e9  # bytes a second between GPUs without NVLink
 LINK = 0.7  # share of a link's published rate that collectives reach
 SPLIT = 512  # terms of a long sum that are worth a processor of their own
 SORTED_FROM, SORT = 3072, 40e-6  # rows from which on torch sorts an embedding's gradients, and seconds that takes
+CHANNEL = 4e9  # bytes a second of a norm's channel: each has a processor of its own, and that alone
 WALK = 8e-9  # seconds a row in which it walks over fewer rows, one after the other
 OVERLAP = 0.7  # share of FSDP's communication that hides behind the work
 
@@ -34,6 +35,8 @@ class Reached:
 
     bandwidth: float = 0.62
     scattered: float = 0.22
+    picked: float = 0.11
+    added: float = 0.055
     gemm: float = 0.70
     conv: float = 0.17
     attention: float = 0.35
@@ -187,8 +190,13 @@ def _seconds(work: Work, samples: int, machine: Machine, precision: str) -> floa
         return flops / (rate * REACHED.recurrent) + depth * REACHED.recurrent_step
     if work.kind == "embedding":
         return by_bytes + (SORT if depth > SORTED_FROM else depth * WALK + GPU_FLOOR)
-    if work.kind == "scattered":
-        return by_bytes * REACHED.bandwidth / REACHED.scattered + GPU_FLOOR
+    if work.kind in ("scattered", "picked", "added"):
+        share = {"scattered": REACHED.scattered, "picked": REACHED.picked, "added": REACHED.added}[work.kind]
+        return by_bytes * REACHED.bandwidth / share + GPU_FLOOR
+    if work.kind == "channels":
+        return max(by_bytes, moved / (CHANNEL * depth)) + GPU_FLOOR
+    if work.kind == "summed":
+        return by_bytes * (1 + 2 * staging(int(depth), tiles) / moved) + GPU_FLOOR
     return by_bytes + GPU_FLOOR
 
 

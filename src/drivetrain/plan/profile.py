@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
-FORMAT = 4
+FORMAT = 5
 PROCESSORS, THREADS = 132, 2048  # of a GPU, and threads on each, that sums are divided over
 
 

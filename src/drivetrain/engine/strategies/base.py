@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from drivetrain.engine import state
 from drivetrain.engine.group import Group
-from drivetrain.engine.optim import InPieces, takes_factor
+from drivetrain.engine.optim import InPieces, has_short_way, short_step, takes_factor
 
 
 class Strategy:
@@ -26,7 +25,7 @@ class Strategy:
     optimizer: torch.optim.Optimizer
     files: Any = None
     """The group over which each rank writes its own parts of a checkpoint; None where rank 0 writes all of it."""
-    _takes_factor = False
+    _takes_factor = _short = False
 
     def __init__(self, model: nn.Module, group: Group) -> None:
         self.model, self.group = model, group
@@ -35,7 +34,7 @@ class Strategy:
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the optimizer that was made for the model as it is spread now."""
         self.optimizer = optimizer
-        self._takes_factor = takes_factor(optimizer)
+        self._takes_factor, self._short = takes_factor(optimizer), has_short_way(optimizer)
 
     # --- the model's forward and backward passes ---
 
@@ -92,8 +91,12 @@ class Strategy:
                 return norm  # an optimizer that cannot skip by itself: this costs a host sync
             if factor is not None:
                 self.scale(factor)
-        capturing = self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        with InPieces(self.group.device) if capturing else nullcontext():
+        if self._short:
+            short_step(optimizer)
+        elif self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            with InPieces(self.group.device):
+                optimizer.step()
+        else:
             optimizer.step()
         return norm
 

@@ -1,0 +1,52 @@
+"""`predict`: what a run's model makes of an input."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, get_type_hints
+
+from drivetrain.cli.flags import Parser, add_common
+from drivetrain.outcomes import Problem
+from drivetrain.settings import coerce, nearest
+
+TEXT = """\
+Give an input to a run's model and print what it makes of it, as it comes: a language model goes on with the text.
+Options after the input are the task's own, as NAME=VALUE (for lora: tokens=200 temperature=0). A finished run's
+final weights are taken, else its last good checkpoint's."""
+
+
+def run(verb: str, words: list[str]) -> int:
+    parser = Parser("drivetrain predict", TEXT)
+    parser.add_argument("target", metavar="RUN", help="a run's name or folder")
+    parser.add_argument("given", metavar="INPUT", help="the input; - reads it from standard input")
+    parser.add_argument("options", metavar="NAME=VALUE", nargs="*", help="options of the task's own")
+    add_common(parser)
+    args = parser.parse(words)
+
+    from drivetrain import runs
+    from drivetrain.cli.export import trained
+
+    task, model = trained(runs.find(args.target))
+    given = sys.stdin.read() if args.given == "-" else args.given
+    for piece in task.predict(model, given, **_options(task.predict, args.options)):
+        print(piece, end="", flush=True)
+    print()
+    return 0
+
+
+def _options(predict: Callable[..., Any], words: list[str]) -> dict[str, Any]:
+    """NAME=VALUE words as the task's `predict` takes them."""
+    kinds = get_type_hints(predict)
+    names = [name for name, p in inspect.signature(predict).parameters.items() if p.default is not p.empty]
+    found = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or name not in names:
+            raise Problem(f"predict has no option {word!r}{nearest(name, names)} (of this task: {', '.join(names) or 'none'})")
+        try:
+            found[name] = coerce(kinds.get(name, str), value)
+        except ValueError as error:
+            raise Problem(f"{word} does not fit: {name} is {error}") from None
+    return found

@@ -1,0 +1,75 @@
+"""What a GPU does otherwise than the CPU that a trace runs on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drivetrain.engine.survey import survey
+from drivetrain.hardware.described import parse
+from drivetrain.plan.predict import CHANNEL, Machine, _seconds
+from drivetrain.task import Task, Tensors
+
+
+class Film(Task):
+    global_batch: int = 32
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv3d(3, 8, 3, padding=1), nn.BatchNorm3d(8), nn.ReLU(), nn.MaxPool3d(2), nn.Flatten(), nn.Linear(1024, 10)
+        )
+
+    def train_data(self) -> Tensors:
+        return Tensors(torch.zeros(64, 3, 4, 16, 16), torch.zeros(64, dtype=torch.int64))
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(model(x), y)
+
+
+@pytest.fixture(scope="module")
+def profiles() -> Any:
+    return {precision: survey(Film(), precision) for precision in ("fp32", "bf16")}
+
+
+def test_pooling_stays_in_half_precision_as_on_a_gpu(profiles: Any) -> None:
+    """A CPU's autocast makes max_pool3d a full copy, which was half of the memory predicted for such nets."""
+    full, half = (profiles[p].plain.peak(32, gradients=False) for p in ("fp32", "bf16"))
+    assert half < 0.6 * full
+
+
+def test_a_norm_of_few_channels_is_as_slow_as_they_are_few(profiles: Any) -> None:
+    machine = Machine.of(parse("1xH200-141GB"), "cuda", 1)
+    [forward, backward] = [w for w in profiles["bf16"].plain.work if w.kind == "channels"]
+    for work in (forward, backward):
+        moved = work.bytes[0] + 4096 * work.bytes[1]
+        assert work.depth == (8.0, 0.0)
+        assert _seconds(work, 4096, machine, "bf16") > moved / (CHANNEL * 8)
+    assert not [w for w in profiles["fp32"].plain.work if w.kind == "channels"], "cuDNN's, in full precision"
+
+
+class Converted(Film):
+    """Its model is moved to another precision while it is made, and two of its layers share their weights."""
+
+    def model(self) -> nn.Module:
+        class Tied(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.second = nn.Linear(3072, 3072, bias=False), nn.Linear(3072, 3072, bias=False)
+                self.second.weight = self.first.weight
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.second(self.first(x.flatten(1).to(torch.bfloat16))).float()
+
+        return Tied().to(torch.bfloat16)
+
+
+def test_a_model_may_be_converted_while_it_is_made() -> None:
+    profile = survey(Converted(), "fp32")
+    assert profile.traced == "fake", "no weights were made for it"
+    assert profile.parameters == 3072 * 3072
+    assert nn.Linear(2, 2).to(torch.bfloat16).weight.dtype == torch.bfloat16, "torch's own way is back"
