@@ -13,6 +13,7 @@ import gc
 import json
 import math
 import platform
+import sys
 import time
 from datetime import date
 from pathlib import Path
@@ -81,6 +82,16 @@ def run(task_class: Any, words: str, seconds: float) -> dict[str, Any]:
     torch.cuda.empty_cache()
     if held := torch.cuda.memory_allocated():
         raise SystemExit(f"{held:,} bytes are left of {task_class.__name__}: the next model's memory would be wrong")
+    return {"survey_seconds": surveyed, "sizes": _rows(profile, machine, points), **_choice(task, profile, machine, points)}
+
+
+def predicted_anew(task_class: Any, words: str, known: dict[str, Any]) -> dict[str, Any]:
+    """What was measured before, beside what is predicted now."""
+    task, machine, begun = task_class(), Machine.of(parse(words), "cuda", 1), time.monotonic()
+    profile = survey(task, "bf16")
+    surveyed = time.monotonic() - begun
+    names = ("peak_bytes", "step_seconds", "update_seconds", "kind")
+    points = [Point(r["micro_batch"], True, *(r[n] for n in names)) for r in known["sizes"]]
     return {"survey_seconds": surveyed, "sizes": _rows(profile, machine, points), **_choice(task, profile, machine, points)}
 
 
@@ -157,20 +168,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hardware", default="1xH200-141GB", help="how this machine would be described")
     parser.add_argument("--json", help="write the results here")
-    parser.add_argument("--only", nargs="*", help="names of task classes")
+    parser.add_argument("--only", nargs="*", help="names of task classes to measure")
+    parser.add_argument("--again", help="take what a file of results has measured of the others, and predict it anew")
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="at most, for the sweep of one of the five named models; half for others"
     )
     args = parser.parse_args()
     models = []
+    known = {m["model"]: m for m in json.loads(Path(args.again).read_text())["rows"]} if args.again else {}
     for name, task_class in {**NAMED, **FURTHER, **UNSEEN}.items():
-        if args.only and task_class.__name__ not in args.only:
+        found = {"model": name, "unseen": name in UNSEEN}
+        if not args.only or task_class.__name__ in args.only:
+            found |= run(task_class, args.hardware, args.seconds if name in NAMED else args.seconds / 2)
+        elif name in known:
+            found |= predicted_anew(task_class, args.hardware, known[name])
+        else:
             continue
-        found = {
-            "model": name,
-            "unseen": name in UNSEEN,
-            **run(task_class, args.hardware, args.seconds if name in NAMED else args.seconds / 2),
-        }
         models.append(found)
         _print(found)
         if args.json:
@@ -195,7 +208,8 @@ def _print(found: dict[str, Any]) -> None:
 def _write(args: argparse.Namespace, models: list[dict[str, Any]]) -> None:
     facts = {
         "date": date.today().isoformat(), "hardware": torch.cuda.get_device_name(0), "described": args.hardware,
-        "python": platform.python_version(), "torch": torch.__version__, "drivetrain": __version__, "command": "python benchmarks/plan.py",
+        "python": platform.python_version(), "torch": torch.__version__, "drivetrain": __version__,
+        "command": " ".join(["python benchmarks/plan.py", *sys.argv[1:]]),
         "rows": models,
     }  # fmt: skip
     Path(args.json).write_text(json.dumps(facts, indent=1) + "\n")

@@ -306,9 +306,6 @@ class Points(Labelled):
         return PointsNet()
 
 
-# --- unseen: nothing was set by these -----------------------------------------------------------
-
-
 class GraphNet(nn.Module):
     """Nodes that sum their neighbours' messages, four times."""
 
@@ -352,9 +349,109 @@ class Film(Labelled):
         return nn.Sequential(*blocks, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(128, 10))
 
 
+# --- unseen: nothing was set by these -----------------------------------------------------------
+
+
+class DenseNet(nn.Module):
+    """Layers that each see all before them in their stage."""
+
+    def __init__(self, grows: int, depth: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+        self.stages, self.halves, width = nn.ModuleList(), nn.ModuleList(), 64
+        for _ in range(3):
+            widths = [width + grows * i for i in range(depth)]
+            self.stages.append(
+                nn.ModuleList(nn.Sequential(nn.BatchNorm2d(w), nn.ReLU(), nn.Conv2d(w, grows, 3, padding=1, bias=False)) for w in widths)
+            )
+            width += grows * depth
+            self.halves.append(nn.Sequential(nn.Conv2d(width, width // 2, 1, bias=False), nn.AvgPool2d(2)))
+            width //= 2
+        self.last = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for stage, half in zip(self.stages, self.halves, strict=True):
+            for layer in stage:  # type: ignore[attr-defined]
+                x = torch.cat([x, layer(x)], 1)
+            x = half(x)
+        return self.last(x.mean((2, 3)))
+
+
+class Dense(Labelled):
+    samples: int = 2048
+
+    def shape(self) -> tuple[int, ...]:
+        return 3, 64, 64
+
+    def model(self) -> nn.Module:
+        return DenseNet(32, 6)
+
+
+class WaveNet(nn.Module):
+    """Dilated convolutions over a wave, each with a gate, a norm and a way around it."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv1d(1, width, 3, padding=1), nn.Linear(width, 10)
+        self.both = nn.ModuleList(nn.Conv1d(width, 2 * width, 3, padding=2 ** (i % 8), dilation=2 ** (i % 8)) for i in range(depth))
+        self.norms = nn.ModuleList(nn.GroupNorm(8, width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for both, norm in zip(self.both, self.norms, strict=True):
+            said, gate = both(norm(x)).chunk(2, 1)
+            x = x + said.tanh() * gate.sigmoid()
+        return self.last(x.mean(2))
+
+
+class Waves(Labelled):
+    samples: int = 1024
+
+    def shape(self) -> tuple[int, ...]:
+        return 1, 2048
+
+    def model(self) -> nn.Module:
+        return WaveNet(128, 12)
+
+
+class ExpertsNet(nn.Module):
+    """Layers of experts, each of which gets a mixture of all tokens."""
+
+    def __init__(self, width: int, experts: int, depth: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(48, width), nn.Linear(width, 10)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(depth))
+        self.gates = nn.ModuleList(nn.Linear(width, 4 * experts) for _ in range(depth))
+        self.up = nn.ParameterList(torch.randn(experts, width, 2 * width) * width**-0.5 for _ in range(depth))
+        self.down = nn.ParameterList(torch.randn(experts, 2 * width, width) * width**-0.5 for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for norm, gate, up, down in zip(self.norms, self.gates, self.up, self.down, strict=True):
+            seen = norm(x)
+            share = gate(seen)
+            given = torch.einsum("btd,bts->bsd", seen, share.softmax(1)).unflatten(1, (len(up), 4))
+            made = torch.einsum("besd,edf->besf", given, up)
+            made = torch.einsum("besf,efd->besd", F.gelu(made), down).flatten(1, 2)
+            x = x + torch.einsum("bsd,bts->btd", made, share.softmax(2))
+        return self.last(x.mean(1))
+
+
+class Experts(Labelled):
+    samples: int = 2048
+
+    def shape(self) -> tuple[int, ...]:
+        return 256, 48
+
+    def model(self) -> nn.Module:
+        return ExpertsNet(384, 16, 6)
+
+
 FURTHER = {
     "BERT layers, dropout": Bert, "U-Net": Unet, "MLP": Mlp, "ResNet-18": Residual, "Conv1d + GRU": Gru, "MLP-Mixer": Mixer,
     "attention by hand": ByHand, "convolutional autoencoder": Autoencoder, "recommender": Recommender,
     "depthwise convolutions": Depthwise, "encoder and decoder": Translator, "clouds of points": Points,
+    "messages in a graph": Graph, "three-dimensional convolutions": Film,
 }  # fmt: skip
-UNSEEN = {"messages in a graph": Graph, "three-dimensional convolutions": Film}
+UNSEEN = {"dense connections": Dense, "dilated convolutions of waves": Waves, "experts": Experts}

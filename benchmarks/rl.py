@@ -2,6 +2,8 @@
 
     python benchmarks/rl.py --cpu --json benchmarks/results/rl-cpu.json
 
+With --gpu, on a GPU: see rl_gpu.py.
+
 Solved: the likeliest actions balance the pole for a mean of 475 steps or more in 100 fresh episodes of Gymnasium's own
 CartPole-v1, played off the clock after every few thousand steps. Stable-Baselines3 runs with its defaults on 8
 environments, and with the settings its zoo tuned for CartPole; ours as `drivetrain train cartpole` does.
@@ -148,12 +150,20 @@ def stable_baselines(seed: int, tuned: bool) -> Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", action="store_true", required=True, help="on the CPU")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--cpu", action="store_true", help="time until it is solved, beside Stable-Baselines3")
+    where.add_argument("--gpu", action="store_true", help="speed and time until it is solved, beside PureJaxRL's configuration in JAX")
+    parser.add_argument("--seconds", type=float, default=3.0, help="with --gpu: to time one contestant at one size")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0, help="of torch; by default as many as there are cores")
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
+    if args.gpu:
+        import rl_gpu
+
+        rl_gpu.main(args)
+        return
     threads = args.threads or cpu_cores()
     rows: list[Row] = []
     for seed in range(args.seeds):

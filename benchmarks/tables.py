@@ -70,7 +70,29 @@ def plan(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-MAKERS = {"plan-h200": plan, "vision-h200": vision, "vision-h200-ways": ways, "accuracy-h200": accuracy, "vision-cpu": vision}
+def rl(result: dict[str, Any]) -> list[str]:
+    """A size a row: the peer, drivetrain's built-in world, and one of a user's own."""
+    lines = [
+        "| CartPole, environments x steps | PureJaxRL's configuration, JAX | drivetrain | | a world of your own, in torch | |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for row in result["rows"]:
+        peer, ours, own = (row[k]["steps_per_second"] for k in ("peer", "built_in", "own_world"))
+        lines.append(
+            f"| {row['envs']:,} x {row['horizon']} | {peer / 1e6:.1f} M steps/s | {ours / 1e6:.0f} M | **{ours / peer:.1f}x** |"
+            f" {own / 1e6:.0f} M | {own / peer:.1f}x |"
+        )
+    return lines
+
+
+MAKERS = {
+    "plan-h200": plan,
+    "vision-h200": vision,
+    "vision-h200-ways": ways,
+    "accuracy-h200": accuracy,
+    "vision-cpu": vision,
+    "rl-h200": rl,
+}
 
 
 def filled(text: str) -> str:
@@ -84,7 +106,7 @@ def filled(text: str) -> str:
 
 
 def main() -> None:
-    for page in (ROOT / "README.md", ROOT / "docs" / "speed.md", ROOT / "docs" / "plan.md"):
+    for page in (ROOT / "README.md", ROOT / "docs" / "speed.md", ROOT / "docs" / "plan.md", ROOT / "docs" / "rl.md"):
         old = page.read_text()
         new = filled(old)
         if old != new:

@@ -12,6 +12,7 @@ from drivetrain.engine.data import SourceFeed
 from drivetrain.engine.group import Group
 from drivetrain.engine.loop import Training
 from drivetrain.engine.observe import Observers
+from drivetrain.engine.setup import prepare
 from drivetrain.hardware import detect
 from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
@@ -42,6 +43,7 @@ def collected(world: str, capture: str) -> list[dict[str, Any]]:
     kind, settings = WORLDS[world]
     task, device = kind(**settings), torch.device("cuda", 0)
     plan = choose(task.settings(), detect(), device="cuda", world_size=1, local_procs=1, pins={"capture": capture})
+    prepare(plan, Group(0, 1, device))  # graphs want a stream of their own
     torch.manual_seed(0)
     model, source = task.model().to(device), task.train_data()
     feed = SourceFeed(source, plan, Group(0, 1, device), 0)

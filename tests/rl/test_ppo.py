@@ -16,7 +16,7 @@ from drivetrain.tasks.rl.envs.cartpole import CartPole as CartPoleEnv
 from drivetrain.tasks.rl.envs.snake import Snake
 from drivetrain.tasks.rl.nets import Agent, ConvAgent, Independent, LstmAgent
 from drivetrain.tasks.rl.ppo import Ppo
-from drivetrain.tasks.rl.rollout import FACTS, Rollout, advantages, choose, facts_of
+from drivetrain.tasks.rl.rollout import FACTS, Rollout, advantages, choose, facts_of, full
 from drivetrain.tasks.rl.worlds import CartPole
 from tests.command import bad, good
 from tests.engine.test_invariance import same
@@ -188,7 +188,8 @@ def test_independent_policies_learn_from_their_own_samples_alone() -> None:
         batch = Rollout(env, 6, 20, 1, 0.99, 0.95).collect(model, Table(6), lambda t: t)[:]
     who = facts_of(batch)["who"]
     assert torch.equal(who.view(6, 20, 2), torch.arange(2).expand(6, 20, 2))
-    assert torch.allclose(model.policy(batch["seen"]), model.policy(batch["seen"], who))
+    seen = full(batch["seen"])
+    assert torch.allclose(model.policy(seen), model.policy(seen, who))
     first = {k: v[who == 0] for k, v in batch.items()}
     (total, _), _ = task.loss(model, first)
     total.backward()

@@ -98,8 +98,12 @@ class Study:
 
     def report(self, number: int, evaluation: int, value: float) -> bool:
         """Tell how a trial's evaluation (1, 2, ...) went; whether the trial is not worth going on with."""
-        self._trials[number].report(value, evaluation)
+        self.note(number, evaluation, value)
         return self._trials[number].should_prune()
+
+    def note(self, number: int, evaluation: int, value: float) -> None:
+        """The same of a trial that is not stopped early."""
+        self._trials[number].report(value, evaluation)
 
     def finish(self, number: int, value: float, **facts: Any) -> None:
         self._tell(number, facts, value)

@@ -64,12 +64,12 @@ class Tuner:
 
     # --- one trial ---
 
-    def _ask(self) -> list[Proposal]:
+    def _ask(self, count: int = 1) -> list[Proposal]:
         if self.order.recipe.task.digest() != self.code:
             raise Problem(
                 f"{self.order.recipe.task.path} was changed: its trials cannot be compared; put it back, or choose another --name"
             )
-        return self.study.ask()
+        return self.study.ask(count)
 
     def _begin(self, proposal: Proposal) -> None:
         order, slot = self.order, self.free.pop(0)

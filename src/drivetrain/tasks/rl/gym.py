@@ -105,7 +105,7 @@ class GymRollout(Rollout):
     def _anew(self, over: Tensor, world: State, rand: Tensor) -> State:
         return self.env.begin(world, over, rand)
 
-    def _check(self, state: State) -> None:
+    def check(self, state: State) -> None:
         """Gymnasium has checked it."""
 
 

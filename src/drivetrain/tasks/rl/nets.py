@@ -20,6 +20,8 @@ class Agent(nn.Module):
     An agent with a `memory` finds so many numbers of its own behind each flattened observation, and `remember` gives the next."""
 
     memory: int = 0
+    together: bool = False
+    """Whether logits and value come out of one pass, cheaper than each by itself."""
 
     def remember(self, seen: Tensor) -> Tensor:
         raise NotImplementedError
@@ -67,7 +69,7 @@ class Rivals(Agent):
     def __init__(self, agent: Agent) -> None:
         super().__init__()
         self.agent, self.rival = agent, copy.deepcopy(agent).requires_grad_(False)
-        self.memory = agent.memory
+        self.memory, self.together = agent.memory, agent.together
 
     def remember(self, seen: Tensor) -> Tensor:
         return self.agent.remember(seen)
@@ -96,6 +98,7 @@ class MlpAgent(Agent):
 
     def __init__(self, inputs: int, actions: int, width: int, layers: int, activation: Activation) -> None:
         super().__init__()
+        self.inputs, self.actions, self.width, self.layers, self.activation = inputs, actions, width, layers, activation
         self.actor = _mlp(inputs, width, layers, actions, activation, 0.01)
         self.critic = _mlp(inputs, width, layers, 1, activation, 1.0)
 
@@ -147,6 +150,8 @@ class LstmAgent(Agent):
 
 class ConvAgent(Agent):
     """Guide 003's: three small convolutions and a layer of 64 for both."""
+
+    together = True
 
     def __init__(self, shape: tuple[int, ...], actions: int) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import torch
@@ -9,11 +10,11 @@ from torch import Tensor, nn
 
 from drivetrain.outcomes import Problem
 from drivetrain.settings import Duration, Range
-from drivetrain.task import Task, Tensors
+from drivetrain.task import Learner, Task, Tensors, Workbench
 from drivetrain.tasks.rl.envs import Env
 from drivetrain.tasks.rl.nets import Agent, ConvAgent, Independent, LstmAgent, MlpAgent, Rivals
 from drivetrain.tasks.rl.played import graphs
-from drivetrain.tasks.rl.rollout import FIGURES, Rollout, duel, facts_of, play
+from drivetrain.tasks.rl.rollout import FIGURES, Rollout, duel, facts_of, full, play
 
 
 class Ppo(Task):
@@ -59,6 +60,8 @@ class Ppo(Task):
     """Where several play: share of the training after which the policy is kept, to be played against in evaluations (`win`); 0: none."""
     policies: Literal["shared", "independent"] = "shared"
     """Where several play: one policy for all of them, or each its own."""
+    fused: bool = True
+    """Whether two small perceptrons on one GPU learn by kernels of their own, many times as fast; products then have the digits of tf32."""
     net: Literal["mlp", "conv", "lstm"] = "mlp"
     """The network: two perceptrons, guide 003's small convolutions, or an LSTM that remembers what it saw."""
     chunk: Annotated[int, Range(1)] = 16
@@ -142,13 +145,14 @@ class Ppo(Task):
         if model.memory:
             logits, value = model.unrolled(batch["seen"], facts["anew"].view(batch["seen"].shape[:2]))
         else:
-            logits, value = model(batch["seen"], facts["who"])
+            logits, value = model(full(batch["seen"]), facts["who"])
+        logits, value = full(logits), full(value)
         logp, alive, advantage = logits.log_softmax(-1), facts["alive"], facts["advantage"]
         moved = logp.gather(-1, facts["action"][:, None])[:, 0] - facts["logp"]
         ratio = moved.exp()
         gain = torch.minimum(ratio * advantage, ratio.clamp(1 - self.ratio_clip, 1 + self.ratio_clip) * advantage)
         error = (value - facts["target"]).square()
-        if self.value_clip:
+        if isinstance(self.value_clip, Tensor) or self.value_clip:  # a tensor is each trial's own, of a population
             near = facts["value"] + (value - facts["value"]).clamp(-self.value_clip, self.value_clip)
             error = torch.maximum(error, (near - facts["target"]).square())
         entropy = -(logp.exp() * logp).sum(-1)
@@ -162,6 +166,13 @@ class Ppo(Task):
 
     def limits(self) -> dict[str, float]:
         return {"kl": self.kl_stop} if self.kl_stop else {}
+
+    def learner(self, model: Any, source: Any, bench: Workbench, notice: Callable[[str], None]) -> Learner | None:
+        if not self.fused:
+            return None
+        from drivetrain.tasks.rl.fused import learner
+
+        return learner.make(self, source, model, bench, notice)
 
     def exports(self, model: Agent) -> dict[str, tuple[nn.Module, dict[str, Tensor]]]:
         return graphs(self.env(), model)

@@ -33,6 +33,11 @@ def choose(logits: Tensor, draw: Tensor) -> Tensor:
     return action
 
 
+def full(x: Tensor) -> Tensor:
+    """With all digits, whatever it was computed or kept in."""
+    return x.float() if x.element_size() < 4 else x
+
+
 def log_probability(logits: Tensor, action: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(-1, action[..., None])[..., 0]
 
@@ -45,6 +50,13 @@ def with_memory(seen: Tensor, memory: Tensor) -> Tensor:
 def merged(over: Tensor, new: State, old: State) -> State:
     """New episodes where one is over."""
     return {k: torch.where(over.view(-1, *(1,) * (old[k].dim() - 1)), new[k], old[k]) for k in old}
+
+
+def _any(flags: Tensor) -> bool:
+    """Whether any is true; where several trials are played as one program (vmap), of all of them."""
+    while torch._C._functorch.is_batchedtensor(flags):
+        flags = torch._C._functorch.get_unwrapped(flags)
+    return bool(flags.any())
 
 
 def advantages(reward: Tensor, value: Tensor, after: Tensor, ended: Tensor, over: Tensor, gamma: float, decay: float) -> Tensor:
@@ -95,6 +107,8 @@ class Rollout(Source):
         self.env, self.groups, self.horizon, self.passes, self.gamma, self.decay = env, envs, horizon, passes, gamma, decay
         self.scaled = scaled
         self._state: State = {}
+        self._cut: Tensor | None = None
+        """On a GPU: what the episode of each environment that was cut off in this collection would have gone on from."""
 
     def __len__(self) -> int:
         return self.groups * self.horizon * self.env.agents // self.chunk
@@ -109,11 +123,12 @@ class Rollout(Source):
         env, rows, agents = self.env, len(rand), self.env.agents
         draws = rand.uniform(self.horizon * (agents + 2 * env.chances)).view(rows, self.horizon, -1)
         if not self._state:
-            self._state = self._begin(rand.uniform(max(1, env.chances)), agents)
-            self._check(self._state)
+            self._state = self.begin(rand.uniform(max(1, env.chances)))
+            self.check(self._state)
         if isinstance(model, Rivals):
             model.keep(self._state["collections"][0] == self.rival)
         self._state["collections"] = self._state["collections"] + 1
+        self._cut = None
         steps = [self._step(model, draws[:, t]) for t in range(self.horizon)]
         record = {name: torch.stack([step[name] for step in steps], 1) for name in steps[0]}
         values, after, logp = self._judge(model, record)
@@ -141,7 +156,9 @@ class Rollout(Source):
         chunks: Tensor = column.unflatten(1, (-1, self.chunk))
         return chunks.transpose(2, 3).flatten(0, 2)
 
-    def _begin(self, rand: Tensor, agents: int) -> State:
+    def begin(self, rand: Tensor) -> State:
+        """The state before the first collection; rows of `rand` are environments."""
+        agents = self.env.agents
         world = {f"env.{k}": v for k, v in self.env.reset(rand).items()}
         nothing = rand.new_zeros(len(rand), agents)
         return world | {
@@ -155,7 +172,13 @@ class Rollout(Source):
         env, agents = self.env, self.env.agents
         kept, world = self._state, self._world(self._state)
         seen = self._seen(world, kept["memory"])
-        logits = model.policy(seen).view(len(draws), agents, -1)
+        known = {}
+        if model.together:
+            said, worth = model(seen)
+            known["value"] = full(worth).view(len(draws), agents)
+        else:
+            said = model.policy(seen)
+        logits = full(said).view(len(draws), agents, -1)
         action = choose(logits, draws[:, :agents])
         chances, anew = draws[:, agents:].split(env.chances, 1) if env.chances else (draws[:, :0], draws[:, :0])
         world, reward, ended = env.step(world, action if agents > 1 else action[:, 0], chances)
@@ -171,10 +194,14 @@ class Rollout(Source):
             "memory": memory * (1 - finished[..., None]),
         }  # fmt: skip
         return {
-            "seen": seen.unflatten(0, (-1, agents)), "anew": (kept["steps"] == 0).float()[:, None].expand_as(finished), "action": action, "logits": logits, "reward": reward * alive, "ended": ended,
+            "seen": self._kept(seen).unflatten(0, (-1, agents)), "anew": (kept["steps"] == 0).float()[:, None].expand_as(finished), "action": action, "logits": logits, "reward": reward * alive, "ended": ended,
             "alive": alive, "over": over[:, None].expand_as(ended), "finished": finished, **self._beyond(model, world, memory, cut),
-            "return": sums * finished, "length": count.float()[:, None] * finished, "discounted": discounted,
+            "return": sums * finished, "length": count.float()[:, None] * finished, "discounted": discounted, **known,
         }  # fmt: skip
+
+    def _kept(self, seen: Tensor) -> Tensor:
+        """A collection holds what was seen at every step: zeros and ones in a byte each."""
+        return seen.to(torch.uint8) if self.env.bits and not self.memory else seen
 
     def _anew(self, over: Tensor, world: State, rand: Tensor) -> State:
         """New episodes where one is over."""
@@ -199,21 +226,35 @@ class Rollout(Source):
     def _beyond(self, model: Agent, world: State, memory: Tensor, cut: Tensor) -> dict[str, Tensor]:
         """What episodes that were cut off would have gone on from, or its worth. A GPU would have to wait to know whether any
         was; it judges all steps at once, later."""
-        if self.env.limit is None or (cut.device.type == "cpu" and not cut.any()):
+        if self.env.limit is None or (cut.device.type == "cpu" and not _any(cut)):
             return {"worth": torch.zeros(cut.shape, device=cut.device)}
         seen = self._seen(world, memory)
-        return {"worth": model.value(seen).view(cut.shape)} if cut.device.type == "cpu" else {"beyond": seen.unflatten(0, cut.shape)}
+        if cut.device.type == "cpu":
+            return {"worth": full(model.value(seen)).view(cut.shape)}
+        seen = seen.unflatten(0, cut.shape)
+        if self.horizon > self.env.limit:
+            return {"beyond": seen}
+        kept = torch.zeros_like(seen) if self._cut is None else self._cut  # an environment is cut off once at most
+        self._cut = torch.where(cut.view(*cut.shape, *(1,) * (seen.dim() - 2)), seen, kept)
+        return {}
 
     def _judge(self, model: Agent, record: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """What each step's observation is worth, what comes after it (the next one, or where an episode was cut off the one it
         would have gone on from), and the logarithm of the action's probability: for all steps at once."""
-        values = model.value(record["seen"].flatten(0, 2)).view(record["reward"].shape)
-        last = model.value(self._seen(self._world(self._state), self._state["memory"])).view(values[:, :1].shape)
-        worth = record["worth"] if "worth" in record else model.value(record["beyond"].flatten(0, 2)).view(values.shape)
+
+        def value(seen: Tensor) -> Tensor:
+            return full(model.value(seen))
+
+        values = record["value"] if "value" in record else value(full(record["seen"].flatten(0, 2))).view(record["reward"].shape)
+        last = value(self._seen(self._world(self._state), self._state["memory"])).view(values[:, :1].shape)
+        if self._cut is not None:
+            worth = value(self._cut.flatten(0, 1)).view(values[:, :1].shape)
+        else:
+            worth = record["worth"] if "worth" in record else value(record["beyond"].flatten(0, 2)).view(values.shape)
         after = torch.where(record["over"], worth, torch.cat((values[:, 1:], last), 1))
         return values, after, log_probability(record["logits"], record["action"])
 
-    def _check(self, state: State) -> None:
+    def check(self, state: State) -> None:
         """The shapes that an environment gives, before they become a riddle elsewhere."""
         env, world, rows = self.env, self._world(state), len(state["steps"])
         seen, name = env.observe(world), type(env).__name__
@@ -263,9 +304,9 @@ def _played(env: Env, sides: tuple[Agent, Agent], first: Tensor, episodes: Tenso
     for step in range(1, env.limit + 1):
         seen = env.observe(world).reshape(-1, *env.shape)
         own = [with_memory(seen, memory) for memory in kept]
-        logits = sides[0].policy(own[0]).view(rows, agents, -1)
+        logits = full(sides[0].policy(own[0])).view(rows, agents, -1)
         if sides[0] is not sides[1]:
-            logits = torch.where(first[..., None], logits, sides[1].policy(own[1]).view(rows, agents, -1))
+            logits = torch.where(first[..., None], logits, full(sides[1].policy(own[1])).view(rows, agents, -1))
         if sides[0].memory:
             kept = [side.remember(mine) for side, mine in zip(sides, own, strict=True)]
         draws = chance(episodes, step, env.chances + agents)

@@ -39,7 +39,7 @@ class CartPole(Ppo):
 class Snake(Ppo):
     """Up to four snakes on one grid, by guide 003's rules; one policy plays them all."""
 
-    epochs: Annotated[int, Range(1)] = 1000
+    epochs: Annotated[int, Range(1)] = 250
     """Collections; what one brings is learned from `passes` times."""
     agents: Annotated[int, Range(1, 4)] = 4
     """Snakes."""
@@ -47,13 +47,17 @@ class Snake(Ppo):
     """Width and height."""
     walls: bool = False
     """Whether the grid ends at its border, deadly, or goes on at the other side."""
-    envs: Annotated[int, Range(1)] = 256
+    envs: Annotated[int, Range(1)] = 1024
     """Environments that are played at once, over all processes."""
     horizon: Annotated[int, Range(1)] = 32
     """Steps that each is played before the policy learns."""
     global_batch: Annotated[int, Range(1)] = 4096
     """Samples in one optimizer step, over all processes: a multiple of the environments."""
-    learning_rate: Annotated[float, Range(0)] = 1e-3
+    passes: Annotated[int, Range(1)] = 1
+    """Times that the policy learns from a collection."""
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
+    """Number format of the net; probabilities and values always have all digits."""
+    learning_rate: Annotated[float, Range(0)] = 1.5e-3
     """The optimizer's peak learning rate."""
     entropy_weight: Annotated[float, Range(0)] = 0.01
     """Weight of the policy's entropy, which keeps it trying."""

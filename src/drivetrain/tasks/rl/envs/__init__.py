@@ -20,6 +20,8 @@ class Env:
     """Players of one environment. With several, actions, rewards and ends are [rows, agents]."""
     shape: tuple[int, ...] = ()
     """Of one agent's observation."""
+    bits: bool = False
+    """Whether an observation is all zeros and ones: a collection then keeps it in bytes."""
     chances: int = 0
     """Random numbers that a reset or a step may use."""
     limit: int | None = None

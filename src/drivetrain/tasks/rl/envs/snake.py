@@ -15,7 +15,7 @@ START = ((1, 1, RIGHT), (3, 1, LEFT), (1, 3, RIGHT), (3, 3, LEFT))  # quarters o
 class Snake(Env):
     """A cell of a body holds the moves after which it is free again: the head its snake's length, the tail's end one."""
 
-    actions, chances, limit = 4, 1, 1000
+    actions, chances, limit, bits = 4, 1, 1000, True
 
     def __init__(self, agents: int = 4, width: int = 20, height: int = 20, walls: bool = False) -> None:
         self.agents, self.width, self.height, self.walls = agents, width, height, walls

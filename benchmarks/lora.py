@@ -1,0 +1,245 @@
+"""Adapters: transformers' Trainer with peft and drivetrain in one run, with the same model, rows, adapters and precision.
+
+    python benchmarks/lora.py              # on a GPU: SmolLM2's shapes of 135M and 1.7B, random weights; about five minutes
+    python benchmarks/lora.py --cpu        # a tiny shape on any machine: that both run, not how fast
+
+Rank 16 on all linear layers, fused AdamW, rows of 1,024 tokens; a second table has texts of 20 to 900 tokens, which the Trainer
+pads and drivetrain packs: what counts there is tokens of texts. Figures are the median of three windows after a warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from drivetrain import __version__
+from drivetrain.engine.group import Group
+from drivetrain.engine.loop import Training
+from drivetrain.engine.observe import Observer, Observers
+from drivetrain.hardware import cpu_cores, detect
+from drivetrain.plan.choose import choose
+from drivetrain.runs import Run
+from drivetrain.tasks.lora.base import SHAPES
+from drivetrain.tasks.lora.lora import Lora
+from drivetrain.tasks.lora.text import Rows, Tokens, pack
+from drivetrain.watch.files import MetricsFile
+
+PEAK = 790e12  # FLOP/s of bf16 matrix products, measured on this GPU
+WINDOWS = 3
+
+
+class Bench(Lora):
+    """The lora task on random tokens: rows that are full, or texts of chat's lengths."""
+
+    rank: int = 16
+    held_out: float = 0.0
+    best: str | None = None
+    chats: bool = False
+    eval_every: str = "100000ep"
+    save_every: str = "100000ep"
+
+    @cached_property
+    def _rows(self) -> Rows:
+        documents = texts(self.chats, self.context, SHAPES[self.base.removeprefix("shape:")]["vocab_size"])
+        return pack(documents, np.arange(len(documents)), self.context, self.packing, "truncate", 0)
+
+    @cached_property
+    def _eval_rows(self) -> None:
+        return None
+
+    def eval_data(self) -> None:
+        return None
+
+
+def texts(chats: bool, context: int, vocabulary: int) -> Tokens:
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(20 * context // 1024 + 2, 900 * context // 1024 + 3, 2000) if chats else np.full(512, context)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    return Tokens(draw.integers(0, vocabulary, starts[-1]).astype(np.int32), np.ones(starts[-1], bool), starts)
+
+
+class Window:
+    """Called at each step: the time of some, three times over, after a warm-up."""
+
+    def __init__(self, warm: int, steps: int) -> None:
+        self.warm, self.steps, self.seconds, self._count, self._begun = warm, steps, list[float](), 0, 0.0
+
+    def __call__(self) -> bool:
+        """Whether all has been timed."""
+        past = self._count - self.warm
+        self._count += 1
+        if past < 0 or past % self.steps:
+            return False
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if past:
+            self.seconds.append((now - self._begun) / self.steps)
+        else:
+            reset()
+        self._begun = now
+        return len(self.seconds) == WINDOWS
+
+
+def reset() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak() -> float:
+    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+
+
+class Clock(Observer):
+    """Times the engine's steps once it has settled how they run."""
+
+    def __init__(self, window: Window) -> None:
+        self.window, self.plan, self.done = window, dict[str, Any](), False
+
+    def __bool__(self) -> bool:
+        return self.done
+
+    def planned(self, facts: dict[str, Any]) -> None:
+        self.plan = facts
+
+    def moment(self, name: str) -> None:
+        if name == "step" and self.plan and not self.done:
+            self.done = self.window()
+
+
+def ours(task: Bench, device: torch.device, window: Window) -> dict[str, Any]:
+    pins = {"micro_batch": task.global_batch}
+    plan = choose(task.settings(), detect(), device=device.type, world_size=1, local_procs=1, pins=pins)
+    clock = Clock(window)
+    with tempfile.TemporaryDirectory() as folder:
+        observer = Observers([MetricsFile(Run(folder)), clock])
+        group = Group(0, 1, torch.device("cuda", 0) if device.type == "cuda" else device)
+        Training(task, plan, Run(folder), group, observer, clock).run_to_end()
+        observer.close()
+    return {"memory_gib": round(peak(), 2), "plan": {k: v for k, v in clock.plan.items() if k != "sentence"}}
+
+
+def trainer(task: Bench, device: torch.device, window: Window) -> dict[str, Any]:
+    """As people run it: padded rows, bf16, fused AdamW."""
+    from datasets import Dataset
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    rows = Bench(**(task.settings() | {"packing": False}))._rows
+    labels = np.where(rows.learned, rows.tokens, -100)
+    data = Dataset.from_dict({"input_ids": rows.tokens, "attention_mask": (rows.document > 0).astype(np.int64), "labels": labels})
+    model: Any = task.model()
+
+    class Timed(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if window():
+                control.should_training_stop = True
+
+    half = device.type == "cuda"
+    with tempfile.TemporaryDirectory() as folder:
+        options = TrainingArguments(
+            output_dir=folder, per_device_train_batch_size=task.global_batch, max_steps=100_000, learning_rate=task.learning_rate, bf16=half,
+            use_cpu=not half, logging_steps=50, report_to=[], save_strategy="no", disable_tqdm=True, optim="adamw_torch_fused",
+        )  # fmt: skip
+        Trainer(model=model.net, args=options, train_dataset=data.with_format("torch"), callbacks=[Timed()]).train()
+    return {"memory_gib": round(peak(), 2)}
+
+
+def measured(way: Callable[..., dict[str, Any]], task: Bench, device: torch.device, warm: int, steps: int) -> dict[str, Any]:
+    rows = Bench(**(task.settings() | {"packing": way is ours}))._rows
+    per_row = float((rows.document > 0).sum(1).mean())
+    window = Window(warm, steps)
+    facts = way(task, device, window)
+    seconds = statistics.median(window.seconds)
+    spread = (max(window.seconds) - min(window.seconds)) / seconds
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    speed = task.global_batch * per_row / seconds
+    return facts | {"tokens_per_second": round(speed), "step_ms": round(1000 * seconds, 2), "spread_percent": round(100 * spread, 1)}
+
+
+def flops_a_token(task: Bench) -> float:
+    shape = SHAPES[task.base.removeprefix("shape:")]
+    frozen = sum(p.numel() for p in task.model().parameters() if not p.requires_grad)
+    return 4.0 * frozen + 6.0 * task.context * shape["hidden_size"] * shape["num_hidden_layers"]
+
+
+def compare(shape: str, batch: int, context: int, chats: bool, device: torch.device, warm: int, steps: int) -> dict[str, Any]:
+    precision = "bf16" if device.type == "cuda" else "fp32"
+    made = {"base": f"shape:{shape}", "global_batch": batch, "context": context, "chats": chats, "precision": precision, "epochs": 100_000}
+    theirs = measured(trainer, Bench(**made), device, warm, steps)
+    own = measured(ours, Bench(**made), device, warm, steps)
+    row = {
+        "shape": shape,
+        "batch": batch,
+        "context": context,
+        "texts": "20 to 900 tokens" if chats else "full rows",
+        "trainer": theirs,
+        "drivetrain": own,
+    }
+    row["ratio"] = round(own["tokens_per_second"] / theirs["tokens_per_second"], 2)
+    if device.type == "cuda":
+        for found in (theirs, own):
+            found["mfu_percent"] = round(100 * found["tokens_per_second"] * flops_a_token(Bench(**made)) / PEAK, 1)
+    return row
+
+
+def show(row: dict[str, Any]) -> None:
+    name = f"{row['shape']} {row['batch']} x {row['context']}, {row['texts']}"
+    for who in ("trainer", "drivetrain"):
+        f = row[who]
+        print(
+            f"{name:<36}{who:<12}{f['tokens_per_second']:>10,} tokens/s {f['memory_gib']:>7.1f} GiB {f.get('mfu_percent', 0.0):>6.1f} % MFU"
+            f"  spread {f['spread_percent']:.0f} %" + (f"   {row['ratio']:.2f}x" if who == "drivetrain" else ""),
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpu", action="store_true", help="a tiny shape on the CPU")
+    parser.add_argument("--json", help="also write the figures to this file")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    device = torch.device("cpu" if args.cpu or not torch.cuda.is_available() else "cuda")
+    cases = [("135m", 8, 1024, False), ("135m", 32, 1024, False), ("1.7b", 8, 1024, False), ("135m", 8, 1024, True)]
+    warm, steps = (20, 20) if device.type == "cuda" else (3, 3)
+    if device.type == "cpu":
+        cases = [("tiny", 4, 64, False), ("tiny", 4, 64, True)]
+    rows = []
+    for case in cases:
+        rows.append(compare(*case, device, warm, steps))
+        show(rows[-1])
+    print(
+        "MFU: (4 x base parameters + 6 x context x width x layers) FLOPs a token over 790 TFLOP/s; without packing, padding is not counted"
+    )
+    if args.json:
+        import peft
+        import transformers
+
+        facts = {
+            "date": datetime.now(UTC).date().isoformat(), "hardware": torch.cuda.get_device_name() if device.type == "cuda" else f"{cpu_cores()} CPU cores",
+            "torch": torch.__version__, "python": platform.python_version(), "drivetrain": __version__,
+            "transformers": transformers.__version__, "peft": peft.__version__,
+            "command": " ".join(["python", "benchmarks/lora.py", *sys.argv[1:]]), "rows": rows,
+        }  # fmt: skip
+        Path(args.json).write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""PPO's own kernels against the plain path: the same samples, order, gradients and steps."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain.engine.group import Group
+from drivetrain.engine.loop import Training
+from drivetrain.engine.observe import Observers
+from drivetrain.hardware import detect
+from drivetrain.plan.choose import choose
+from drivetrain.runs import Run
+from drivetrain.tasks.rl.envs import Env
+from drivetrain.tasks.rl.envs.cartpole import CartPole as CartPoleEnv
+from drivetrain.tasks.rl.fused.learner import TILE, WARPS, Learner
+from drivetrain.tasks.rl.rollout import Rollout
+from drivetrain.tasks.rl.worlds import CartPole
+from drivetrain.watch.files import MetricsFile
+from tests.samples import rows, weights
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+SMALL = {"envs": 512, "horizon": 32, "global_batch": 4096}
+
+
+def training(folder: Path, task: Any) -> Training:
+    plan = choose(task.settings(), detect(), device="cuda", world_size=1, local_procs=1, pins={"compile": "off"})
+    return Training(task, plan, Run(folder), Group(0, 1, torch.device("cuda", 0)), Observers([MetricsFile(Run(folder))]), False)
+
+
+class OwnWorld(CartPoleEnv):
+    """A world that the kernels do not know."""
+
+
+class Own(CartPole):
+    def env(self) -> Env:
+        return OwnWorld()
+
+
+def learned(folder: Path, kind: type[CartPole] = CartPole, **settings: Any) -> tuple[Training, Learner]:
+    done = training(folder, kind(**(SMALL | {"eval_episodes": 0, "log_every": 1, "save_every": "1ep"} | settings)))
+    done.run_to_end()
+    assert isinstance(done.learner, Learner)
+    return done, done.learner
+
+
+def gradients(learner: Learner, seen: Any, facts: Any, numbers: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernels make of some rows: all gradients, and the sums."""
+    task = learner.task
+    count = len(numbers)
+    blocks = min(learner.blocks, -(-count // TILE))
+    learner.program.launch(
+        "learn", (blocks, 2), 32 * WARPS, seen, facts, learner.stats[4:], learner.weights, numbers.int(), learner.partial, count, facts.stride(0),
+        float(task.ratio_clip), float(task.value_clip), float(task.value_weight), float(task.entropy_weight), shared=learner._rooms[0],
+    )  # fmt: skip
+    learner.program.launch(
+        "add_up",
+        (learner.many,),
+        512,
+        learner.partial,
+        learner.counts,
+        learner.sums,
+        learner.squares,
+        learner.corrections,
+        blocks,
+        0,
+        0.9,
+        0.999,
+    )
+    size = len(learner.parameters)
+    return learner.sums[:size].double(), learner.sums[size:].double()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"width": 32, "layers": 1, "activation": "relu"}, {"width": 48, "layers": 3, "value_clip": 0.2}, {"width": 128, "layers": 2}],
+)
+@pytest.mark.parametrize("epochs", [2, 30])
+def test_gradients_are_those_of_exact_arithmetic(shape: Any, epochs: int, tmp_path: Path) -> None:
+    done, learner = learned(tmp_path, epochs=epochs, **shape)
+    numbers = torch.randperm(learner.count, device="cuda")[:4001]  # not whole tiles
+    got, sums = gradients(learner, learner.seen, learner.facts, numbers)
+    exact: Any = copy.deepcopy(done.model).double()
+    exact.zero_grad()
+    facts = torch.zeros(len(numbers), 11, device="cuda", dtype=torch.float64)
+    facts[:, :6] = learner.facts[numbers][:, :6].double()
+    facts[:, 2] = (facts[:, 2] - learner.stats[4]) / learner.stats[5]
+    (total, count), figures = done.task.loss(exact, {"seen": learner.seen[numbers].double(), "facts": facts})
+    total.backward()
+    true = torch.cat([p.grad.reshape(-1) for p in (*exact.actor.parameters(), *exact.critic.parameters())])
+    quick: Any = copy.deepcopy(done.model)
+    torch.set_float32_matmul_precision("high")
+    done.task.loss(quick, {"seen": learner.seen[numbers], "facts": facts.float()})[0][0].backward()
+    torch.set_float32_matmul_precision("highest")
+    rough = torch.cat([p.grad.reshape(-1) for p in (*quick.actor.parameters(), *quick.critic.parameters())]).double()
+    actor = sum(p.numel() for p in exact.actor.parameters())
+    for name, part in (("actor", slice(0, actor)), ("critic", slice(actor, None))):
+        error, usual = (float((some[part] - true[part]).norm() / true[part].norm()) for some in (got, rough))
+        print(f"{name}: {error:.1e}, torch with tf32 {usual:.1e}")
+        assert error < (max(1e-2, 3 * usual) if shape else 1e-2), f"{name}: {error:.1e}, torch with tf32 {usual:.1e}"
+    assert float(sums[5]) == float(count) == len(numbers)
+    for place, name in ((1, "entropy"), (2, "kl"), (3, "clipped"), (4, "value_error")):
+        assert float(sums[place]) == pytest.approx(float(figures[name][0]), rel=2e-3, abs=2e-4 * len(numbers)), name
+
+
+@pytest.mark.parametrize("kind", [CartPole, Own])
+def test_samples_and_their_order_are_the_plain_paths(kind: type[CartPole], tmp_path: Path) -> None:
+    done, learner = learned(tmp_path, kind, epochs=6)
+    feed: Any = done.feed
+    before = {k: v.clone() for k, v in learner.state.items()}
+    epoch = 6
+    learner.streams.copy_(torch.tensor(feed.streams(epoch)))
+    learner._collect()
+    after = {k: v.clone() for k, v in learner.state.items()}
+    feed.source.load({k: v.clone() for k, v in before.items()})
+    feed._graphs = None
+    feed.begin_epoch(epoch, done.model)
+    plain = {k: v.clone() for k, v in feed.samples().items()}
+    plain["facts"] = plain["facts"][:, :6]
+    mine = learner.facts[:, :6].clone()
+    mine[:, 2] = (mine[:, 2] - learner.stats[4]) / learner.stats[5]
+    same = (learner.facts[:, 0] == plain["facts"][:, 0]).view(learner.envs, -1)
+    whole = same.all(1)  # environments in which no probability was so near to its draw that a digit decided
+    assert whole.float().mean() > 0.95
+    for name, ours, theirs in (("seen", learner.seen, plain["seen"]), ("facts", mine, plain["facts"])):
+        a, b = (t.view(learner.envs, learner.horizon, -1)[whole] for t in (ours, theirs))
+        assert torch.allclose(a, b, rtol=2e-2, atol=2e-2), f"{name}: {(a - b).abs().amax((0, 1))}"
+    for name, value in after.items():
+        assert torch.allclose(value[whole].float(), feed.source.state()[name][whole].float(), rtol=1e-2, atol=1e-3), name
+    learner.program.launch(
+        "shuffle", (-(-learner.envs // WARPS), feed.source.passes), 32 * WARPS, learner.rows, learner.streams[1:], learner.envs, learner.horizon,
+        learner.batch // learner.envs,
+    )  # fmt: skip
+    for index in range(feed.steps_per_epoch):
+        [micro] = feed.micro_batches(epoch, index)
+        assert torch.equal(learner.rows.view(-1, learner.batch)[index].long(), micro.ids), index
+
+
+class Kept(Rollout):
+    """Played by the engine's own collections: the kernels only learn from them."""
+
+
+class Given(CartPole):
+    def rollout(self, env: Env, *rest: Any) -> Rollout:
+        return Kept(env, *rest)
+
+
+@pytest.mark.parametrize("kind", [CartPole, Own, Given])
+def test_an_epoch_moves_the_weights_as_the_engines_steps_do(kind: type[CartPole], tmp_path: Path) -> None:
+    """The first epoch is the engine's in both; in the others, the kernels' steps beside the engine's."""
+    both = []
+    for name, fused in (("kernels", True), ("plain", False)):
+        done = training(tmp_path / name, kind(**SMALL, eval_episodes=0, epochs=3, decay="constant", fused=fused, log_every=1))
+        done.run_to_end()
+        assert (done.learner is not None) is fused
+        both.append(done)
+    mine, theirs = (torch.cat([p.detach().reshape(-1) for p in done.model.parameters()]) for done in both)
+    assert float((mine - theirs).norm() / theirs.norm()) < 0.02
+    a, b = rows(tmp_path / "kernels"), rows(tmp_path / "plain")
+    assert [r["step"] for r in a] == [r["step"] for r in b]
+    for name in (
+        "train/loss",
+        "train/entropy",
+        "train/kl",
+        "train/value_error",
+        "train/return",
+        "train/length",
+        "grad_norm",
+        "learning_rate",
+    ):
+        assert a[20][name] == pytest.approx(b[20][name], rel=0.05, abs=2e-3), name
+
+
+@pytest.mark.parametrize("kind", [CartPole, Own])
+def test_a_broken_run_is_the_unbroken_one(kind: type[CartPole], tmp_path: Path) -> None:
+    task = {**SMALL, "eval_episodes": 100, "epochs": 12, "eval_every": "4ep", "log_every": 5, "save_every": "1ep"}
+    training(tmp_path / "whole", kind(**task)).run_to_end()
+    per_epoch = 16
+    for stop in (3 * per_epoch, 7 * per_epoch + 1, None):
+        training(tmp_path / "broken", kind(**task)).run_to_end(stop)
+    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
+    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+
+
+def test_a_world_for_which_the_host_waits_is_learned_without_a_graph(tmp_path: Path) -> None:
+    class Waiting(CartPoleEnv):
+        def step(self, state: Any, action: Any, rand: Any) -> Any:
+            assert action.max().item() <= 1
+            return super().step(state, action, rand)
+
+    class Slow(CartPole):
+        def env(self) -> Env:
+            return Waiting()
+
+    _, learner = learned(tmp_path, Slow, epochs=5)
+    assert learner._graph is None and "waits for the GPU" in learner._waits

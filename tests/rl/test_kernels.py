@@ -1,0 +1,90 @@
+"""PPO's kernels compile for every shape they promise, without a GPU: NVRTC alone."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain.tasks.rl.envs import Env
+from drivetrain.tasks.rl.envs.cartpole import CartPole
+from drivetrain.tasks.rl.fused import device
+from drivetrain.tasks.rl.fused.learner import WORLDS, obstacle
+from drivetrain.tasks.rl.nets import MlpAgent
+from drivetrain.tasks.rl.ppo import Ppo
+from drivetrain.tasks.rl.rollout import Rollout
+
+DEFAULT = {"INPUTS": 4, "WIDTH": 64, "ACTIONS": 2, "LAYERS": 2, "RELU": 0, "RESIDENT": 3}
+SHAPES: list[tuple[str, dict[str, int], str]] = [
+    ("sm_90", {}, "cartpole.cu"),
+    ("sm_80", {}, "cartpole.cu"),
+    ("sm_90", {"WIDTH": 32, "LAYERS": 1, "RELU": 1, "RESIDENT": 1}, ""),
+    ("sm_80", {"INPUTS": 64, "ACTIONS": 64, "WIDTH": 48, "LAYERS": 3, "RESIDENT": 1}, ""),
+    ("sm_90", {"INPUTS": 5, "ACTIONS": 9, "WIDTH": 128, "LAYERS": 3, "RESIDENT": 1}, ""),
+]
+
+
+def nvrtc() -> ctypes.CDLL:
+    found = importlib.metadata.files("nvidia-cuda-nvrtc") or []
+    return ctypes.CDLL(str(next(Path(str(f.locate())) for f in found if f.name.startswith("libnvrtc.so"))))
+
+
+def compiled(arch: str, constants: dict[str, int], world: str) -> tuple[bytes, str]:
+    """(the kernels, what the compiler said of their registers)"""
+    here = files("drivetrain.tasks.rl.fused")
+    source = "\n".join(here.joinpath(name).read_text() for name in ("ppo.cu", world, "play.cu") if name)
+    options = [
+        f"--gpu-architecture={arch}",
+        "-default-device",
+        "--std=c++17",
+        "--ptxas-options=-v",
+        *(f"-D{k}={v}" for k, v in constants.items()),
+    ]
+    said: list[str] = []
+    return device._compile(nvrtc(), source, options, said.append), "".join(said)
+
+
+@pytest.mark.system  # the compiler takes its time
+@pytest.mark.parametrize(("arch", "shape", "world"), SHAPES)
+def test_kernels_compile(arch: str, shape: dict[str, int], world: str) -> None:
+    image, said = compiled(arch, DEFAULT | shape, world)
+    assert image.startswith(b"\x7fELF")
+    names = set(re.findall(r"entry function '(\w+)'", said))
+    assert {"prepare", "learn", "add_up", "update", "advance", "act", "book", "draw", "value", "judge", "shuffle"} <= names
+    assert ("play" in names) is bool(world)
+    if not shape:  # its sums of gradients stay in registers
+        spilled = re.search(r"'learn'.*?(\d+) bytes spill stores", said, re.DOTALL)
+        assert spilled is not None and int(spilled[1]) <= 128
+
+
+@pytest.mark.system
+def test_what_does_not_compile_says_why() -> None:
+    with pytest.raises(device.Unavailable, match=r"do not compile here.*INPUTS"):
+        compiled("sm_90", {}, "")
+
+
+def test_what_the_kernels_do_not_fit_is_named() -> None:
+    class Own(Ppo):
+        def loss(self, model: Any, batch: Any) -> Any:
+            return super().loss(model, batch)
+
+    def why(kind: Any = Ppo, adam: Any = torch.optim.AdamW, horizon: int = 16, actions: int = 2, **settings: Any) -> str:
+        task = kind(**settings)
+        agent = MlpAgent(4, actions, task.width, task.layers, task.activation)
+        return obstacle(task, Rollout(CartPole(), 64, horizon, 4, 0.99, 0.95), agent, adam(agent.parameters()))
+
+    assert why() == "" and why(width=128, layers=3) == ""
+    assert "32, 48, ... 128" in why(width=40) and "1 to 3 layers" in why(layers=4)
+    assert "256 samples" in why(horizon=512) and "64 actions" in why(actions=65)
+    assert "kl_stop" in why(kl_stop=0.1) and "a loss of its own" in why(kind=Own)
+    assert "all parameters" in why(adam=lambda p: torch.optim.AdamW(list(p)[:-1]))
+    assert "Adam" in why(adam=lambda p: torch.optim.SGD(p, 0.1)) and "Adam" in why(adam=lambda p: torch.optim.Adam(p, weight_decay=0.1))
+    assert all(
+        issubclass(world, Env) and files("drivetrain.tasks.rl.fused").joinpath(rules).is_file() for world, (rules, _) in WORLDS.items()
+    )

@@ -1,0 +1,399 @@
+"""Trials as a population: each is what an ordinary run would have been, and none that has finished is lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from drivetrain.cli import ending, launch
+from drivetrain.cli.launch import Machine
+from drivetrain.engine.group import Group
+from drivetrain.engine.loop import Training
+from drivetrain.engine.observe import Observers
+from drivetrain.hardware import Hardware
+from drivetrain.outcomes import Outcome, Problem
+from drivetrain.plan.choose import choose as plan_of
+from drivetrain.recipe import Recipe, find_task, instantiate, make
+from drivetrain.runs import Run, read_lines
+from drivetrain.supervise import Ended
+from drivetrain.tasks.rl.envs import Env
+from drivetrain.tasks.rl.envs.cartpole import CartPole as CartPoleEnv
+from drivetrain.tasks.rl.population import Population, check
+from drivetrain.tasks.rl.worlds import CartPole, Snake
+from drivetrain.tune import folder as folders
+from drivetrain.tune import generation, population
+from drivetrain.tune.folder import Goal
+from drivetrain.tune.population import Generations, NoPopulation, Way
+from drivetrain.tune.space import make_space
+from drivetrain.tune.study import Study
+from drivetrain.tune.table import Table
+from drivetrain.tune.tuner import Order
+from drivetrain.watch.files import MetricsFile
+from drivetrain.watch.screen import Screen, replay
+from tests.command import COMMAND, bad, environment, good
+
+pytest.importorskip("optuna")
+
+HARDWARE = Hardware(cpu_cores=2, memory_bytes=2**34)
+CPU = Group(0, 1, torch.device("cpu"))
+SMALL: dict[str, Any] = {
+    "envs": 8, "horizon": 8, "global_batch": 16, "passes": 2, "epochs": 3, "eval_episodes": 3, "eval_every": "2ep", "best": "max:return",
+    "log_every": 1,
+}  # fmt: skip
+GOAL = Goal("eval/return", "max")
+
+
+# --- each is what an ordinary run would have been ------------------------------------------------
+
+
+def members(name: str, trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    kind = find_task(name)
+    return [{"trial": i, "run": f"together/{i}", "settings": instantiate(kind, SMALL | own).settings()} for i, own in enumerate(trials)]
+
+
+def trained_together(name: str, trials: list[dict[str, Any]], size: int = 8) -> list[tuple[str, dict[str, Any]]]:
+    """Train them as one program; gives what the worker told."""
+    told: list[tuple[str, dict[str, Any]]] = []
+    some = members(name, trials)
+    plan = plan_of(some[0]["settings"], HARDWARE, device="cpu", world_size=1, local_procs=1, pins={"threads": 1})
+    for member in some:
+        Path(member["run"]).mkdir(parents=True)
+    job = {"task": asdict(find_task(name)), "plan": plan.to_json(), "members": some, "size": size}
+    assert generation.train(job, CPU, lambda kind, value: told.append((kind, value)), False)["outcome"] is Outcome.OK
+    return told
+
+
+def trained_alone(name: str, own: dict[str, Any], folder: str) -> Run:
+    task = instantiate(find_task(name), SMALL | own)
+    plan = plan_of(task.settings(), HARDWARE, device="cpu", world_size=1, local_procs=1, pins={"threads": 1})
+    observer = Observers([MetricsFile(Run(folder))])
+    Training(task, plan, Run(folder), CPU, observer, False).run_to_end()
+    observer.close()
+    return Run(folder)
+
+
+DIFFER = [
+    {"learning_rate": 1e-3, "gamma": 0.9, "clip": 0.0},
+    {"learning_rate": 4e-3, "entropy_weight": 0.05, "value_clip": 0.1, "warmup": 3, "weight_decay": 0.1},
+    {"learning_rate": 2e-3, "gae": 0.5, "clip": 0.1, "seed": 5, "ratio_clip": 0.05, "value_weight": 1.0, "decay": "cosine"},
+]
+
+
+SNAKES = {"agents": 2, "rival": 0.0, "grid": 4, "net": "mlp", "policies": "independent", "width": 8}
+
+
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        ("cartpole", {"optim": "adamw"}),
+        ("cartpole", {"optim": "adam", "activation": "relu", "layers": 1, "scale_rewards": False}),
+        ("bandit", {"optim": "sgd"}),
+        pytest.param("snake", SNAKES, marks=pytest.mark.system),  # it takes its time
+        pytest.param("snake", SNAKES | {"net": "conv", "policies": "shared"}, marks=pytest.mark.system),
+    ],
+    ids=["adamw", "adam", "sgd", "snakes", "conv"],
+)
+def test_a_member_is_what_an_ordinary_run_is(folder: Path, name: str, same: dict[str, Any]) -> None:
+    trials = [own | same for own in DIFFER]
+    trained_together(name, trials)
+    final = []
+    for number, own in enumerate(trials):
+        alone, together = trained_alone(name, own, f"alone/{number}"), Run(f"together/{number}")
+        ordinary = {row["step"]: row for row in alone.rows()}
+        assert [row["step"] for row in together.rows()] == [s for s, row in ordinary.items() if "eval/return" in row]
+        for row in together.rows():
+            assert row.keys() == ordinary[row["step"]].keys()
+            for key in set(row) - {"time", "samples_per_second", "memory_bytes"}:
+                assert row[key] == pytest.approx(ordinary[row["step"]][key], rel=1e-3, abs=1e-5), (number, row["step"], key)
+        weights, expected = load_file(together.model_path), load_file(alone.model_path)
+        assert weights.keys() == expected.keys()
+        for key in weights:
+            assert torch.allclose(weights[key], expected[key], rtol=1e-3, atol=1e-5), (number, key)
+        final.append(torch.cat([t.flatten() for t in weights.values()]))
+    assert all(float((final[a] - final[b]).abs().max()) > 1e-3 for a, b in ((0, 1), (0, 2), (1, 2))), "and they differ"
+
+
+def test_a_member_whose_loss_is_no_number_fails_alone(folder: Path) -> None:
+    told = trained_together("cartpole", [{"learning_rate": 1e30}, {"learning_rate": 1e-3}])
+    ends = [(value["trial"], value["outcome"]) for kind, value in told if kind == "member_end"]
+    assert ends == [(1, Outcome.OK), (0, Outcome.NAN)], "those that finished first"
+    assert "lower learning_rate" in told[-1][1]["message"] and not Path("together/0/model").exists()
+    expected = load_file(trained_alone("cartpole", {"learning_rate": 1e-3}, "alone").model_path)
+    assert all(torch.allclose(t, expected[k], rtol=1e-3, atol=1e-5) for k, t in load_file("together/1/model/model.safetensors").items())
+
+
+def test_trials_of_one_shape_are_one_program() -> None:
+    some = members(
+        "cartpole", [{"width": w, "learning_rate": r, "gamma": g} for w, r, g in ((8, 1e-3, 0.9), (16, 1e-3, 0.9), (8, 2e-3, 0.8))]
+    )
+    some += members("cartpole", [{"width": 8, "epochs": 5}, {"width": 8, "seed": 7, "clip": 0.0, "decay": "cosine"}])
+    assert [len(group) for group in generation.grouped(some, 9)] == [3, 1, 1]
+    assert [len(group) for group in generation.grouped(some, 2)] == [2, 1, 1, 1], "no more at once than fit"
+
+
+class Waits(TorchDispatchMode):
+    """Notes operations that bring something to the host or from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.all = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        made = func(*args, **(kwargs or {}))
+        places = [{t.device.type for t in some} for some in (given, [t for t in tree_leaves(made) if isinstance(t, torch.Tensor)])]
+        copied = given and places[0] != places[1] and "cpu" in places[0] | places[1] and "meta" not in places[0] & places[1]
+        if copied or "_local_scalar_dense" in str(func):
+            self.found.append(str(func))
+        self.all += 1
+        return made
+
+
+def test_an_iteration_needs_nothing_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device of which nothing can be known meanwhile: so all of it can be captured as one graph."""
+    monkeypatch.setattr(CartPoleEnv, "limit", 20)
+    device = torch.device("meta")
+    tasks = [CartPole(**SMALL | own) for own in DIFFER]
+    trials = Population(tasks, [task.model() for task in tasks], torch.zeros(24, 3), device)
+    trials.begin(torch.zeros(3, 8, trials.resets, device=device))
+    inputs = torch.zeros(3, 8, trials.draws, device=device), torch.zeros(3, 2, 8, 8, dtype=torch.int64, device=device)
+    trials.iterate(*inputs)
+    with Waits() as waits:
+        trials.iterate(*inputs)
+        told = trials.evaluate(torch.zeros(5, dtype=torch.int64, device=device))
+    assert waits.all > 1000 and waits.found == []
+    assert {name: values.shape for name, values in told.items()} == {"return": (3, 5), "length": (3, 5)}
+
+
+# --- generations ---------------------------------------------------------------------------------
+
+SEARCH = ["learning_rate=1e-4..1e-2,log", "gamma=0.9..0.999"]
+
+
+def begin(
+    monkeypatch: pytest.MonkeyPatch, trials: int, size: int, search: list[str], worker: Callable[..., Ended] | None = None, **given: Any
+) -> Any:
+    """A tuner of a small study whose worker is this process."""
+    recipe = make(find_task("cartpole"), {}, {k: v for k, v in SMALL.items() if k != "best"} | given, {})
+    space = make_space(recipe.task.settings(), {}, search, {}, "cartpole")
+    place = folders.open_folder("study", "cartpole", folders.identity(recipe, space, GOAL))
+    place.write(**folders.identity(recipe, space, GOAL), status="running")
+    study = Study(place.path, space, "max", "tpe", 0, "none", trials)
+    machine = Machine(HARDWARE, "cpu", [], 1)
+
+    def plan(own: Recipe) -> Any:
+        return plan_of(own.settings, HARDWARE, device="cpu", world_size=1, local_procs=1, pins={"threads": 1})
+
+    def record(own: Recipe, run: Run, plan: Any) -> None:
+        launch.record(own, launch.Opened(run, None, None), plan, machine)
+
+    monkeypatch.setattr(population, "run_workers", worker or here)
+    way = Way(size, [], plan, record, ending.conclude)
+    return Generations(Order(recipe, GOAL, trials, [[]]), place, study, Table(Screen(quiet=True), space, GOAL.metric), way)
+
+
+def here(job: dict[str, Any], plan: Any, place: Any, screen: Any, gpus: list[str], most: int = 99) -> Ended:
+    """Do a worker's job, with room for so many trials at once."""
+    if max(len(group) for group in generation.grouped(job["members"], job["size"])) > most:
+        return Ended(Outcome.OOM, "out of memory")
+    generation.train(job, CPU, lambda kind, value: replay(screen, kind, json.loads(json.dumps(value))), False)
+    return Ended(Outcome.OK)
+
+
+def journal() -> list[tuple[str, int]]:
+    """What the study was told, in order: trials asked for (4) and ended (6)."""
+    rows, asked, found = read_lines(Path("study/study.journal")), 0, []
+    for row in rows:
+        if row["op_code"] == 4:
+            found.append(("asked", asked))
+            asked += 1
+        elif row["op_code"] == 6:
+            found.append(("ended", row["trial_id"]))
+    return found
+
+
+def test_the_sampler_is_told_after_each_generation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner = begin(monkeypatch, 5, 2, SEARCH)
+    assert tuner.run()
+    expected = [(what, n) for generation in ((0, 1), (2, 3), (4,)) for what in ("asked", "ended") for n in generation]
+    assert journal() == expected
+    tried = tuner.study.tried()
+    assert {t.state for t in tried} == {"finished"} and len({t.params["gamma"] for t in tried}) == 5
+    best = tuner.study.best()
+    rows = Run(f"study/trials/trial-{best.number:04d}").rows()
+    assert best.value == max(row["eval/return"] for row in rows) and best.facts["steps"] == rows[-1]["step"]
+    assert f"Trial {best.number} of study" in Path("study/best.yaml").read_text()
+    for trial in tried:
+        run = Run(tuner.folder.run_of(trial.number).path)
+        assert run.finished and run.model_path.is_file() and (run.path / "model/task.json").is_file()
+        assert run.read()["recipe"]["settings"]["gamma"] == trial.params["gamma"]
+        assert Path(run.path / "lock").is_file() and run.status == "finished"
+
+
+def test_a_finished_trial_is_never_lost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end comes after one of two shapes was trained: what it has is kept, the other is trained anew."""
+
+    def dies(job: dict[str, Any], plan: Any, place: Any, screen: Any, gpus: list[str]) -> Ended:
+        groups = list(generation.grouped(job["members"], job["size"]))
+        assert len(groups) == 2
+        here(job | {"members": groups[0]}, plan, place, screen, gpus)
+        raise KeyboardInterrupt
+
+    tuner = begin(monkeypatch, 4, 4, ["width=8|16", "gamma=0.9..0.999"], dies)
+    with pytest.raises(KeyboardInterrupt):
+        tuner.run()
+    before = {t.number: t for t in tuner.study.tried()}
+    kept = {n: t for n, t in before.items() if t.state == "finished"}
+    assert 0 < len(kept) < 4
+    files = {n: Run(f"study/trials/trial-{n:04d}").model_path.stat().st_mtime_ns for n in kept}
+    assert all(t.params["width"] == before[0].params["width"] for t in kept.values())
+    tuner.folder.lock.release()
+
+    again = begin(monkeypatch, 4, 4, ["width=8|16", "gamma=0.9..0.999"])
+    assert again.run()
+    after = {t.number: t for t in again.study.tried()}
+    assert len(after) == 4 and {t.state for t in after.values()} == {"finished"}
+    assert {n: t.params for n, t in after.items()} == {n: t.params for n, t in before.items()}, "with the parameters they had"
+    assert {n: after[n] for n in kept} == kept
+    assert {n: Run(f"study/trials/trial-{n:04d}").model_path.stat().st_mtime_ns for n in kept} == files
+
+
+def test_out_of_memory_halves_the_generation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    def short(job: dict[str, Any], *rest: Any) -> Ended:
+        sizes.append(job["size"])
+        return here(job, *rest, most=1)
+
+    tuner = begin(monkeypatch, 3, 3, SEARCH, short)
+    assert tuner.run() and sizes == [3, 1]
+    assert [t.state for t in tuner.study.tried()] == ["finished"] * 3
+
+
+def test_a_worker_that_is_always_killed_ends_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = []
+
+    def killed(*job: Any) -> Ended:
+        starts.append(1)
+        return Ended(Outcome.INFRA, "worker 0 was killed by SIGKILL")
+
+    with pytest.raises(Problem, match="SIGKILL"):
+        begin(monkeypatch, 2, 2, SEARCH, killed).run()
+    assert len(starts) == 4
+
+
+def test_what_turns_out_to_be_none_leaves_the_way_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner = begin(monkeypatch, 2, 2, SEARCH, lambda *job: Ended(Outcome.USAGE, "its own loss()"))
+    with pytest.raises(NoPopulation, match="its own loss"):
+        tuner.run()
+    assert not list(Path("study/trials").iterdir()) and len(tuner.study.unfinished()) == 2
+
+
+def test_steps_end_with_a_collection(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Problem, match="ends within a collection, of which 8 steps are taken: steps=16"):
+        begin(monkeypatch, 2, 2, SEARCH, steps=20).run()
+    shutil.rmtree("study")
+    tuner = begin(monkeypatch, 2, 2, SEARCH, steps=16)
+    assert tuner.run() and {t.facts["steps"] for t in tuner.study.tried()} == {16}
+
+
+@pytest.mark.system  # it takes its time
+@pytest.mark.timeout(280)
+def test_a_killed_population_goes_on(folder: Path) -> None:
+    """kill -9 of the tuner half-way, in the second of three generations."""
+    words = ["cartpole", "epochs=40", "envs=64", "horizon=16", "global_batch=256", "eval_every=2ep", "eval_episodes=3", "best=return"]
+    words += ["--search", SEARCH[0], "--search", SEARCH[1], "--trials", "6", "--population", "2", "--name", "killed"]
+    tuner = subprocess.Popen([*COMMAND, "tune", *words, "-q"], env=environment())
+    deadline = time.monotonic() + 120
+    while not list(read_lines(Path("runs/killed/trials/trial-0003/metrics.jsonl"))):
+        assert tuner.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    tuner.send_signal(signal.SIGKILL)
+    assert tuner.wait() == -9
+    kept = {n: Path(f"runs/killed/trials/trial-{n:04d}/run.json").read_bytes() for n in (0, 1)}
+    assert all(json.loads(text)["status"] == "finished" for text in kept.values())
+    result = json.loads(good("tune", *words, "--json", seconds=150))
+    assert [t["state"] for t in result["trials"]] == ["finished"] * 6
+    assert {n: Path(f"runs/killed/trials/trial-{n:04d}/run.json").read_bytes() for n in (0, 1)} == kept
+    assert f"return {result['best']['value']:.4g}" in good("eval", f"killed/trials/trial-{result['best']['trial']:04d}")
+
+
+# --- whether -------------------------------------------------------------------------------------
+
+
+def chosen(
+    asked: str, *search: str, task: str = "cartpole", device: str = "cuda", shared_out: bool = False, **given: str
+) -> tuple[int, str]:
+    recipe = make(find_task(task), {}, given, {})
+    return population.choose(asked, recipe, make_space(recipe.task.settings(), {}, list(search), {}, task), 50, device, shared_out)
+
+
+def test_it_is_chosen_by_itself_where_it_can_be() -> None:
+    assert chosen("auto", *SEARCH, "seed=0..9")[0] == 25
+    assert "width changes the program" in chosen("auto", *SEARCH, "width=32|64")[1]
+    assert "no GPU" in chosen("auto", *SEARCH, device="cpu")[1]
+    assert "kl_stop=0" in chosen("auto", *SEARCH, kl_stop="0.1")[1]
+    for size, _ in (
+        chosen("auto", *SEARCH, "width=32|64"), chosen("auto", *SEARCH, device="cpu"), chosen("auto", *SEARCH, shared_out=True),
+        chosen("off", *SEARCH), chosen("auto", "hidden=8..64", task="digits"),
+    ):  # fmt: skip
+        assert size == 0
+    assert chosen("8", *SEARCH, "width=32|64", device="cpu")[0] == 8, "shapes may differ where it is asked for"
+
+
+@pytest.mark.parametrize(
+    ("asked", "search", "given", "said"),
+    [
+        ("many", SEARCH, {}, "how many trials at once"),
+        ("0", SEARCH, {}, "how many trials at once"),
+        ("4", ["kl_stop=0..0.1"], {}, "kl_stop=0"),
+        ("4", SEARCH, {"kl_stop": "0.05"}, "kl_stop=0"),
+        ("4", ["net=mlp|lstm"], {}, "an LSTM is not batched"),
+        ("4", SEARCH, {"task": "snake"}, "rival=0"),
+        ("4", SEARCH, {"precision": "bf16"}, "precision=fp32 or tf32"),
+        ("4", SEARCH, {"eval_episodes": "0"}, "eval_episodes=0 judges nothing"),
+        ("4", ["hidden=8..64"], {"task": "digits"}, "no task of the PPO family"),
+    ],
+)
+def test_what_cannot_be_one_names_the_reason(asked: str, search: list[str], given: dict[str, Any], said: str) -> None:
+    with pytest.raises(Problem) as problem:
+        chosen(asked, *search, **given)
+    assert said in str(problem.value)
+
+
+def test_a_task_that_cannot_be_one_says_why() -> None:
+    class Own(CartPole):
+        def loss(self, model: Any, batch: Any) -> Any:
+            return super().loss(model, batch)
+
+    class Still(CartPole):
+        def rollout(self, env: Env, *rest: Any) -> Any:
+            source = super().rollout(env, *rest)
+            source.pure = False
+            return source
+
+    for task, said in ((Own(), "its own loss()"), (Still(), "functions of tensors alone"), (Snake(), "rival=0")):
+        with pytest.raises(Problem, match=said.replace("(", r"\(").replace(")", r"\)")):
+            check(task)
+    check(CartPole())
+    check(Snake(rival=0.0))
+
+
+def test_the_command_line_says_so(folder: Path) -> None:
+    message = bad("tune", "digits", "--search", "hidden=8..64", "--population", "4")
+    assert "PPO family" in message and "--population off" in message
+    assert not Path("runs").exists(), "a mistake leaves nothing behind"
