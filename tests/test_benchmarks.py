@@ -37,3 +37,27 @@ def test_the_vision_benchmark_runs_on_any_machine(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [r["name"] for r in rows] == ["the guide's loop, 0 workers", "drivetrain", "Lightning", "Accelerate", "drivetrain"]
     assert all(r["images_per_second"] > 0 for r in rows)
+
+
+@pytest.mark.system  # beside the others
+@pytest.mark.timeout(280)
+def test_the_benchmark_of_adapters_runs_on_any_machine(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/lora.py", "--cpu", "--json", str(tmp_path / "out.json")],
+        cwd=ROOT, capture_output=True, text=True, env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    full, chats = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert full["ratio"] > 0 and chats["ratio"] > full["ratio"], "packing leaves out what padding costs"
+
+
+@pytest.mark.system  # it takes its time
+@pytest.mark.timeout(280)
+def test_the_benchmark_of_tuning_runs_on_any_machine(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/tune.py", "--quick", "--json", str(tmp_path / "out.json")],
+        cwd=ROOT, capture_output=True, text=True, env=environment(PYTHONPATH=":".join(sys.path)),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert row["finished"] == row["trials"] == 4 and row["steps_per_second"] > 0 and f"{row['best']:.1f}" in done.stdout

@@ -1,0 +1,1 @@
+"""Fine-tuning of language models by low-rank adapters."""

@@ -1,0 +1,75 @@
+"""A frozen language model with low-rank adapters, as a module whose state is the adapters alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.outcomes import Problem
+from drivetrain.tasks.lora.head import IGNORED, losses, plain_losses
+
+
+class Adapted(nn.Module):
+    """Gives the losses of rows of tokens. What is saved of it is what it learns: the base is where it was."""
+
+    base: Tensor
+
+    def __init__(self, net: Any, digest: bytes) -> None:
+        super().__init__()
+        self.net = net
+        self.register_buffer("base", torch.frombuffer(bytearray(digest), dtype=torch.uint8).clone())
+        head = net.get_output_embeddings()
+        self._multiplies = type(head) is nn.Linear and not head.weight.requires_grad and not _changes_logits(net.config)
+        """Whether the head is a frozen matrix and nothing else."""
+
+    def forward(self, tokens: Tensor, document: Tensor, learned: Tensor, alone: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """(the summed loss, each row's, each row's number of learned tokens); alone, no row has more than one document."""
+        ids = tokens.long()
+        follows = learned[:, 1:] & (document[:, 1:] == document[:, :-1])
+        targets = torch.where(follows, ids[:, 1:], IGNORED)
+        targets = torch.nn.functional.pad(targets, (0, 1), value=IGNORED).flatten()
+        how = {} if alone else self._attending(document)
+        if self._multiplies:
+            states = self.net.get_base_model().get_decoder()(input_ids=ids, use_cache=False, **how).last_hidden_state
+            head = self.net.get_output_embeddings()  # looked up each time: a sharded model's weights come and go
+            total, each = losses(states.flatten(0, 1), head.weight, head.bias, targets)
+        else:
+            total, each = plain_losses(self.net(input_ids=ids, use_cache=False, **how).logits.flatten(0, 1), targets)
+        return total, each.view(tokens.shape).sum(1), follows.sum(1)
+
+    def _attending(self, document: Tensor) -> dict[str, Tensor]:
+        """Which tokens see which: those before them in the same document. Padding comes last, where nothing looks back at it."""
+        length = document.shape[1]
+        place = torch.arange(length, device=document.device)
+        begins = torch.nn.functional.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
+        positions = place - torch.cummax(torch.where(begins, place, 0), 1).values
+        if _slides(self.net.config, length):
+            return {"position_ids": positions}  # its layers see differently far: transformers finds the documents by these
+        same = document[:, None, :, None] == document[:, None, None, :]
+        return {"position_ids": positions, "attention_mask": same & (place[:, None] >= place)}
+
+    # --- state ---
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        wanted = {name for name, p in self.named_parameters() if p.requires_grad} | {"base"}
+        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if name in wanted}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        given = state_dict.get("base")
+        if given is not None and not torch.equal(torch.as_tensor(given).cpu(), self.base.cpu()):
+            raise Problem("these adapters were trained on another base model: its weights have changed since, or base= names another one")
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
+
+
+def _changes_logits(config: Any) -> bool:
+    """Whether something is done to logits after the head."""
+    scaled = any(getattr(config, name, None) not in (None, 1, 1.0) for name in ("logit_scale", "logits_scaling"))
+    return scaled or getattr(config, "final_logit_softcapping", None) is not None
+
+
+def _slides(config: Any, length: int) -> bool:
+    window = getattr(config, "sliding_window", None)
+    return window is not None and window < length and getattr(config, "use_sliding_window", True)

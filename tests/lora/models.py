@@ -1,0 +1,79 @@
+"""A tiny language model in a folder, as people have them: weights, a tokenizer with a chat template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "and",
+    "saw",
+    "one",
+    "red",
+    "hat",
+    "while",
+    "two",
+    "dogs",
+    "ran",
+    "past",
+    "it",
+    "with",
+    "no",
+    "care",
+    "for",
+    "what",
+    "they",
+    "did",
+]
+
+
+def sentences(count: int, seed: int = 0) -> list[str]:
+    """Texts of 3 to 40 words, each word mostly followed by the same other one."""
+    import random
+
+    draw, texts = random.Random(seed), []
+    for _ in range(count):
+        at, words = draw.randrange(len(WORDS)), []
+        for _ in range(draw.randint(3, 40)):
+            words.append(WORDS[at])
+            at = (at + 1) % len(WORDS) if draw.random() < 0.9 else draw.randrange(len(WORDS))
+        texts.append(" ".join(words))
+    return texts
+
+
+def write_model(folder: Path, template: str | None = TEMPLATE, kind: str = "llama", layers: int = 2) -> Path:
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
+
+    marks = ["<unk>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
+    words = {word: number for number, word in enumerate(marks + sorted(set(WORDS)))}
+    core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, unk_token="<unk>", eos_token="</s>", pad_token="</s>", additional_special_tokens=marks[2:]
+    )
+    tokenizer.chat_template = template
+    shape = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": len(words), "max_position_embeddings": 256, "eos_token_id": 1, "bos_token_id": None,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**shape)) if kind == "llama" else MistralForCausalLM(MistralConfig(**shape, sliding_window=6))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_jsonl(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

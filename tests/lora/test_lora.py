@@ -1,0 +1,246 @@
+"""Adapters: the losses, what documents see, equal learning with transformers' own trainer, and what a run leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from drivetrain.engine.feed import ORDER
+from drivetrain.engine.group import Group
+from drivetrain.engine.rand import permutation, seed_everything
+from drivetrain.outcomes import Problem
+from drivetrain.tasks.lora import head
+from drivetrain.tasks.lora.lora import Lora, generate
+from tests.command import bad, good
+from tests.lora.models import sentences, write_jsonl, write_model
+from tests.samples import TASKS, rows, training
+
+
+@pytest.fixture
+def place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a tiny model and texts for it, and a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    write_model(folder / "model")
+    write_jsonl(folder / "texts.jsonl", [{"text": text} for text in sentences(60)])
+    return folder
+
+
+def small(**settings: Any) -> Lora:
+    chosen = {"base": "model", "data": "texts.jsonl", "context": 64, "global_batch": 4, "best": None}
+    return Lora(**(chosen | settings))
+
+
+@pytest.mark.parametrize("room", [1, 500, 1 << 27])
+@pytest.mark.parametrize("bias", [False, True])
+def test_losses_without_logits(room: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "ROOM", room)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(23, 16, requires_grad=True), torch.randn(50, 16)
+    shift = torch.randn(50) if bias else None
+    targets = torch.randint(50, (23,))
+    targets[::5] = head.IGNORED
+    expected = F.cross_entropy(F.linear(hidden, weight, shift), targets, reduction="sum")
+    (wanted,) = torch.autograd.grad(expected * 0.3, hidden)
+    total, each = head.losses(hidden, weight, shift, targets)
+    (found,) = torch.autograd.grad(total * 0.3, hidden)
+    assert torch.allclose(total, expected, rtol=1e-6)
+    assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(each.sum(), total) and (each[::5] == 0).all() and not each.requires_grad
+    plain, _ = head.plain_losses(F.linear(hidden, weight, shift), targets)
+    assert torch.allclose(plain, expected)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_documents_in_a_row_do_not_see_each_other(place: Path, kind: str) -> None:
+    """Packed, every token has the loss it has alone; Mistral's here sees only six tokens back."""
+    write_model(place / "other", kind=kind)
+    task, alone = small(base="other"), small(base="other", packing=False)
+    seed_everything(0)
+    model = task.model()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    packed, padded = task.train_data()[:], alone.train_data()[:]
+    assert len(packed[0]) < 0.7 * len(padded[0]) and int(packed[1].max()) > 2
+    sums = []
+    for some, settings in ((packed, task), (padded, alone)):
+        batch = tuple(torch.as_tensor(np.array(column)) for column in some)
+        total, each, counts = model(*batch, settings._alone)
+        sums.append((float(total.detach()), int(counts.sum())))
+        assert torch.allclose(each.sum(), total, rtol=1e-5)
+    assert sums[0][1] == sums[1][1]
+    assert sums[0][0] == pytest.approx(sums[1][0], rel=1e-5)
+    mixed = tuple(torch.as_tensor(np.array(column)) for column in packed)
+    apart, together = model(*mixed)[1], model(*mixed, True)[1]  # the second as if each row were one document
+    assert not torch.allclose(apart, together, rtol=1e-4), "else the test proves nothing"
+
+
+def test_it_learns_as_transformers_trainer_does(place: Path) -> None:
+    """200 steps on the same batches, to 1e-4."""
+    from datasets import Dataset
+    from torch.utils.data import SequentialSampler
+    from transformers import Trainer, TrainingArguments
+
+    settings = {"base": "model", "data": "texts.jsonl", "context": 48, "packing": False, "held_out": 0.0, "global_batch": 4, "steps": 200,
+                "learning_rate": 3e-3, "decay": "constant", "clip": 1.0, "best": None, "log_every": 1}  # fmt: skip
+    TASKS["Lora"] = Lora
+    job = training("Lora", str(place / "run"), Group(0, 1, torch.device("cpu")), settings, {"micro_batch": 2})
+    task = job.task
+    theirs = _copy(job.model).net  # type: ignore[attr-defined]
+    job.run_to_end()
+    job.observer.close()
+    ours = [row["train/loss"] for row in rows(place / "run")]
+
+    tokens, document, learned = (np.asarray(c) for c in task.train_data().columns)
+    per_epoch = -(-len(tokens) // 4)
+    order = torch.cat([permutation(len(tokens), 0, epoch, ORDER) for epoch in range(-(-200 // per_epoch))]).tolist()
+    assert len(tokens) % 4 == 0, "so that batches of theirs end where epochs do"
+    labels = np.where(learned, tokens, -100)
+    data = Dataset.from_dict({"input_ids": tokens[order], "attention_mask": (document > 0)[order].astype(int), "labels": labels[order]})
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, dataset: Any = None) -> Any:
+            return SequentialSampler(data)
+
+    options = TrainingArguments(
+        output_dir=str(place / "theirs"), per_device_train_batch_size=4, max_steps=200, learning_rate=3e-3, lr_scheduler_type="constant",
+        max_grad_norm=1.0, weight_decay=0.0, logging_steps=1, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = InOrder(model=theirs, args=options, train_dataset=data)
+    trainer.train()
+    expected = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(ours) == len(expected) == 200 and ours[-1] < 0.9 * ours[0]
+    assert max(abs(a - b) / b for a, b in zip(ours, expected, strict=True)) < 1e-4
+
+
+def _copy(model: Any) -> Any:
+    import copy
+
+    return copy.deepcopy(model)
+
+
+def test_the_run_leaves_an_adapter_that_peft_loads(place: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    good("train", "lora", "base=model", "data=texts.jsonl", "context=64", "steps=40", "global_batch=4", "learning_rate=0.03", "eval_first=true",
+         "prompt=the cat", "targets=q_proj,v_proj,down_proj", "--name", "one")  # fmt: skip
+    run = place / "runs" / "one"
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    before = next(e["metrics"]["perplexity"] for e in events if e["event"] == "before")
+    after = [row["eval/perplexity"] for row in rows(run) if "eval/perplexity" in row][-1]
+    assert after < 0.9 * before
+    net = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(place / "model"), str(run / "model")).eval()
+    task = small(targets="q_proj,v_proj,down_proj")
+    from drivetrain.engine.inference import trained_model
+    from drivetrain.runs import Run
+
+    ours: Any = trained_model(task, Run(run))
+    ids = torch.arange(1, 20)[None] % 20
+    with torch.no_grad():
+        expected = net(input_ids=ids).logits
+        assert torch.equal(ours.net(input_ids=ids).logits, expected)
+        assert not torch.allclose(AutoModelForCausalLM.from_pretrained(place / "model")(input_ids=ids).logits, expected, atol=1e-3)
+    assert "| base model | model |" in (run / "model" / "README.md").read_text()
+    assert (run / "model" / "model.safetensors").stat().st_size < 50_000, "the base is not in it"
+
+    good("export", "one")
+    assert "| steps | 40 |" in (run / "model" / "README.md").read_text(), "the run's own card stays"
+    good("export", "one", "--merge", "--out", "merged")
+    merged = AutoModelForCausalLM.from_pretrained(place / "merged").eval()
+    with torch.no_grad():
+        assert torch.allclose(merged(input_ids=ids).logits, expected, atol=1e-5)
+    text = "".join(generate(ours.net, task.tokenizer, "the cat", 12, 0.0))
+    assert good("predict", "one", "the cat", "tokens=12", "temperature=0").strip() == text.strip()
+    assert "did you mean tokens" in bad("predict", "one", "the cat", "tokns=1")
+
+    config = place / "model" / "config.json"
+    config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    assert "trained on another base model" in bad("predict", "one", "the cat")
+
+
+def test_a_broken_run_goes_on_to_the_last_bit(place: Path) -> None:
+    words = ["lora", "base=model", "data=texts.jsonl", "context=64", "steps=12", "global_batch=4", "dropout=0.1", "save_every=5"]
+    assert "is bit-equal to the unbroken run" in good("verify-resume", *words)
+
+
+def test_micro_batches_and_processes_change_no_loss(place: Path) -> None:
+    """Rows have from few to many tokens to learn: a mean of means would show."""
+    pairs = [{"prompt": text, "completion": " ".join(text.split()[: 1 + i % 9])} for i, text in enumerate(sentences(60, 3))]
+    write_jsonl(place / "pairs.jsonl", pairs)
+    words = [
+        "train",
+        "lora",
+        "base=model",
+        "data=pairs.jsonl",
+        "context=64",
+        "steps=8",
+        "global_batch=6",
+        "learning_rate=0.01",
+        "log_every=1",
+    ]
+    good(*words, "--name", "whole")
+    good(*words, "plan.micro_batch=1", "--name", "single")
+    good(*words, "--procs", "2", "plan.micro_batch=2", "--name", "two")
+    good(*words, "--procs", "2", "plan.strategy=fsdp", "--name", "sharded")
+    whole = [row["train/loss"] for row in rows(place / "runs" / "whole")]
+    for other in ("single", "two", "sharded"):
+        found = [row["train/loss"] for row in rows(place / "runs" / other)]
+        assert len(found) == 8 and found == pytest.approx(whole, rel=2e-5)
+
+
+def test_what_cannot_be_used_is_named(place: Path) -> None:
+    words = ["train", "lora", "data=texts.jsonl", "steps=1"]
+    assert "linear layers of this model: down_proj, gate_proj" in bad(*words, "base=model", "targets=query", lines=3)
+    assert "there is no such folder" in bad(*words, "base=./nowhere")
+    assert "has no config.json" in bad(*words, "base=.")
+    assert "the shapes are tiny" in bad(*words, "base=shape:big")
+    write_model(place / "plain", template=None)
+    write_jsonl(place / "chats.jsonl", [{"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]}])
+    assert "no chat template" in bad("train", "lora", "base=plain", "data=chats.jsonl", "steps=1")
+    message = bad(*words, "base=nobody/no-such-model", lines=3, HF_HUB_OFFLINE="1")
+    assert "could not be fetched from the hub" in message and "hf download nobody/no-such-model" in message
+
+
+def test_another_base_is_not_taken_for_the_first(place: Path) -> None:
+    seed_everything(0)
+    state = small().model().state_dict()
+    other = write_model(place / "other", kind="mistral")
+    with pytest.raises(Problem, match="another base model"):
+        small(base=str(other)).model().load_state_dict(state)
+
+
+@pytest.mark.parametrize("settings", [{"dora": True}, {"rslora": True}, {"targets": "q_proj, v_proj"}])
+def test_pefts_own_options(place: Path, settings: dict[str, Any]) -> None:
+    model = small(**settings).model()
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert set(model.state_dict()) == {*names, "base"}
+    assert any("magnitude" in name for name in names) == settings.get("dora", False)
+    if "targets" in settings:
+        assert {name.split(".lora_")[0].rpartition(".")[2] for name in names} == {"q_proj", "v_proj"}
+
+
+def test_guide_000s_recipe_trains(place: Path) -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / "lora-guide-000.yaml"
+    assert "drivetrain train recipes/lora-guide-000.yaml" in recipe.read_text()
+    (place / "lines.txt").write_text("\n\n".join(sentences(40)) + "\n")
+    out = good("train", str(recipe), "base=model", "data=lines.txt", "unit=lines", "steps=3", "context=64")
+    assert "step 3/3" in out and "perplexity" in out
+    config = json.loads((place / "runs" / "lora-001" / "model" / "adapter_config.json").read_text())
+    assert sorted(config["target_modules"]) == ["q_proj", "v_proj"]
+
+
+def test_a_plan_needs_neither_weights_nor_a_gpu(folder: Path) -> None:
+    """Frozen weights count in half precision, and only the adapters have gradients and an optimizer's state."""
+    words = ["plan", "lora", "base=shape:135m", "context=64", "global_batch=8", "--hardware", "2xL4-24GB", "--json"]
+    plan = json.loads(good(*words, XDG_CACHE_HOME=str(folder / "cache")))["plan"]
+    parts = plan["predicted"]["memory_bytes"]
+    assert plan["precision"] == "bf16"
+    assert 0.26e9 < parts["parameters"] < 0.31e9, parts
+    assert parts["gradients"] + parts["optimizer"] < 0.06e9, parts

@@ -1,0 +1,26 @@
+"""Real learning without a network: SmolLM2-135M of a package on Python's own reference, on two cores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.command import good
+from tests.samples import rows
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+
+
+def test_held_out_perplexity_falls(folder: Path) -> None:
+    cache = {"XDG_CACHE_HOME": str(folder / "cache")}
+    words = ["context=128", "global_batch=4", "steps=60", "learning_rate=5e-4", "eval_first=true", "precision=bf16"]
+    out = good("train", "lora", *words, "prompt=The with statement", "--name", "reference", seconds=800, **cache)
+    events = [json.loads(line) for line in (folder / "runs" / "reference" / "events.jsonl").read_text().splitlines()]
+    before = next(e["metrics"]["perplexity"] for e in events if e["event"] == "before")
+    after = [row["eval/perplexity"] for row in rows(folder / "runs" / "reference") if "eval/perplexity" in row][-1]
+    print(f"held-out perplexity {before:.1f} before, {after:.1f} after 60 steps")
+    assert after < 0.75 * before
+    assert out.count("'The with statement' goes on: ") == 2, "a sample before and one after"
+    assert "goes on" not in good("predict", "reference", "The with statement", "temperature=0", "tokens=8", **cache)
