@@ -73,6 +73,11 @@ class Run:
     def log_path(self, rank: int) -> Path:
         return self.path / "logs" / f"rank-{rank}.log"
 
+    @property
+    def time_path(self) -> Path:
+        """Where the time of its ranks goes."""
+        return self.path / "logs" / "time.json"
+
     # run.json
     def read(self) -> dict[str, Any]:
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
+import sysconfig
 import textwrap
 import types
 import typing
@@ -343,3 +344,9 @@ def from_json(rows: list[dict[str, Any]]) -> dict[str, Setting]:
     return {
         row["name"]: Setting(row["name"], read_type(row["type"]), row.get("default", MISSING), row["doc"], row["owner"]) for row in rows
     }
+
+
+def is_users(filename: str) -> bool:
+    """Whether a file is the user's own: neither this package's, nor installed, nor Python's."""
+    library: list[str | Path] = [PACKAGE, sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), sysconfig.get_path("platlib")]
+    return not filename.startswith(("<frozen", "<string")) and not any(Path(filename).is_relative_to(p) for p in library)

@@ -13,6 +13,7 @@ from drivetrain.recipe import Recipe
 from drivetrain.runs import Run
 from drivetrain.supervise import Ended
 from drivetrain.watch.screen import Screen, duration, number, size
+from drivetrain.watch.spent import Spent
 
 
 def finish(run: Run, before: dict[str, Any] | None, recipe: Recipe, plan: Plan, ended: Ended, screen: Screen) -> None:
@@ -28,6 +29,8 @@ def conclude(run: Run, recipe: Recipe, plan: Plan, ended: Ended) -> None:
     """Write how the run ended: run.json, events, and for a finished one its summary."""
     try:
         run.update(**runs.stop_info(ended.outcome, ended.message))
+        if ended.spent is not None:
+            runs.write_atomic(run.time_path, json.dumps(ended.spent.to_json()) + "\n")
         if ended.outcome is Outcome.OK:
             runs.write_atomic(run.path / "model" / "task.json", json.dumps(_model_card(recipe, ended), indent=1) + "\n")
             runs.write_atomic(run.path / "summary.txt", summary(recipe, plan, ended))
@@ -83,11 +86,20 @@ def footer(run: Run, ended: Ended, screen: Screen) -> None:
         if metrics:
             screen.line("eval", "   ".join(number(k, v) for k, v in metrics.items()) + f"   ({facts['test_samples']:,} samples)")
         screen.line("done", f"{result['step']:,} steps in {duration(facts['time'])}, peak memory {size(facts['peak_memory_bytes'])}")
+        if held_up := bottleneck(run, ended.spent):
+            screen.line("time", held_up)
         screen.line("run", f"{shown(run)}   next: drivetrain eval {run.name} | drivetrain status {run.name}")
     elif ended.outcome is Outcome.PREEMPTED:
         screen.line("stopped", f"after step {result['step']:,}, saved; go on with: drivetrain resume {run.name}")
     elif ended.interrupted:
         screen.line("stopped", f"at once; go on with: drivetrain resume {run.name}")
+
+
+def bottleneck(run: Run, spent: Spent | None) -> str:
+    """What held a run up, if anything did."""
+    if spent is None:
+        return ""
+    return spent.bottleneck(Plan.from_json(run.read()["plan"]), os.cpu_count() or 1)
 
 
 def shown(run: Run) -> str:

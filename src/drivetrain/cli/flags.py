@@ -6,7 +6,7 @@ import argparse
 from typing import NoReturn
 
 from drivetrain.outcomes import Problem
-from drivetrain.settings import nearest
+from drivetrain.settings import Length, nearest
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,6 +29,39 @@ class Parser(argparse.ArgumentParser):
 def add_common(parser: Parser) -> None:
     parser.add_argument("-q", "--quiet", action="store_true", help="print errors only")
     parser.add_argument("-v", "--verbose", action="store_true", help="print every process's output")
+
+
+def seconds(text: str) -> float:
+    """A flag's wall-clock time."""
+    try:
+        length = Length.parse(text)
+    except ValueError:
+        length = None
+    if length is None or length.unit != "seconds":
+        raise argparse.ArgumentTypeError(f"{text}: write a time, such as 30s, 10min or 4h")
+    return length.value
+
+
+def add_survival(parser: Parser) -> None:
+    parser.add_argument(
+        "--restarts", type=int, default=3, metavar="N",
+        help="start a lost or hung process anew from the last checkpoint, up to N times without progress (default 3; 0: never)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--hang-after", type=seconds, default=30.0, metavar="TIME",
+        help="the shortest silence that may be called a hang (default 30s; it is never less than ten times the longest seen)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--time-limit", type=seconds, metavar="TIME", help="stop and save in time before this much has passed, such as 4h; resume goes on"
+    )
+
+
+def add_looks(parser: Parser) -> None:
+    parser.add_argument("--find-nan", action="store_true", help="should a loss be no number: take its steps again and name the module")
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="profile N steps: a trace, the dearest operations, a sentence")
+    parser.add_argument(
+        "--check-collectives", action="store_true", help="compare every collective over all processes before it begins (slow)"
+    )
 
 
 def add_placement(parser: Parser) -> None:

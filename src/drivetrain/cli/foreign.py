@@ -129,7 +129,7 @@ def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tup
                 launch.header(recipe, machine, plan, screen, "; ".join(filter(None, [opened.why, notice])))
                 launch.record(recipe, opened, plan, machine)
                 opened.run.event("started", world_size=world, launcher=started)
-                told = {"job": launch.make_job(recipe, opened.run, plan, "train")}
+                told = {"job": launch.make_job(recipe, opened.run, plan, "train", request=request)}
                 told["code"] = TaskRef(**told["job"]["task"]).digest()
         except Problem as problem:
             told = {"problem": str(problem), "outcome": problem.outcome}
@@ -140,6 +140,7 @@ def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tup
         return Run(told["finished"]), Ended(Outcome.OK)
     job, run = told["job"], Run(told["job"]["run"])
     try:
+        stop.install(job["stop_at"])
         watchers = Observers([screen, Recorder(run)]) if group.main else screen
         result = work(job | {"task": _task_here(job, told["code"], recipe)}, group, watchers, stop)
     except Problem as problem:

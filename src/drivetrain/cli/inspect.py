@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain import runs
+from drivetrain.cli import ending
 from drivetrain.cli.flags import Parser
 from drivetrain.outcomes import Problem
 from drivetrain.runs import Run
+from drivetrain.watch.spent import Spent
 
 
 def run(verb: str, words: list[str]) -> int:
@@ -155,6 +157,14 @@ def _prune(names: list[str], dry: bool) -> int:
 # --- status ------------------------------------------------------------------------------------
 
 
+def _spent(found: Run) -> Spent | None:
+    """Where its time went, as far as that was noted."""
+    try:
+        return Spent(**json.loads(found.time_path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
 def _status(words: list[str]) -> int:
     parser = Parser("drivetrain status", "How a run is doing: its state, progress, last figures, checkpoints and events.")
     parser.add_argument("target", metavar="RUN")
@@ -168,6 +178,9 @@ def _status(words: list[str]) -> int:
         "name": found.name, "status": found.status, "message": info["message"], "last": last, "evaluated": evaluated,
         "checkpoints": found.steps(), "plan": info["plan"], "events": events[-5:], "bytes": found.disk_bytes(),
     }  # fmt: skip
+    spent = _spent(found)
+    if spent is not None:
+        facts["time"] = spent.to_json() | {"shares": spent.shares, "bottleneck": ending.bottleneck(found, spent)}
     if args.json:
         print(json.dumps(facts))
         return 0
@@ -182,6 +195,10 @@ def _status(words: list[str]) -> int:
     if evaluated:
         figures = "   ".join(_metric(k.removeprefix("eval/"), v) for k, v in evaluated.items() if k.startswith("eval/"))
         print(f"eval         {figures}   (step {evaluated['step']:,})")
+    if spent is not None and spent.steps:
+        print(f"time         {spent.sentence()}")
+        if facts["time"]["bottleneck"]:
+            print(f"             {facts['time']['bottleneck']}")
     print(f"checkpoints  {', '.join(f'{s:,}' for s in facts['checkpoints']) or 'none'}   ({_size(facts['bytes'])} in all)")
     for event in facts["events"]:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))

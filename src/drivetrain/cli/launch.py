@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from drivetrain.plan.table import ORIGIN
 from drivetrain.recipe import MAY_CHANGE, Recipe, TaskRef
 from drivetrain.runs import Lock, Run
 from drivetrain.settings import nearest
-from drivetrain.supervise import Ended, Place, local_place, run_workers
+from drivetrain.supervise import Ended, Place, Policy, local_place, run_workers
 from drivetrain.watch.screen import Screen
 
 
@@ -42,6 +42,16 @@ class Request:
     planner: planning.Planner = "auto"
     saved: Plan | None = None
     """A plan made before, from --plan FILE."""
+    policy: Policy = field(default_factory=lambda: Policy(restarts=3))
+    stop_at: float | None = None
+    """When to stop and save, in seconds since the epoch."""
+    looks: dict[str, Any] = field(default_factory=dict)
+    """What is looked at closely: find_nan, profile, check_collectives."""
+
+
+def end_in(seconds: float) -> float:
+    """When to stop so that a last step and a save end within so many seconds from now."""
+    return time.time() + seconds - max(2.0, min(60.0, 0.05 * seconds))
 
 
 @dataclass(frozen=True)
@@ -249,7 +259,7 @@ def task_in_run(task: TaskRef, run: Run) -> TaskRef:
     return replace(task, path=str((run.path / "task" / Path(task.path).name).resolve()), origin=task.path)
 
 
-def make_job(recipe: Recipe, run: Run, plan: Plan, mode: str, folder: str | None = None) -> dict[str, Any]:
+def make_job(recipe: Recipe, run: Run, plan: Plan, mode: str, folder: str | None = None, request: Request | None = None) -> dict[str, Any]:
     return {
         "mode": mode,
         "run": str(run.path.resolve()),
@@ -258,6 +268,8 @@ def make_job(recipe: Recipe, run: Run, plan: Plan, mode: str, folder: str | None
         "settings": recipe.settings,
         "plan": plan.to_json(),
         "folder": folder or os.getcwd(),
+        "stop_at": request.stop_at if request else None,
+        "looks": request.looks if request else {},
     }
 
 
@@ -339,7 +351,9 @@ def _train_on_nodes(recipe: Recipe, request: Request, machine: Machine, screen: 
         plan = Plan.from_json(offered["plan"])
         if opened is not None:
             return run, train_opened(recipe, request, opened, machine, place, plan, screen)
-        job = make_job(recipe, run, plan, "train") | {"task": asdict(recipe.task)}  # known to be the same code, and surely here
+        job = make_job(recipe, run, plan, "train", request=request) | {
+            "task": asdict(recipe.task)
+        }  # known to be the same code, and surely here
         return run, run_workers(job, plan, place, screen, machine.gpus, request.verbose)
     finally:
         if opened is not None and opened.lock is not None:
@@ -360,10 +374,10 @@ def train_opened(recipe: Recipe, request: Request, opened: Opened, machine: Mach
     record(recipe, opened, plan, machine)
     opened.run.event("started", world_size=place.world_size, device=plan.device)
     folder = opened.before["folder"] if opened.before else None
-    job = make_job(recipe, opened.run, plan, "train", folder)
+    job = make_job(recipe, opened.run, plan, "train", folder, request)
     hurried = plan.device == "cuda" and not plan.predicted and request.planner == "auto" and request.saved is None
     replan = partial(planning.plan_for, recipe, _where(machine, place, 1), screen) if hurried and request.nodes == 1 else None
-    ended = run_workers(job, plan, place, screen, machine.gpus, request.verbose, replan)
+    ended = run_workers(job, plan, place, screen, machine.gpus, request.verbose, replan, request.policy)
     ending.finish(opened.run, opened.before, recipe, plan, ended, screen)
     return ended
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drivetrain.cli.flags import Parser, add_common, add_placement
+from drivetrain.cli.flags import Parser, add_common, add_looks, add_placement, add_survival
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.recipe import BUILT_IN, Recipe, find_task, is_recipe_file, load, read_file
 from drivetrain.settings import Setting
@@ -36,6 +36,8 @@ def _parser(verb: str) -> Parser:
     parser.add_argument("target", metavar=target, help="what to train" if verb == "train" else "a run's name or folder")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, such as epochs=5")
     add_placement(parser)
+    add_survival(parser)
+    add_looks(parser)
     parser.add_argument(
         "--planner", choices=["auto", "table", "off"], default="auto",
         help="who plans: auto predicts and measures (on a GPU), table is guide 004's, off takes each process's share at once",
@@ -65,11 +67,14 @@ def run(verb: str, words: list[str]) -> int:
     args = parser.parse(words)
 
     from drivetrain.cli import foreign, launch, plan_file
+    from drivetrain.supervise import Policy
     from drivetrain.watch.screen import Screen
 
     request = launch.Request(
         args.procs, args.nodes, args.rendezvous, args.node_rank, args.gpus, args.device,
         getattr(args, "run_dir", None), getattr(args, "name", None), args.verbose, args.planner,
+        policy=Policy(args.restarts, args.hang_after), stop_at=None if args.time_limit is None else launch.end_in(args.time_limit),
+        looks={"find_nan": args.find_nan, "profile": args.profile, "check_collectives": args.check_collectives},
     )  # fmt: skip
     if request.run_dir and request.name:
         raise Problem("--run-dir and --name both say where the run goes: give one")

@@ -6,8 +6,9 @@ import json
 import os
 import signal
 import sys
-import sysconfig
+import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.runs import Run, die_with_parent
 from drivetrain.settings import PACKAGE
+from drivetrain.source import is_users
 
 if TYPE_CHECKING:
     from drivetrain.engine.group import Group
@@ -39,18 +41,22 @@ class StopFlag:
             os._exit(130)  # asked twice: now
         self.signal = number
 
-    def install(self) -> None:
+    def install(self, stop_at: float | None = None) -> None:
+        """`stop_at` is a time at which nobody need ask, in seconds since the epoch."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._handle)
+        if stop_at is not None:
+            signal.signal(signal.SIGALRM, self._handle)
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, stop_at - time.time()))
 
 
-def work(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag) -> dict[str, Any]:
-    """Run a job on this rank; gives its result, or how and why it failed."""
+def work(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag, watchers: Sequence[Observer] = ()) -> dict[str, Any]:
+    """Run a job on this rank; gives its result, or how and why it failed. Rank 0 alone tells the screen, all tell the watchers."""
     try:
-        return _run(job, group, screen, stop)
+        return _run(job, group, screen, stop, watchers)
     except BaseException as error:
         outcome, message = explain(error, job)
-        return {"outcome": outcome, "message": message, "smaller": _smaller_plan(error)}
+        return {"outcome": outcome, "message": message, "smaller": _smaller_plan(error), "final": isinstance(error, Problem)}
 
 
 def _smaller_plan(error: BaseException) -> dict[str, Any] | None:
@@ -60,8 +66,8 @@ def _smaller_plan(error: BaseException) -> dict[str, Any] | None:
     return error.smaller if isinstance(error, OutOfMemory) else None
 
 
-def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag) -> dict[str, Any]:
-    from drivetrain.chaos import injectors
+def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag, watchers: Sequence[Observer]) -> dict[str, Any]:
+    from drivetrain.chaos import SAMPLES, Samples, injectors
     from drivetrain.engine.observe import Observers
     from drivetrain.plan import Plan
     from drivetrain.recipe import TaskRef, instantiate
@@ -80,7 +86,16 @@ def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag) ->
 
         return {"outcome": Outcome.OK} | evaluate_run(task, plan, run, group)
     files: list[Observer] = [MetricsFile(run), TensorBoard(run.path / "tensorboard"), screen] if group.main else []
-    observer = Observers([*files, *injectors(run)])
+    looks = job.get("looks") or {}
+    if looks.get("profile") and group.main:
+        from drivetrain.watch.profile import Profile
+
+        files.append(Profile(run, looks["profile"], screen.notice, group.device.type == "cuda"))
+    if looks.get("check_collectives"):
+        from drivetrain.engine.collectives import check_collectives
+
+        check_collectives(group)
+    observer = Observers([*files, *watchers, *injectors(run)])
 
     from drivetrain.engine.fingerprint import Fingerprint
     from drivetrain.engine.loop import Training
@@ -89,6 +104,12 @@ def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag) ->
         task, plan = _smoke(task, plan, job)
         Training(task, plan, run, group, observer, stop).run_to_end(stop_after=SMOKE_STEPS // 2)
     training = Training(task, plan, run, group, observer, stop)
+    if looks.get("armed"):
+        from drivetrain.engine.nonfinite import Finder
+
+        Finder(training)
+    if os.environ.get(SAMPLES):
+        Samples(training, run.path / "logs" / f"samples-{group.rank}.jsonl")
     if job["mode"] == "verify":
         if training.source is not None:  # its state is saved at the end of an epoch: go over one
             task.steps = max(training.total, 2 * training.feed.steps_per_epoch)
@@ -179,7 +200,7 @@ def explain(error: BaseException, job: dict[str, Any]) -> tuple[Outcome, str]:
             Outcome.USAGE,
             f"deterministic=true: {text.split(' does not have')[0]} has no deterministic form; leave it out, or change that part",
         )
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
     lost = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "Connection refused")
     theirs = not frames or "gloo/transport" in text  # sharded models talk to the others from within the user's frames
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and theirs and any(w in text for w in lost)):
@@ -196,36 +217,39 @@ def explain(error: BaseException, job: dict[str, Any]) -> tuple[Outcome, str]:
     return Outcome.USER_ERROR, f"{whole}This looks like a fault of drivetrain itself: please report it with the lines above."
 
 
-def _is_users(filename: str) -> bool:
-    library: list[str | Path] = [PACKAGE, sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), sysconfig.get_path("platlib")]
-    return not filename.startswith(("<frozen", "<string")) and not any(Path(filename).is_relative_to(p) for p in library)
-
-
 def _as_users_see(text: str, job: dict[str, Any]) -> str:
     """The user's own path instead of the run's copy."""
     return text.replace(str(Path(job["run"]) / "task") + os.sep, job.get("origin", "") + os.sep) if job.get("origin") else text
 
 
 def main() -> None:
-    from drivetrain.supervise import WIRE
+    from drivetrain.chaos import FRONT
+    from drivetrain.supervise.nursery import WIRE
+    from drivetrain.supervise.stacks import answer_to
 
-    handle, parent = map(int, os.environ.pop(WIRE).split())
+    handle, page, parent, front = map(int, os.environ.pop(WIRE).split())
     die_with_parent(parent)
+    os.environ[FRONT] = str(front)
     stop = StopFlag()
     stop.install()
-    job = json.loads(Path(sys.argv[1]).read_text())
+    file = Path(sys.argv[1])
+    answers = open(file.with_name(f"stacks-{os.environ['RANK']}"), "a")  # noqa: SIM115 (open as long as the process)
+    answer_to(answers)
+    job = json.loads(file.read_text())
+    stop.install(job.get("stop_at"))
     os.chdir(job["folder"]) if os.path.isdir(job["folder"]) else None
 
     from drivetrain.engine.group import join
+    from drivetrain.watch.pulse import Heart
     from drivetrain.watch.screen import Wire
 
-    wire = Wire(handle)
+    wire, heart = Wire(handle), Heart(page)
     try:
         group = join(job["plan"]["device"], job["plan"]["backend"])
     except Problem as problem:
         result: dict[str, Any] = {"outcome": problem.outcome, "message": str(problem)}
     else:
-        result = work(job, group, wire, stop)
+        result = work(job, group, wire, stop, [heart])
     wire.send("result", result)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -29,6 +29,10 @@ from drivetrain.runs import FORMAT, Run
 MANIFEST = "manifest.json"
 
 
+class NoRoom(Exception):
+    """Less room on the disk than a checkpoint takes."""
+
+
 class Damaged(Exception):
     """A checkpoint that must not be used, and why."""
 
@@ -135,6 +139,7 @@ class Writer:
         hidden = self.run.checkpoints / f".{folder(step)}"
         try:
             hidden.mkdir(parents=True, exist_ok=True)
+            _check_room(hidden, _bytes(staged))
             from drivetrain.engine import shards
 
             shards.write(hidden, staged, self.group)
@@ -152,7 +157,7 @@ class Writer:
             if not self.main:
                 return
             shutil.rmtree(hidden, ignore_errors=True)
-            need = sum((t.plain if isinstance(t, Part) else t).nbytes for t in staged.values()) / 2**20
+            need = _bytes(staged) / 1e6
             self.run.event("save-failed", step=step, reason=self.failure)
             self.notice(f"the checkpoint at step {step:,} ({need:,.1f} MB) was not saved: {self.failure}; training goes on")
 
@@ -181,6 +186,17 @@ class Writer:
             gone = self.run.checkpoints / f".gone-{folder(step)}"
             os.rename(path, gone)  # never a half-deleted folder under a published name
             shutil.rmtree(gone, ignore_errors=True)
+
+
+def _bytes(staged: dict[str, Tensor | Part]) -> int:
+    return sum((t.plain if isinstance(t, Part) else t).nbytes for t in staged.values())
+
+
+def _check_room(folder: Path, need: int) -> None:
+    """Say what is missing before a save fails in the middle."""
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise NoRoom(f"the disk is full: {(need - free) / 1e6:,.1f} MB are missing ({free / 1e6:,.1f} MB free)")
 
 
 def _staged(tensor: Tensor | Part) -> Tensor | Part:

@@ -141,6 +141,7 @@ class Training:
                 if self.source is None:
                     self.feed.begin_epoch(self.done // per_epoch, self.model)
                 elif not (at_once and self.learner is not None and self.learner.plays):
+                    self.observer.moment("collect")
                     with self.precision.forward():
                         self.strategy.collect(self.feed.begin_epoch, self.done // per_epoch, self.model)
                     self._look_again()
@@ -265,7 +266,8 @@ class Training:
         where = f"the last good checkpoint is step {good[-1]:,}" if good else "no checkpoint was written before"
         return Problem(
             f"the loss or its gradient is not a number at step {step + 1:,} (epoch {step // self.feed.steps_per_epoch + 1});"
-            f" {where}.\nTry a lower learning_rate, clip=1, a warmup, or precision=fp32",
+            f" {where}.\nTry a lower learning_rate, clip=1, a warmup, or precision=fp32;"
+            f" drivetrain resume {self.run.name} --find-nan names the module it comes from",
             Outcome.NAN,
         )
 
@@ -357,6 +359,7 @@ class Training:
         return state.pack(parts), extra
 
     def _save(self, wait: bool) -> None:
+        self.observer.moment("saving")
         self.observer.flush()
         if not self.strategy.finite():
             raise self._not_a_number(self.done - 1)  # the loss was finite, but the update was not
@@ -432,6 +435,7 @@ class Training:
 
     def _finish(self) -> Result:
         """Final weights (the best ones, where `best` was asked for); repeatable, should it be interrupted."""
+        self.observer.moment("finish")
         self.feed.close()
         self.strategy.share_buffers()
         self.observer.flush()

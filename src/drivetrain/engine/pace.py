@@ -209,6 +209,8 @@ class Pace:
         """Compile for full batches, and go on compiled where that is asked for or faster."""
         step, found = self.step, self.found
         self._compiling = True
+        if self.step.moment is not None:
+            self.step.moment("compile")
         begun = time.perf_counter()
         compiled = Compiled(step.loss_value, step.model, form._replace(ready=True) if step.has_counts else form, self.plan.deterministic)
         if self.group.main:

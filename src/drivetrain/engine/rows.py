@@ -15,6 +15,31 @@ from drivetrain.engine.precision import LEAST_SCALE
 from drivetrain.engine.step import Step
 
 TICK_SECONDS = 0.5
+SPIKE, SPIKE_AFTER, SPIKE_QUIET = 8.0, 30, 500  # times the spread; rows before anything stands out; steps between two notices
+
+
+class Spikes:
+    """Notices a loss far above what it was: its mean and spread are followed, slowly."""
+
+    def __init__(self) -> None:
+        self.mean = self.spread = 0.0
+        self.rows, self._quiet_until = 0, 0
+
+    def look(self, row: dict[str, Any]) -> str:
+        loss, step = row.get("train/loss", math.nan), int(row["step"])
+        if not math.isfinite(loss):
+            return ""
+        away = loss - self.mean
+        spike = self.rows >= SPIKE_AFTER and away > SPIKE * self.spread and away > abs(self.mean)
+        weight = max(0.02, 1 / (self.rows + 1)) if not spike else 0.0  # what stands out is no measure of the rest
+        self.mean += weight * away
+        self.spread += weight * (abs(away) - self.spread)
+        self.rows += 1
+        if not spike or step < self._quiet_until:
+            return ""
+        self._quiet_until = step + SPIKE_QUIET
+        norm = f", gradient norm {row['grad_norm']:.3g}" if "grad_norm" in row else ""
+        return f"the loss jumped to {loss:.4g} at step {step:,} (it was about {self.mean:.4g}{norm}): clip=1 or a lower learning_rate helps"
 
 
 class Rows:
@@ -27,6 +52,7 @@ class Rows:
         self._rows: dict[int, dict[str, Any]] = {}
         self._blocks: list[Block] = []
         self._marked, self._marked_step = time.monotonic(), 0
+        self.spikes = Spikes()
 
     def load(self, step: int, epoch_sums: dict[str, Any], means: dict[str, float]) -> None:
         """Go on after a step, with what its checkpoint kept."""
@@ -57,7 +83,9 @@ class Rows:
             if len(self._blocks) > 100:
                 self.sum_epoch()
             for logged in [d for d, row in self._rows.items() if not row and d - 1 <= block.last]:
-                self._rows[logged] = self._row(logged - 1, block.rows[logged - 1 - block.first])
+                row = self._rows[logged] = self._row(logged - 1, block.rows[logged - 1 - block.first])
+                if said := self.spikes.look(row):
+                    self.observer.notice(said)
             if block.last + 1 == done and not logging:
                 self.observer.tick(self._row(block.last, block.rows[-1]))
         return None

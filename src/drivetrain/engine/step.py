@@ -124,6 +124,8 @@ class Step:
         if self.moment is not None:
             self.moment("take")
         micros = self.feed.micro_batches(epoch, index)
+        if self.moment is not None:
+            micros = _told(micros, self.moment)
         if self.strategy.whole:
             self._take_at_once(micros, size, with_norm)
         else:
@@ -132,6 +134,8 @@ class Step:
             self.graphs.settle(kind, plain)
         assert self.ledger is not None and self.figures is not None
         self._device_number = step + 1
+        if self.moment is not None:
+            self.moment("taken")
         self.ledger.note(step, None if self._tail is None or self._at is not None else self._tail[: self.figures.used])
 
     # --- pieces ---
@@ -180,6 +184,8 @@ class Step:
             if not self.undoable:
                 raise
             short = True
+        if self.moment is not None:
+            self.moment("reduce")
         self.agree(short)
         for slot, asked in enumerate(self.requests, STOP):
             if asked:
@@ -429,3 +435,14 @@ class Step:
         if self._at is not None and self._tail is not None and self.ledger is not None:
             self.ledger.write(self._at, self._tail[: self.figures.used])
             self._at.add_(1)
+
+
+def _told(micros: Iterator[Micro], moment: Callable[[str], None]) -> Iterator[Micro]:
+    """The same, with a word before and after each wait for data."""
+    while True:
+        moment("fetch")
+        micro = next(micros, None)
+        moment("fetched")
+        if micro is None:
+            return
+        yield micro

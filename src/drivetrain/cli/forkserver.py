@@ -1,0 +1,134 @@
+"""The process that forks workers: torch and the engine are imported once, and no GPU is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import random
+import select
+import signal
+import socket
+import sys
+import traceback
+import warnings
+from typing import Any
+
+from drivetrain.cli import worker
+from drivetrain.runs import die_with_parent
+from drivetrain.supervise.nursery import WIRE
+
+
+def main() -> None:
+    handle, parent = map(int, sys.argv[1:])
+    die_with_parent(parent)
+    with socket.socket(fileno=handle) as front:
+        _import()
+        serve(front)
+
+
+def _import() -> None:
+    """All that every worker would import before its first step."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    import drivetrain.engine.loop
+    import drivetrain.engine.shards
+    import drivetrain.watch.files  # noqa: F401
+
+    del SummaryWriter
+
+    gc.collect()
+    gc.freeze()  # what is here is shared with all workers for good
+
+
+def serve(front: socket.socket) -> None:
+    """Fork a worker for each request, and tell when one ends, until the front end closes its side."""
+    wake, woken = os.pipe()
+    for end in (wake, woken):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(woken)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    mine = [front.fileno(), wake, woken]
+    while True:
+        ready, _, _ = select.select([front.fileno(), wake], [], [])
+        if wake in ready:
+            os.read(wake, 1 << 10)
+            _reap(front)
+        if front.fileno() in ready:
+            message, handles, _, _ = socket.recv_fds(front, 1 << 20, 3)
+            if not message:
+                return
+            _fork(json.loads(message), handles, mine, front)
+            for one in handles:
+                os.close(one)
+
+
+def _reap(front: socket.socket) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        front.send(json.dumps({"died": pid, "code": os.waitstatus_to_exitcode(status)}).encode())
+
+
+def _fork(request: dict[str, Any], handles: list[int], mine: list[int], front: socket.socket) -> None:
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: numpy's, which know how to be forked
+        pid = os.fork()
+    if pid:
+        with contextlib.suppress(OSError):  # it ended already
+            os.setpgid(pid, pid)  # here and there: whoever comes first
+        front.send(json.dumps({"born": pid}).encode())
+        return
+    try:
+        os.setpgid(0, 0)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        front.detach()
+        for one in mine:
+            os.close(one)
+        out, wire, pulse = handles
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.close(out)
+        os.environ.update(request["environment"])
+        os.environ[WIRE] = f"{wire} {pulse} {parent} {request['front']}"
+        if not _gpu_untouched():
+            for one in (wire, pulse):
+                os.set_inheritable(one, True)
+            os.execv(sys.executable, [sys.executable, "-P", "-m", "drivetrain.cli.worker", request["job"]])
+        sys.argv = ["drivetrain-worker", request["job"]]
+        _reseed()
+        worker.main()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _gpu_untouched() -> bool:
+    """Whether a fork of this process can use a GPU: none can, once the driver was initialised here."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    not_initialised = 3
+    return int(driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p()))) == not_initialised
+
+
+def _reseed() -> None:
+    """Forks of one process would draw the same numbers, for names of files too."""
+    import numpy
+
+    random.seed()
+    numpy.random.seed()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""Runs a job on this machine's worker processes, whatever becomes of them: a lost or hung one is started anew from
+the last good checkpoint, one that ran out of memory with a smaller plan, and how it all ended is one word."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from drivetrain.outcomes import Outcome, Problem
+from drivetrain.plan import Plan
+from drivetrain.runs import Run, record_plan, write_atomic
+from drivetrain.supervise.attempt import RECORDED, Attempt, Ended, Place
+from drivetrain.supervise.nursery import WIRE, Nursery
+from drivetrain.supervise.verdict import FLOOR, Watchman
+from drivetrain.watch.screen import Screen
+from drivetrain.watch.spent import Spent
+
+__all__ = ["WIRE", "Ended", "Place", "Policy", "free_port", "handled", "local_place", "record_shortage", "run_workers"]
+
+LONGEST_PAUSE = 30.0
+NOTE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is done about a process that is lost."""
+
+    restarts: int = 0
+    """Fresh starts without progress, that is, without a new checkpoint in between, after which the run is given up."""
+    hang_after: float = FLOOR
+    """Seconds without a sign of life that are never called a hang."""
+
+    def pause(self, fruitless: int) -> float:
+        """Seconds before the next start: none after progress, then ever longer."""
+        return 0.0 if fruitless <= 1 else min(LONGEST_PAUSE, 2.0 ** (fruitless - 2))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def local_place(procs: int) -> Place:
+    return Place(0, procs, procs, ("127.0.0.1", free_port()))
+
+
+def run_workers(
+    job: dict[str, Any], plan: Plan, place: Place, screen: Screen, gpus: list[str], verbose: bool = False,
+    replan: Callable[[], Plan] | None = None, policy: Policy | None = None,
+) -> Ended:  # fmt: skip
+    """Run a job on this machine's processes until all have ended for good."""
+    supervisor = _Supervisor(job, plan, place, screen, gpus, verbose, replan, policy or Policy())
+    with handled(supervisor.on_signal):
+        try:
+            return supervisor.run()
+        finally:
+            supervisor.close()
+
+
+def record_shortage(run: Run, smaller: dict[str, Any]) -> None:
+    """Note, once, that memory ran out, and the plan with which the run goes on."""
+    with contextlib.suppress(Problem):  # another machine's disk may have the run
+        if any(run.read()["plan"][key] != size for key, size in smaller["sizes"].items()):
+            run.event("oom", **smaller["oom"])
+            record_plan(run, smaller["plan"])
+            run.event("replanned", step=smaller["oom"]["step"], **smaller["sizes"])
+
+
+class _Supervisor:
+    def __init__(
+        self, job: dict[str, Any], plan: Plan, place: Place, screen: Screen, gpus: list[str], verbose: bool,
+        replan: Callable[[], Plan] | None, policy: Policy,
+    ) -> None:  # fmt: skip
+        self.job, self.plan, self.place, self.screen, self.gpus, self.verbose = job, plan, place, screen, gpus, verbose
+        self.replan, self.policy = replan, policy
+        self.run_dir = Run(job["run"])
+        self.attempt: Attempt | None = None
+        self.nursery: Nursery | None = None
+        self.interrupts, self.stopped = 0, False
+        self._fruitless, self._reached = 0, self._step()
+        self._before, self._noted = Spent([], 0), time.monotonic()
+
+    def run(self) -> Ended:
+        while True:
+            ended = self._once()
+            self._look_into_hang()
+            why = self._again(ended)
+            if why is None:
+                return ended
+            self._start_anew(why, str(ended.outcome))
+
+    def _once(self) -> Ended:
+        with self._folder() as folder:
+            file = folder / "job.json"
+            file.write_text(json.dumps(self.job))
+            watchman = Watchman(self.policy.hang_after)
+            self.attempt = Attempt(self.job, file, self.place, self.screen, watchman, self.verbose)
+            self.attempt.each_look = self._note_time
+            self.attempt.run(self._nursery())
+            ended = self.attempt.ended()
+        self._before = self._spent()
+        return replace(ended, interrupted=self.interrupts > 0, stopped=self.stopped, spent=self._before)
+
+    @contextlib.contextmanager
+    def _folder(self) -> Iterator[Path]:
+        """Where workers find their job and write their stacks. That of a front end that was killed is removed by the next."""
+        if self.job["mode"] not in RECORDED:
+            with tempfile.TemporaryDirectory(prefix="drivetrain-") as name:
+                yield Path(name)
+            return
+        here = f".attempt-{socket.gethostname()}-"
+        for old in self.run_dir.path.glob(f"{here}*"):
+            if not _alive(int(old.name.removeprefix(here))):
+                shutil.rmtree(old, ignore_errors=True)
+        folder = self.run_dir.path / f"{here}{os.getpid()}"
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _spent(self) -> Spent:
+        assert self.attempt is not None
+        return self._before + self.attempt.spent()
+
+    def _note_time(self) -> None:
+        """Keep where the time goes with the run, for `status`."""
+        if self.job["mode"] == "train" and time.monotonic() > self._noted + NOTE_SECONDS:
+            self._noted = time.monotonic()
+            with contextlib.suppress(OSError):
+                write_atomic(self.run_dir.time_path, json.dumps(self._spent().to_json()) + "\n")
+
+    def _nursery(self) -> Nursery:
+        # What the user has set wins. Asked whether there is a GPU, torch must not initialise the driver where forks come from.
+        environment = (
+            {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "KINETO_LOG_LEVEL": "5"} | self.plan.env | dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
+        )
+        if self.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
+        if self.nursery is not None and not (self.nursery.alive and self.nursery.environment == environment):
+            self.nursery.close()
+            self.nursery = None
+        if self.nursery is None:
+            self.nursery = Nursery(environment, self.run_dir.log_path(self.place.first_rank))
+        return self.nursery
+
+    def close(self) -> None:
+        if self.nursery is not None:
+            self.nursery.close()
+
+    # --- whether to start anew ---
+
+    def _step(self) -> int:
+        return (self.run_dir.steps() or [0])[-1]
+
+    def _again(self, ended: Ended) -> str | None:
+        """Why another attempt is made, with the plan that is then in force; None where this was the end."""
+        whole = self.place.local_procs == self.place.world_size  # the other machines' processes are not ours to start
+        if ended.outcome is Outcome.OOM and self.job["mode"] in RECORDED:
+            return self._after_shortage(ended, whole)
+        looks = self.job.get("looks") or {}
+        if ended.outcome is Outcome.NAN and looks.get("find_nan") and not (looks.get("armed") or self.stopped) and whole:
+            self.job = self.job | {"looks": looks | {"armed": True}}
+            self.plan = replace(self.plan, capture="off", compile="off", reasons=self.plan.reasons | {"capture": "pinned"})
+            return f"{ended.message.splitlines()[0]} Every module is looked at now; "
+        if not ended.lost or self.stopped or not whole or not self.policy.restarts:
+            return None
+        step = self._step()
+        self._fruitless = 1 if step > self._reached else self._fruitless + 1
+        self._reached = step
+        if self._fruitless > self.policy.restarts:
+            self.screen.notice(f"given up: {self.policy.restarts} fresh starts brought no new checkpoint (--restarts N)")
+            return None
+        self._pause(self.policy.pause(self._fruitless))
+        why = f"{ended.message.partition(' (see ')[0]}; " if ended.outcome is Outcome.INFRA else ""
+        return None if self.stopped else why
+
+    def _after_shortage(self, ended: Ended, whole: bool) -> str | None:
+        """With the plan that `replan` makes, once, or with the smaller one that the worker asks for."""
+        smaller, better = ended.result.get("smaller"), None
+        if self.replan is not None and not self.stopped:
+            try:
+                better, self.replan = self.replan(), None
+            except Problem as problem:
+                ended.message = str(problem)
+                return None
+        if better is not None and better.sentence() != self.plan.sentence():
+            self.run_dir.event("oom", step=self._step())
+            self.run_dir.update(plan=better.to_json())
+            self.run_dir.event("replanned", why="the task is known by now", strategy=better.strategy, micro_batch=better.micro_batch)
+            plan, sentence = better, f"out of memory: {better.sentence()}"
+        elif smaller:
+            record_shortage(self.run_dir, smaller)
+            if self.stopped or not whole:
+                return None
+            plan, sentence = Plan.from_json(self.plan.to_json() | smaller["plan"]), smaller["sentence"]
+        else:
+            return None
+        self.plan = plan
+        return f"{sentence}; "
+
+    def _start_anew(self, why: str, outcome: str) -> None:
+        steps = self.run_dir.steps()
+        label = "plan" if outcome == Outcome.OOM else "restart"
+        self.screen.line(label, f"{why}starting anew from {f'step {steps[-1]:,}' if steps else 'the beginning'}")
+        self.run_dir.event("restarted", step=steps[-1] if steps else 0, why=outcome)
+        if self.job["mode"] == "train":  # the latest, with what its first steps settled
+            self.plan = self.plan if outcome in (Outcome.OOM, Outcome.NAN) else Plan.from_json(self.run_dir.read()["plan"])
+        self.job, self.place = self.job | {"plan": self.plan.to_json()}, local_place(self.place.local_procs)
+
+    def _pause(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not self.stopped and time.monotonic() < deadline:
+            time.sleep(min(0.1, max(0.0, deadline - time.monotonic())))
+
+    def _look_into_hang(self) -> None:
+        """Keep what was seen of a hang with the run."""
+        verdict = self.attempt.verdict if self.attempt else None
+        if verdict is None:
+            return
+        number = sum(event["event"] == "hang" for event in self.run_dir.events()) + 1
+        path = self.run_dir.log_path(0).with_name(f"hang-{number}.txt")
+        with contextlib.suppress(OSError):
+            path.write_text(f"{verdict.message}\n\n{verdict.evidence}")
+        self.run_dir.event("hang", ranks=verdict.ranks, step=verdict.step, line=verdict.line, detail=verdict.message)
+        self.screen.line("hang", f"{verdict.message} (stacks: {path})")
+
+    # --- signals ---
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.stopped = True
+        if number == signal.SIGINT:
+            self.interrupts += 1
+            if self.interrupts > 1:
+                if self.attempt is not None:
+                    self.attempt.kill()
+                return
+            self.screen.notice("stopping after this step and saving (Ctrl-C again ends at once)")
+        if self.attempt is not None:
+            self.attempt.stop()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+@contextlib.contextmanager
+def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Signals that ask for an end go to a handler meanwhile; only a process's main thread can see to that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    old = {n: signal.signal(n, handler) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, before in old.items():
+            signal.signal(number, before)

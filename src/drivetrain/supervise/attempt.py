@@ -1,0 +1,241 @@
+"""One attempt at a job: this machine's workers, from their start until all have ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from drivetrain.outcomes import Outcome, outcome_of_code
+from drivetrain.runs import Run, record_plan
+from drivetrain.supervise.nursery import Child, Nursery
+from drivetrain.supervise.verdict import Rank, Verdict, Watchman
+from drivetrain.watch.pulse import Pulse, open_page
+from drivetrain.watch.screen import Screen, replay
+from drivetrain.watch.spent import Spent
+
+RECORDED = ("train", "verify")  # jobs that keep the plan in run.json true
+GRACE = 5.0  # seconds the others get to say how they ended, once one has failed
+SHORT_GRACE = 1.0  # where one ran out of memory: what the others will say is known
+NO_GRACE = 0.1  # where one was killed: the others can only have lost it
+SEVERITY = [Outcome.USER_ERROR, Outcome.USAGE, Outcome.DATA, Outcome.NAN, Outcome.OOM, Outcome.HANG, Outcome.INFRA, Outcome.PREEMPTED]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this machine's workers stand among all."""
+
+    first_rank: int
+    local_procs: int
+    world_size: int
+    master: tuple[str, int]
+
+    def environment(self, local: int) -> dict[str, str]:
+        """What tells a worker its place: torchrun's own variables."""
+        return {
+            "RANK": str(self.first_rank + local), "LOCAL_RANK": str(local), "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_procs), "MASTER_ADDR": self.master[0], "MASTER_PORT": str(self.master[1]),
+        }  # fmt: skip
+
+
+@dataclass
+class Ended:
+    outcome: Outcome
+    message: str = ""
+    result: dict[str, Any] = field(default_factory=dict)
+    interrupted: bool = False
+    stopped: bool = False
+    """Whether this process was asked to stop, by whatever signal."""
+    spent: Spent | None = None
+    """Where the time went."""
+    lost: bool = False
+    """Whether a process was lost, or hung: nothing that another start would only repeat."""
+
+
+@dataclass
+class _Worker:
+    rank: int
+    child: Child
+    pulse: Pulse
+    log: BinaryIO | None
+    said: dict[str, Any] | None = None
+    half: dict[str, bytes] = field(default_factory=lambda: {"wire": b"", "out": b""})
+
+
+class Attempt:
+    def __init__(self, job: dict[str, Any], file: Path, place: Place, screen: Screen, watchman: Watchman, verbose: bool) -> None:
+        self.file, self.place, self.screen, self.watchman, self.verbose = file, place, screen, watchman, verbose
+        self.run_dir = Run(job["run"])
+        self.records, self.watches = job["mode"] in RECORDED, job["mode"] == "train"
+        self.workers: list[_Worker] = []
+        self.verdict: Verdict | None = None
+        self.each_look: Callable[[], object] = lambda: None
+        self._end_by = math.inf
+        self._selector = selectors.DefaultSelector()
+
+    def run(self, nursery: Nursery) -> None:
+        try:
+            for local in range(self.place.local_procs):
+                self._start(nursery, local)
+            if nursery.handle is not None:
+                self._selector.register(nursery.handle, selectors.EVENT_READ, None)
+            self.screen.busy("loading torch and the task ...")
+            while any(w.child.poll() is None for w in self.workers):
+                self._listen(0.2, nursery)
+                self._watch()
+                self.each_look()
+            self._drain(nursery)
+        finally:
+            self.kill()
+            while any(w.child.poll() is None for w in self.workers):
+                self._listen(0.1, nursery)
+            self._selector.close()
+            for worker in self.workers:
+                if worker.log:
+                    worker.log.close()
+        self.screen.close()
+
+    # --- processes ---
+
+    def _start(self, nursery: Nursery, local: int) -> None:
+        rank = self.place.first_rank + local
+        hear, wire = os.pipe()
+        read, out = os.pipe()
+        page = open_page()
+        pulse = Pulse(page)
+        child = nursery.start(self.file, self.place.environment(local), out, wire, page)
+        for handle in (wire, out, page):
+            os.close(handle)
+        worker = _Worker(rank, child, pulse, _open_log(self.run_dir.log_path(rank)))
+        self.workers.append(worker)
+        for handle, kind in ((hear, "wire"), (read, "out")):
+            os.set_blocking(handle, False)
+            self._selector.register(handle, selectors.EVENT_READ, (worker, kind))
+
+    def _watch(self) -> None:
+        """Once one has failed, the others can only wait in vain: end them after a moment. And see that they live."""
+        codes = [w.child.code for w in self.workers]
+        failed = [code for code in codes if code not in (None, 0, Outcome.PREEMPTED.code)]
+        if failed:
+            killed = any(w.child.code is not None and w.child.code < 0 and w.said is None for w in self.workers)
+            grace = NO_GRACE if killed else SHORT_GRACE if Outcome.OOM.code in failed else GRACE
+            self._end_by = min(self._end_by, time.monotonic() + grace)
+        elif self.watches and self.verdict is None and all(code is None for code in codes):
+            ranks = [Rank(w.rank, w.child.pid, w.pulse.read(), self._answers(w.rank)) for w in self.workers if w.child.pid is not None]
+            self.verdict = self.watchman.look(ranks, alone=self.place.local_procs == self.place.world_size)
+            if self.verdict is not None:
+                self._end_by = 0.0
+        if time.monotonic() > self._end_by:
+            self.kill()
+
+    def _answers(self, rank: int) -> Path:
+        return self.file.parent / f"stacks-{rank}"
+
+    def kill(self) -> None:
+        for worker in self.workers:
+            worker.child.kill()
+
+    def spent(self) -> Spent:
+        """Where this machine's ranks spent their time."""
+        told = [worker.pulse.spent() for worker in self.workers]
+        return Spent([parts for _, parts in told], max((steps for steps, _ in told), default=0))
+
+    def stop(self) -> None:
+        """Ask them to end after their step."""
+        for worker in self.workers:
+            worker.child.signal(signal.SIGTERM)
+
+    # --- what they say ---
+
+    def _listen(self, seconds: float, nursery: Nursery) -> bool:
+        ready = self._selector.select(seconds)
+        for key, _ in ready:
+            if key.data is None:
+                nursery.listen(self._selector.unregister)
+                continue
+            worker, kind = key.data
+            try:
+                data = os.read(int(key.fd), 1 << 16)
+            except BlockingIOError:
+                continue
+            if not data:
+                self._drop(int(key.fd))
+            *lines, worker.half[kind] = (worker.half[kind] + data).split(b"\n")
+            if not data and worker.half[kind]:
+                lines.append(worker.half[kind])
+                worker.half[kind] = b""
+            for line in lines:
+                self._hear(worker, kind, line)
+        return bool(ready)
+
+    def _drain(self, nursery: Nursery) -> None:
+        """Hear what is left in the pipes; a loader's worker that outlives its rank may hold them open."""
+        self.kill()
+        for _ in range(100):
+            if not self._listen(0.0, nursery):
+                break
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                self._drop(int(key.fd))
+
+    def _drop(self, handle: int) -> None:
+        self._selector.unregister(handle)
+        os.close(handle)
+
+    def _hear(self, worker: _Worker, kind: str, line: bytes) -> None:
+        if kind == "out":
+            if worker.log:
+                with contextlib.suppress(OSError):
+                    worker.log.write(line + b"\n")
+            text = line.decode(errors="replace")
+            if worker.rank == self.place.first_rank:
+                self.screen.passed_on(text)
+            elif self.verbose:
+                self.screen.passed_on(f"[rank {worker.rank}] {text}")
+            return
+        what, value = json.loads(line)
+        if what == "result":
+            worker.said = value
+        elif worker.rank == 0:
+            if what == "planned" and self.records:
+                record_plan(self.run_dir, value)
+            replay(self.screen, what, value)
+
+    # --- the end ---
+
+    def ended(self) -> Ended:
+        """One outcome of all: a cause before its consequences in the other ranks."""
+        if self.verdict is not None:
+            return Ended(Outcome.HANG, self.verdict.message, lost=True)
+        ends = []
+        for worker in self.workers:
+            code = worker.child.code
+            assert code is not None
+            said = worker.said or {}
+            outcome = Outcome(said["outcome"]) if said else outcome_of_code(code)
+            message = said.get("message", "")
+            if not said and outcome is not Outcome.OK:
+                log = self.run_dir.log_path(worker.rank)
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+                message = f"worker {worker.rank} {how} (see {log})"
+            ends.append((outcome, worker.rank, message, said))
+        ranking = {o: i for i, o in enumerate([*SEVERITY, Outcome.OK])}
+        # Of those that were lost, the one that did not say so is the cause.
+        outcome, _, message, said = min(ends, key=lambda e: (ranking[e[0]], bool(e[3]) and e[0] is Outcome.INFRA, e[1]))
+        return Ended(outcome, message, said, lost=outcome is Outcome.INFRA and not said.get("final"))
+
+
+def _open_log(path: Path) -> BinaryIO | None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "ab", buffering=0)
+    except OSError:
+        return None  # a full disk must not stop the training

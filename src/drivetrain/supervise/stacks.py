@@ -1,0 +1,126 @@
+"""Where a process is: its Python stack, asked for by a signal that even a stuck interpreter answers."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from drivetrain.source import is_users
+
+ASK = signal.SIGUSR2 if hasattr(signal, "SIGUSR2") else None
+ANSWER_SECONDS = 1.5
+FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+WAITS = (
+    "/torch/distributed/",
+    "/drivetrain/engine/collectives.py",
+    "/torch/cuda/streams.py",
+)  # for other ranks; for the device, which may wait for others'
+LOADS = ("/torch/utils/data/", "/multiprocessing/")
+
+
+@dataclass(frozen=True)
+class Frame:
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.line} in {self.function}"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Of a process's main thread, the innermost frame first."""
+
+    frames: list[Frame]
+    text: str
+    """All threads, as they were written."""
+    stopped: bool = False
+    """Whether the process was stopped (state T)."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other ranks, or for the device."""
+        return not self.stopped and any(sign in frame.file for frame in self.frames[:2] for sign in WAITS)
+
+    @property
+    def loads(self) -> bool:
+        """Whether it waits for a process that loads data."""
+        return any(sign in frame.file for frame in self.frames[:4] for sign in LOADS)
+
+    @property
+    def operation(self) -> str:
+        """What it waits in."""
+        return next((f.function for f in self.frames[:2] if any(sign in f.file for sign in WAITS)), "")
+
+    @property
+    def users(self) -> Frame | None:
+        """The innermost line of the user's own."""
+        return next((frame for frame in self.frames if is_users(frame.file)), None)
+
+    @property
+    def line(self) -> Frame | None:
+        """The line to look at: the user's where there is one, else the first that is not torch's."""
+        ours = (f for f in self.frames if "/torch/" not in f.file and not f.file.startswith("<"))
+        return self.users or next(ours, None) or next(iter(self.frames), None)
+
+
+def answer_to(file: TextIO) -> None:
+    """From now on this process, and those it forks, write their stacks to a file when they are asked to."""
+    if ASK is not None:
+        faulthandler.register(ASK, file=file, all_threads=True, chain=False)
+
+
+def state_of(pid: int) -> str:
+    """The kernel's letter for what a process does: R, S, D, T, Z; empty where it cannot be known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def children_of(pid: int) -> list[int]:
+    """Its children and theirs."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                found += [child, *children_of(child)]
+    return found
+
+
+def ask(pid: int, file: Path) -> Stack:
+    """The stack of a process that writes it to a file; without frames where it does not answer."""
+    stopped = state_of(pid) == "T"
+    before = file.stat().st_size if file.exists() else 0
+    try:
+        assert ASK is not None
+        os.kill(pid, ASK)
+        if stopped:
+            os.kill(pid, signal.SIGCONT)
+    except (ProcessLookupError, PermissionError, AssertionError):
+        return Stack([], "it is gone", stopped)
+    deadline, text = time.monotonic() + ANSWER_SECONDS, ""
+    while time.monotonic() < deadline:
+        time.sleep(0.02)
+        with contextlib.suppress(OSError), open(file) as answers:
+            answers.seek(before)
+            now = answers.read()
+            if now and now == text:  # no more comes
+                break
+            text = now
+    return read(text, stopped)
+
+
+def read(text: str, stopped: bool = False) -> Stack:
+    last = max(text.rfind("Thread 0x"), text.rfind("thread 0x"))  # the main thread, the oldest, is written last
+    main = text[last:] if last >= 0 else ""
+    matches = (FRAME.match(line) for line in main.splitlines())
+    return Stack([Frame(m["file"], int(m["line"]), m["function"]) for m in matches if m], text.strip() or "no answer", stopped)

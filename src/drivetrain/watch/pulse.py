@@ -1,0 +1,111 @@
+"""Each worker's pulse: in a page of memory that it shares with the front end, at which step and in what it is, and
+since when. To write it takes a microsecond and wakes nobody."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tempfile
+import time
+from typing import NamedTuple
+
+from drivetrain.engine.observe import Observer
+
+RECORD = struct.Struct("<qqdd")  # step, place, since, longest
+# The moments of the training's own thread: what it does from each one on, and as which part of the time that counts.
+PLACES = {
+    "begin": ("starting", "start"),
+    "restore": ("restoring a checkpoint", "start"),
+    "start": ("starting", "start"),
+    "step": ("beginning a step", "loop"),
+    "take": ("beginning a step", "loop"),
+    "fetch": ("waiting for data", "data"),
+    "fetched": ("forward pass", "compute"),
+    "backward": ("backward pass", "compute"),
+    "reduce": ("summing gradients over ranks", "communication"),
+    "update": ("the optimizer's update", "optimizer"),
+    "taken": ("after a step", "loop"),
+    "compile": ("compiling", "start"),
+    "collect": ("collecting", "collecting"),
+    "evaluate": ("beginning an evaluation", "evaluation"),
+    "metrics": ("evaluation", "evaluation"),
+    "saving": ("saving", "saving"),
+    "finish": ("writing the final weights", "start"),
+}
+NUMBER = {name: number for number, name in enumerate(PLACES)}
+PARTS = tuple(dict.fromkeys(part for _, part in PLACES.values()))
+OF_PLACE = [PARTS.index(part) for _, part in PLACES.values()]
+SPENT = struct.Struct(f"<q{len(PARTS)}d")  # steps, and the seconds they took by part
+
+
+class Beat(NamedTuple):
+    step: int
+    """The last that was begun, by the number it is logged with."""
+    place: int
+    since: float
+    """On the machine's monotonic clock."""
+    longest: float
+    """That it ever took from this place to the next; 0 where that is not known yet."""
+
+    def __str__(self) -> str:
+        return list(PLACES.values())[self.place][0]
+
+
+def open_page() -> int:
+    """A handle to a page for one worker's pulse."""
+    if hasattr(os, "memfd_create"):
+        handle = os.memfd_create("pulse")
+    else:
+        with tempfile.TemporaryFile() as file:
+            handle = os.dup(file.fileno())
+    os.ftruncate(handle, mmap.PAGESIZE)
+    return handle
+
+
+class Pulse:
+    """The front end's side."""
+
+    def __init__(self, handle: int) -> None:
+        self._page = mmap.mmap(handle, mmap.PAGESIZE)
+        RECORD.pack_into(self._page, 0, 0, 0, time.monotonic(), 0.0)
+
+    def read(self) -> Beat:
+        return Beat(*RECORD.unpack_from(self._page))
+
+    def spent(self) -> tuple[int, dict[str, float]]:
+        """Steps, and seconds by part of the time, up to the step under way; without the first, which sets things up."""
+        steps, *seconds = SPENT.unpack_from(self._page, RECORD.size)
+        return steps, dict(zip(PARTS, seconds, strict=True))
+
+
+class Heart(Observer):
+    """The worker's side: beats at every moment of the training's own thread."""
+
+    def __init__(self, handle: int) -> None:
+        self._page = mmap.mmap(handle, mmap.PAGESIZE)
+        self._step, self._steps_here = 0, 0
+        self._place, self._since = 0, time.monotonic()
+        self._longest = [0.0] * len(PLACES)
+        self._spent = [0.0] * len(PARTS)
+
+    def resumed(self, step: int) -> None:
+        self._step = step
+
+    def moment(self, name: str) -> None:
+        place = NUMBER.get(name)
+        if place is None:
+            return  # another thread's
+        now = time.monotonic()
+        took = now - self._since
+        if self._steps_here != 1:  # the first step sets things up: no measure of the others
+            if took > self._longest[self._place]:
+                self._longest[self._place] = took
+            self._spent[OF_PLACE[self._place]] += took
+        if name == "step":
+            self._step += 1
+            self._steps_here += 1
+        if name in ("step", "finish"):
+            SPENT.pack_into(self._page, RECORD.size, max(0, self._steps_here - 1), *self._spent)
+        self._place, self._since = place, now
+        RECORD.pack_into(self._page, 0, self._step, place, now, self._longest[place])

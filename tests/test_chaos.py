@@ -1,0 +1,46 @@
+"""`drivetrain chaos`: many faults on a small task, and nothing comes out otherwise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from drivetrain.cli.chaos import USUAL, draw
+from drivetrain.outcomes import Problem
+from tests.command import bad, drivetrain, good, write_task
+
+
+def test_faults_are_drawn_from_a_seed() -> None:
+    faults = draw(1, 30, 100, 4, USUAL)
+    assert faults == draw(1, 30, 100, 4, USUAL) != draw(2, 30, 100, 4, USUAL)
+    assert {fault.partition("@")[0] for fault in faults} == set(USUAL)
+    assert len({fault.split(":")[1] for fault in faults}) == 30
+    with pytest.raises(Problem, match="raise --steps"):
+        draw(0, 30, 20, 1, USUAL)
+
+
+@pytest.mark.timeout(300)
+def test_one_fault_of_each_kind(folder: Path) -> None:
+    write_task()
+    output = good("chaos", "small.py", "--procs", "2", "--faults", str(len(USUAL)), "--steps", "60", "--keep", "kept", seconds=280)
+    report = json.loads(Path("kept/report.json").read_text())
+    assert report["struck"] == report["faults"] == len(USUAL), output
+    assert report["weights_equal"] and report["rows_equal"] and not report["samples_lost"] + report["samples_repeated"]
+    assert "passed" in output and "none lost, none repeated" in output
+
+
+def test_a_task_that_does_not_repeat_fails(folder: Path) -> None:
+    """The comparison can fail: a model that draws anew at each start comes out otherwise."""
+    write_task(
+        change=("return nn.Sequential(", "import os; torch.manual_seed(int.from_bytes(os.urandom(4)))\n        return nn.Sequential(")
+    )
+    done = drivetrain("chaos", "small.py", "--schedule", "slow@step:3", "--steps", "12")
+    assert done.returncode == 1 and "NOT SO: differ" in done.stdout, done.stdout + done.stderr
+
+
+def test_mistakes_are_told(folder: Path) -> None:
+    write_task()
+    assert "--kinds flood: there are" in bad("chaos", "small.py", "--kinds", "flood")
+    assert "write kill@MOMENT:COUNT" in bad("chaos", "small.py", "--schedule", "flood@step:3", "--steps", "12", lines=4)

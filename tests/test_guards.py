@@ -1,0 +1,192 @@
+"""What a run says about itself: where its time goes, where a NaN comes from, who is out of step, what is missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain.engine import checkpoint
+from drivetrain.engine.checkpoint import Writer
+from drivetrain.engine.rows import SPIKE_QUIET, Spikes
+from drivetrain.plan import Plan
+from drivetrain.runs import Run
+from drivetrain.watch.pulse import PARTS
+from drivetrain.watch.spent import Spent
+from tests.command import bad, drivetrain, good, write_task
+
+HEALTHY = {"compute": 8.0, "data": 0.5, "optimizer": 0.5, "loop": 0.2, "communication": 0.3, "evaluation": 0.5}
+
+
+def spent(*ranks: dict[str, float], steps: int = 100) -> Spent:
+    return Spent([dict.fromkeys(PARTS, 0.0) | rank for rank in ranks], steps)
+
+
+# --- where the time goes ---
+
+
+@pytest.mark.parametrize(
+    ("change", "plan", "word"),
+    [
+        ({}, {}, ""),
+        ({"data": 9.0}, {"data": "loader", "workers": 2}, "data loading is 49 % of the time: raise plan.workers from 2 to 8"),
+        ({"communication": 9.0}, {}, "summing gradients over processes is 48 %"),
+        ({"saving": 4.0}, {}, "raise save_every"),
+        ({"evaluation": 15.0}, {}, "raise eval_every"),
+    ],
+)
+def test_bottlenecks_are_named(change: dict[str, float], plan: dict[str, Any], word: str) -> None:
+    said = spent(HEALTHY | change).bottleneck(Plan(**plan), threads=8)
+    assert (said == "") if not word else word in said, said
+
+
+def test_a_slow_rank_is_named() -> None:
+    slow = HEALTHY | {"compute": 16.0, "communication": 0.1}
+    fast = HEALTHY | {"compute": 8.0, "communication": 8.1}
+    assert "rank 1 is slow: its computing takes 1.9 times as long" in spent(fast, slow, fast).bottleneck(Plan(), 8)
+    assert "rank" not in spent(HEALTHY, HEALTHY).bottleneck(Plan(), 8)
+
+
+def test_a_tiny_batch_is_named() -> None:
+    said = spent(HEALTHY, steps=20_000).bottleneck(Plan(global_batch=4), 8)
+    assert "only 4 samples" in said and "raise global_batch" in said
+    assert not spent(HEALTHY, steps=20_000).bottleneck(Plan(global_batch=256), 8)
+    assert not spent({"data": 0.5}).bottleneck(Plan(), 8), "too short to tell"
+
+
+LOADER = """
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self):
+        self.data = datasets.digits("train")
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, i):
+        import time; time.sleep(0.002)
+        return self.data[i]
+"""
+
+
+def test_planted_bottlenecks_are_named(folder: Path) -> None:
+    file = write_task(change=('return datasets.digits("train")', "return Rows()"))
+    file.write_text(file.read_text() + LOADER)
+    output = good("train", "small.py", "epochs=3", "plan.workers=1", "--name", "loading")
+    assert "data loading is" in output and "raise plan.workers from 1" in output, output
+    assert "data loading is" in good("status", "loading")
+
+    write_task("late.py", ("return F.cross", "import os, time; time.sleep(0.05 * int(os.environ['RANK']))\n        return F.cross"))
+    output = good("train", "late.py", "epochs=6", "--procs", "2", "--name", "late")
+    assert "rank 1 is slow: its computing takes" in output, output
+
+    write_task("saving.py")
+    slow = ",".join(f"slow@save:{step}" for step in range(5, 60, 5))
+    output = good("train", "saving.py", "epochs=4", "save_every=5", "--name", "saving", DRIVETRAIN_FAULTS=slow)
+    assert "saving is" in output and "raise save_every" in output, output
+
+
+def test_a_healthy_run_names_none(folder: Path) -> None:
+    write_task(change=("return F.cross", "import time; time.sleep(0.02)\n        return F.cross"))  # its model's work
+    output = good("train", "small.py", "epochs=10", "save_every=50", "--name", "healthy")
+    assert "\ntime " not in output, output
+    told = json.loads(good("status", "healthy", "--json"))["time"]
+    assert told["shares"]["compute"] > 0.8 and told["bottleneck"] == ""
+
+
+# --- not a number ---
+
+ROOT = (
+    "return nn.Sequential(nn.Flatten(), nn.Linear(64, self.hidden), nn.ReLU()",
+    "return nn.Sequential(nn.Flatten(), nn.Linear(64, self.hidden), Root(), nn.ReLU()",
+)
+MODULE = "\n\nclass Root(nn.Module):\n    def forward(self, x):\n        return {}\n"
+FAR = "x, y = batch\n        model.steps = getattr(model, 'steps', 0) + model.training\n        far = model.steps > 12\n        "
+
+
+@pytest.mark.parametrize(
+    ("change", "module", "word"),
+    [
+        (ROOT, "x.sub(x.max()).sqrt()", "the output of 2 (Root); its inputs and weights are numbers"),
+        (ROOT, "x.abs().sub(x.abs().min()).sqrt()", "the gradient of 1."),
+        (("return F.cross_entropy(model(x), y)", "return (F.cross_entropy(model(x), y) - 99).log()"), "", "it is loss() itself"),
+        (("return x + 0.1", "return float('nan') * x + 0.1"), "", "the batch itself"),
+    ],
+    ids=["module", "gradient", "loss", "batch"],
+)
+def test_the_source_of_a_nan_is_found(change: tuple[str, str], module: str, word: str, folder: Path) -> None:
+    file = write_task(change=change)
+    file.write_text(file.read_text() + (MODULE.format(module) if module else ""))
+    message = bad("train", "small.py", "--find-nan", "--name", "nan", code=70)
+    assert word in message, message
+    assert [e["why"] for e in Run("runs/nan").events() if e["event"] == "restarted"] == ["nan"]
+
+
+def test_a_nan_says_how_to_find_its_source(folder: Path) -> None:
+    write_task(change=("return x + 0.1", "return float('nan') * x + 0.1"))
+    assert "drivetrain resume nan --find-nan" in bad("train", "small.py", "--name", "nan", code=70)
+
+
+def test_spikes_are_noticed_once() -> None:
+    spikes = Spikes()
+    said = [spikes.look({"step": i, "train/loss": 1.0 + 0.1 * (i % 3)}) for i in range(1, 100)]
+    assert not any(said)
+    assert "jumped to 9 at step 100" in spikes.look({"step": 100, "train/loss": 9.0, "grad_norm": 40.0})
+    assert not spikes.look({"step": 101, "train/loss": 9.0}), "said once"
+    assert spikes.look({"step": 101 + SPIKE_QUIET, "train/loss": 9.0})
+    assert not any(Spikes().look({"step": i, "train/loss": 2.0 ** (10 - i)}) for i in range(60)), "a loss that falls"
+
+
+# --- collectives ---
+
+ODD = (
+    "return F.cross",
+    "import os, torch.distributed as dist\n"
+    "        dist.broadcast(torch.zeros(3), 0) if os.environ['RANK'] == '1' and model.training else None\n        return F.cross",
+)
+
+
+def test_a_rank_out_of_step_is_named(folder: Path) -> None:
+    write_task(change=ODD)
+    message = bad("train", "small.py", "--procs", "2", "--check-collectives", code=1)
+    assert "rank 1 is out of step: it is in broadcast(float32[3]) at small.py:" in message and "the others in all_" in message
+
+
+def test_checked_collectives_change_nothing(folder: Path) -> None:
+    write_task()
+    good("train", "small.py", "--procs", "2", "--name", "plain")
+    good("train", "small.py", "--procs", "2", "--name", "checked", "--check-collectives")
+    assert Path("runs/plain/model/model.safetensors").read_bytes() == Path("runs/checked/model/model.safetensors").read_bytes()
+
+
+# --- profile, disk ---
+
+
+def test_a_profile(folder: Path) -> None:
+    write_task()
+    output = good("train", "small.py", "--profile", "5", "--name", "seen")
+    assert "profile of 5 steps:" in output and "most of it aten::" in output
+    assert json.loads(Path("runs/seen/logs/profile.json").read_text())["traceEvents"]
+    assert "aten::addmm" in Path("runs/seen/logs/profile.txt").read_text()
+
+
+def test_what_a_save_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, said = Run(tmp_path / "run"), list[str]()
+    writer = Writer(run, 2, lambda name: None, said.append)
+    writer.save(1, {"model/x": torch.zeros(100)}, {}, None)
+    writer.wait()
+    free = checkpoint.shutil.disk_usage(tmp_path)._replace(free=1_000_000)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: free)
+    writer.save(2, {"model/x": torch.zeros(1_000_000)}, {}, None)
+    writer.wait()
+    assert "the disk is full: 3.0 MB are missing (1.0 MB free); training goes on" in said[0]
+    assert run.steps() == [1] and not list(run.checkpoints.glob(".*"))
+
+
+def test_flags_are_explained() -> None:
+    text = drivetrain("train", "--help").stdout
+    for flag in ("--restarts", "--hang-after", "--time-limit", "--find-nan", "--profile", "--check-collectives"):
+        assert flag in text

@@ -1,0 +1,147 @@
+"""A process that dies or hangs is started anew, and the run comes out as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from drivetrain.engine.observe import Observers
+from drivetrain.runs import Run
+from drivetrain.supervise import Policy
+from drivetrain.supervise.stacks import read
+from drivetrain.supervise.verdict import UNKNOWN, Watchman
+from drivetrain.watch.pulse import NUMBER, Beat, Heart, Pulse, open_page
+from tests.command import COMMAND, drivetrain, environment, good, write_task
+from tests.hangs import THIRTY, check
+from tests.killing import left_over
+from tests.samples import rows, weights
+
+TORCH = Path(torch.__file__).parent
+WORDS = ["train", "small.py", "epochs=4", "save_every=9", "clip=1", "--procs", "2", "--hang-after", "2s"]
+
+
+def events(name: str, kind: str) -> list[dict[str, Any]]:
+    return [event for event in Run(f"runs/{name}").events() if event["event"] == kind]
+
+
+def test_dead_and_hung_processes_change_nothing(folder: Path) -> None:
+    write_task()
+    good(*WORDS, "--name", "whole")
+    faults = "die@step:12:rank=1,hang@step:20:rank=0,torn@step:30:rank=0,stop@step:40:rank=1,die@update:48:rank=0,slow@step:50:rank=1"
+    output = good(*WORDS, "--name", "broken", DRIVETRAIN_FAULTS=faults)
+    assert rows("runs/broken") == rows("runs/whole") and weights("runs/broken") == weights("runs/whole")
+    assert [event["why"] for event in events("broken", "restarted")] == ["infra", "hang", "infra", "hang", "infra"]
+    assert [event["ranks"] for event in events("broken", "hang")] == [[0], [1]]
+    assert "restart worker 1 was killed by SIGKILL; starting anew from step 9" in output
+    assert "rank 1 waits in all_reduce" in output and "rank 1 is stopped (state T)" in output
+    assert "is damaged and not used" in output, "the torn checkpoint"
+    assert not left_over("broken")
+    assert not list(Path("runs/broken/checkpoints").glob(".*"))
+
+
+def test_what_never_gets_further_is_given_up(folder: Path) -> None:
+    dies = ("return F.cross", "import os; os.kill(os.getpid(), 9) if model.training and y[0] >= 0 else None\n        return F.cross")
+    write_task(change=dies)
+    done = drivetrain("train", "small.py", "--name", "hopeless", "--restarts", "2")
+    assert done.returncode == 201, done.stderr
+    assert len(events("hopeless", "restarted")) == 2
+    assert "2 fresh starts brought no new checkpoint" in done.stdout and "drivetrain resume hopeless" in done.stderr
+
+
+def test_nothing_is_left_of_a_front_end_that_is_killed(folder: Path) -> None:
+    write_task(change=("return F.cross", "import time; time.sleep(0.05)\n        return F.cross"))
+    front = subprocess.Popen([*COMMAND, *WORDS, "--name", "killed", "-q"], env=environment())
+    while not Path("runs/killed/metrics.jsonl").exists():
+        time.sleep(0.1)
+    family = psutil.Process(front.pid).children(recursive=True)
+    assert len(family) >= 3, "where workers come from, and two of them"
+    os.kill(front.pid, signal.SIGKILL)
+    front.wait()
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert not alive
+
+
+def test_a_time_limit_leaves_a_run_that_can_go_on(folder: Path) -> None:
+    write_task(change=("return F.cross", "import time; time.sleep(0.02)\n        return F.cross"))
+    begun = time.monotonic()
+    done = drivetrain("train", "small.py", "epochs=1000", "plan.compile=off", "--time-limit", "12s", "--name", "limited")
+    assert done.returncode == 200 and time.monotonic() - begun < 14, done.stderr
+    saved = Run("runs/limited").steps()
+    assert saved and f"after step {saved[-1]:,}, saved" in done.stdout
+    assert "write a time" in drivetrain("train", "small.py", "--time-limit", "12").stderr
+
+
+@pytest.mark.parametrize("case", [0, 11, 22])
+def test_a_hang_is_found_and_named(case: int, folder: Path) -> None:
+    """Ten more, drawn from the thirty, are in tests/system/test_hangs.py."""
+    check(*THIRTY[case])
+
+
+def test_the_pulse_costs_next_to_nothing() -> None:
+    page = open_page()
+    pulse, heart = Pulse(page), Heart(page)
+    assert Heart.moment is not None and Observers([heart]).watches
+    begun = time.perf_counter()
+    for _ in range(10_000):
+        for name in ("step", "take", "backward", "update"):
+            heart.moment(name)
+    cost = (time.perf_counter() - begun) / 10_000
+    assert cost < 50e-6, f"{1e6 * cost:.1f} us a step"
+    assert pulse.read().step == 10_000 and pulse.read().place == NUMBER["update"]
+
+
+def test_limits_are_learnt() -> None:
+    watchman = Watchman(floor=30)
+    assert watchman.limit(Beat(1, NUMBER["take"], 0.0, 0.0)) == UNKNOWN, "what was not seen yet"
+    assert watchman.limit(Beat(5, NUMBER["take"], 0.0, 0.1)) == 30
+    assert watchman.limit(Beat(5, NUMBER["take"], 0.0, 9.0)) == 90
+
+
+def test_the_first_step_is_no_measure() -> None:
+    page = open_page()
+    pulse, heart = Pulse(page), Heart(page)
+    for name in ("start", "step", "take"):
+        heart.moment(name)
+    time.sleep(0.05)  # compiles
+    for name in ("backward", "update", "step", "take"):
+        heart.moment(name)
+    assert pulse.read().longest == 0.0
+    for name in ("backward", "update", "step", "take"):
+        heart.moment(name)
+    assert 0 < pulse.read().longest < 0.04
+
+
+def test_pauses_grow() -> None:
+    assert [Policy(9).pause(n) for n in range(1, 9)] == [0, 1, 2, 4, 8, 16, 30, 30]
+
+
+def test_stacks_are_read() -> None:
+    text = (
+        'Thread 0x1 (most recent call first):\n  File "/usr/lib/python3.11/threading.py", line 324 in wait\n\n'
+        f'Current thread 0x2 (most recent call first):\n  File "{TORCH}/distributed/distributed_c10d.py", line 9 in all_reduce\n'
+        '  File "/home/me/task.py", line 12 in loss\n'
+    )
+    stack = read(text)
+    assert stack.waits and stack.operation == "all_reduce" and str(stack.users) == "task.py:12 in loss"
+    assert not read("").frames and read("").text == "no answer"
+
+
+def test_signals_reach_a_worker_that_is_not_there_yet(folder: Path) -> None:
+    """A front end that is asked to stop while torch is still being imported stops its workers all the same."""
+    write_task()
+    front = subprocess.Popen([*COMMAND, *WORDS, "--name", "early"], env=environment(), stdout=subprocess.PIPE, text=True)
+    while not Path("runs/early/logs/rank-0.log").exists():
+        time.sleep(0.01)
+    front.terminate()
+    front.communicate(timeout=60)
+    assert front.returncode != 0
+    assert json.loads(Path("runs/early/run.json").read_text())["status"] != "finished"
