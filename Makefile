@@ -2,6 +2,7 @@
 # make test         everything that needs neither a GPU nor system packages (pip only, no root)
 # make test-system  the tests with real system parts (installs packages: root)
 # make test-gpu     the tests that need a CUDA GPU
+# make chaos        200 faults on 1 to 4 processes, and a report in benchmarks/results
 # make lint         ruff and mypy
 # make bench        what is measured, on this machine
 # make page         build web/ into src/drivetrain/page (needs Node 20 or later)
@@ -10,7 +11,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup train test test-system test-gpu lint bench page clean
+.PHONY: setup train test test-system test-gpu lint bench chaos page clean
 
 setup: .venv/.ready
 
@@ -40,7 +41,8 @@ test: lint
 
 test-system: .venv/.ready-dev
 	tests/system/install
-	$(BIN)/python -m pytest -m system --durations=10
+	$(BIN)/python -m pytest -m 'system and not alone' --numprocesses=2 --dist=loadfile --durations=10
+	$(BIN)/python -m pytest -m 'system and alone' --durations=10
 
 test-gpu: .venv/.ready-dev
 	$(BIN)/python -m pytest -m gpu tests/gpu
@@ -48,6 +50,9 @@ test-gpu: .venv/.ready-dev
 bench: .venv/.ready-dev
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/vision.py
+
+chaos: .venv/.ready-dev
+	$(BIN)/python benchmarks/chaos.py --json benchmarks/results/chaos-cpu.json
 
 page:
 	cd web && npm ci && npm run build

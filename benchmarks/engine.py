@@ -1,7 +1,7 @@
 """What the engine costs over a loop written by hand, on this CPU: `python benchmarks/engine.py`.
 
 Both train the same net on the same tensors with the same fused AdamW and cosine schedule; the engine also
-shuffles by key, seeds dropout, guards against NaN, computes the gradient norm, and logs. The two take turns every
+shuffles by key, seeds dropout, guards against NaN, computes the gradient norm, logs, and keeps its pulse and its times. The two take turns every
 few steps, so that a neighbour's load meets both; what the engine takes more is the median over pairs of turns.
 """
 
@@ -30,6 +30,7 @@ from drivetrain.runs import Run
 from drivetrain.task import Task, Tensors
 from drivetrain.tasks.vision.nets import SmallCNN, mlp
 from drivetrain.watch.files import MetricsFile, TensorBoard
+from drivetrain.watch.pulse import Heart, open_page
 
 
 class Bench(Task):
@@ -108,9 +109,10 @@ def compare(net: str, steps: int, block: int) -> dict[str, list[float]]:
         run, task = Run(folder), Bench(net=net, steps=steps)
         plan = choose(task.settings(), detect(), device="cpu", world_size=1, local_procs=1)
         turns = Turns(ByHand(net, steps), block)
-        observer = Observers([MetricsFile(run), TensorBoard(Path(folder) / "tensorboard"), turns])
+        heart = Heart(open_page())
+        observer = Observers([MetricsFile(run), TensorBoard(Path(folder) / "tensorboard"), heart, turns])
         training = Training(task, plan, run, Group(0, 1, torch.device("cpu")), observer, False)
-        training.step.moment = None  # turns are taken between steps; within one nobody waits for moments
+        training.step.moment = heart.moment  # turns are taken between steps
         training.run_to_end()
         observer.close()
         return {name: times[3:] for name, times in turns.times.items()}

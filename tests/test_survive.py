@@ -74,7 +74,7 @@ def test_a_time_limit_leaves_a_run_that_can_go_on(folder: Path) -> None:
     write_task(change=("return F.cross", "import time; time.sleep(0.02)\n        return F.cross"))
     begun = time.monotonic()
     done = drivetrain("train", "small.py", "epochs=1000", "plan.compile=off", "--time-limit", "12s", "--name", "limited")
-    assert done.returncode == 200 and time.monotonic() - begun < 14, done.stderr
+    assert done.returncode == 200 and time.monotonic() - begun < 30, done.stderr
     saved = Run("runs/limited").steps()
     assert saved and f"after step {saved[-1]:,}, saved" in done.stdout
     assert "write a time" in drivetrain("train", "small.py", "--time-limit", "12").stderr

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.command import good
 
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.alone
 def test_a_model_of_1700_million_parameters_is_planned_within_20_s(tmp_path: Path) -> None:
     begun = time.monotonic()
     text = good("plan", f"{ROOT}/benchmarks/plan_models.py:Smol1700", "--hardware", "4xL4-24GB", XDG_CACHE_HOME=str(tmp_path))

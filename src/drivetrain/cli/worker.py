@@ -225,7 +225,7 @@ def _as_users_see(text: str, job: dict[str, Any]) -> str:
 def main() -> None:
     from drivetrain.chaos import FRONT
     from drivetrain.supervise.nursery import WIRE
-    from drivetrain.supervise.stacks import answer_to
+    from drivetrain.supervise.stacks import answer_about_collectives, answer_to
 
     handle, page, parent, front = map(int, os.environ.pop(WIRE).split())
     die_with_parent(parent)
@@ -244,6 +244,8 @@ def main() -> None:
     from drivetrain.watch.screen import Wire
 
     wire, heart = Wire(handle), Heart(page)
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        answer_about_collectives(file.parent, int(os.environ["RANK"]))
     try:
         group = join(job["plan"]["device"], job["plan"]["backend"])
     except Problem as problem:

@@ -146,7 +146,10 @@ class _Supervisor:
     def _nursery(self) -> Nursery:
         # What the user has set wins. Asked whether there is a GPU, torch must not initialise the driver where forks come from.
         environment = (
-            {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "KINETO_LOG_LEVEL": "5"} | self.plan.env | dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
+            {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "KINETO_LOG_LEVEL": "5", "TORCH_FR_BUFFER_SIZE": "200"}
+            | self.plan.env
+            | dict(os.environ)
+            | {"PYTHONUNBUFFERED": "1"}
         )
         if self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import os
 import re
 import signal
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +78,49 @@ def answer_to(file: TextIO) -> None:
     """From now on this process, and those it forks, write their stacks to a file when they are asked to."""
     if ASK is not None:
         faulthandler.register(ASK, file=file, all_threads=True, chain=False)
+
+
+def answer_about_collectives(folder: Path, rank: int) -> None:
+    """From now on a thread writes torch's record of the last collectives to a file when it is asked to."""
+    pipe = _pipe(folder, rank)
+    os.mkfifo(pipe)
+
+    def answer() -> None:
+        from torch._C import _distributed_c10d
+
+        dump = getattr(_distributed_c10d, "_dump_fr_trace_json", lambda: "{}")  # torch 2.11 may lack it
+
+        while True:
+            with open(pipe) as asked:  # waits for somebody to ask
+                asked.read()
+            record = json.loads(dump())
+            _record(folder, rank).write_text(json.dumps(record.get("entries", [])))
+
+    threading.Thread(target=answer, name="collectives", daemon=True).start()
+
+
+def _pipe(folder: Path, rank: int) -> Path:
+    return folder / f"asked-{rank}"
+
+
+def _record(folder: Path, rank: int) -> Path:
+    return folder / f"collectives-{rank}.json"
+
+
+def ask_about_collectives(folder: Path, rank: int) -> str:
+    """The last collectives of a rank, a line each; empty where it cannot say."""
+    _record(folder, rank).unlink(missing_ok=True)
+    try:
+        os.close(os.open(_pipe(folder, rank), os.O_WRONLY | os.O_NONBLOCK))
+    except OSError:
+        return ""  # it has none to tell of, or its thread is not waiting
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(0.02)
+        with contextlib.suppress(OSError, ValueError):
+            entries = json.loads(_record(folder, rank).read_text())
+            return "\n".join(f"  {e['collective_seq_id']:>6} {e['profiling_name']} {e['input_sizes']} {e['state']}" for e in entries[-5:])
+    return ""
 
 
 def state_of(pid: int) -> str:

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from drivetrain.supervise.stacks import Stack, ask, children_of, state_of
+from drivetrain.supervise.stacks import Stack, ask, ask_about_collectives, children_of, state_of
 from drivetrain.watch.pulse import Beat
 
 FLOOR = 30.0
@@ -109,6 +109,8 @@ def _verdict(stuck: list[Rank], ranks: list[Rank], stacks: dict[int, Stack], loa
     for rank in ranks:
         evidence.append(f"--- rank {rank.rank}, pid {rank.pid}, step {rank.beat.step}, {rank.beat} for {now - rank.beat.since:.1f} s ---")
         evidence.append(stacks[rank.rank].text)
+        if last := ask_about_collectives(rank.answers.parent, rank.rank):
+            evidence.append(f"its last collectives, as torch's flight recorder has them:\n{last}")
         for pid, inner in loaders.get(rank.rank, {}).items():
             evidence += [f"--- a process of rank {rank.rank}, pid {pid} ---", inner.text]
     return Verdict([r.rank for r in stuck], first.beat.step, text, "\n".join(evidence) + "\n", str(line or ""))

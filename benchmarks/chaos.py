@@ -1,0 +1,71 @@
+"""Two hundred faults on one to four processes, and what each cost.
+
+python benchmarks/chaos.py --json benchmarks/results/chaos-cpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drivetrain.hardware import cpu_cores
+
+PROCESSES = (1, 2, 3, 4)
+
+
+def run(procs: int, faults: int, steps: int, seed: int) -> dict[str, Any]:
+    """One chaos run of the built-in digits; its report, whether it passed or not."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["chaos", "digits", "--procs", str(procs), "--faults", str(faults), "--steps", str(steps), "--seed", str(seed)]
+        begun = time.monotonic()
+        done = subprocess.run([sys.executable, "-m", "drivetrain", *words, "--keep", folder], capture_output=True, text=True)
+        report = Path(folder) / "report.json"
+        if not report.exists():
+            raise SystemExit(f"{procs} processes: no report\n{done.stdout}\n{done.stderr}")
+        return json.loads(report.read_text()) | {"passed": done.returncode == 0, "wall": time.monotonic() - begun}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=200, help="in all (default 200)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    each = args.faults // len(PROCESSES)
+    reports = []
+    for procs in PROCESSES:
+        reports.append(run(procs, each, 4 * each, args.seed + procs))
+        told = reports[-1]
+        verdict = "passed" if told["passed"] else f"FAILED {json.dumps({k: v for k, v in told.items() if k != 'seconds'})}"
+        print(f"{procs} processes: {told['struck']} faults in {told['wall']:.0f} s: {verdict}", flush=True)
+    kinds = sorted({kind for report in reports for kind in report["seconds"]})
+    rows = {kind: sorted(s for report in reports for s in report["seconds"].get(kind, [])) for kind in kinds}
+    two = reports[1]["seconds"]
+    print("\nfault to the first step after the fresh start, seconds\n")
+    print(f"{'fault':<10}{'times':>6}{'median':>8}{'worst':>8}{'median, 2 processes':>22}")
+    for kind, seconds in rows.items():
+        mine = f"{statistics.median(two[kind]):.2f}" if two.get(kind) else "-"
+        print(f"{kind:<10}{len(seconds):>6}{statistics.median(seconds):>8.2f}{max(seconds):>8.2f}{mine:>22}")
+    if args.json:
+        facts = {
+            "date": datetime.now(UTC).date().isoformat(), "cores": cpu_cores(), "torch": torch.__version__,
+            "python": platform.python_version(), "command": f"python benchmarks/chaos.py --faults {args.faults} --seed {args.seed}",
+            "rows": reports,
+        }  # fmt: skip
+        Path(args.json).write_text(json.dumps(facts, indent=1) + "\n")
+    sys.exit(not all(report["passed"] for report in reports))
+
+
+if __name__ == "__main__":
+    main()
