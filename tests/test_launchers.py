@@ -176,7 +176,12 @@ def test_machines_with_different_commands_do_not_train_together() -> None:
     port, heard, places = free_port(), [], []
 
     def come(same: dict[str, Any]) -> None:
-        places.append(rendezvous.meet((LOCAL, port), 2, 1, None, heard.append, lambda world: {"run": "r"}, same)[0])
+        me = rendezvous.come((LOCAL, port), (2, 2), 1, None, heard.append, same)
+        if isinstance(me, rendezvous.Host):
+            me.gather()
+            places.append(me.begin({"run": "r"}).first_rank)
+        else:
+            places.append(me.wait()["place"]["first_rank"])
 
     first = threading.Thread(target=come, args=({"seed": 0},), daemon=True)
     first.start()
@@ -186,7 +191,7 @@ def test_machines_with_different_commands_do_not_train_together() -> None:
     until(lambda: any("turned a machine away" in text for text in heard), "a notice")
     come({"seed": 0})
     first.join(5)
-    assert sorted(place.first_rank for place in places) == [0, 1]
+    assert sorted(places) == [0, 1]
 
 
 # --- ports that are taken ----------------------------------------------------------------------
@@ -204,7 +209,7 @@ def test_a_rendezvous_port_that_another_program_holds(task: Path) -> None:
 def test_a_rendezvous_port_whose_holder_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "ANSWER", 0.2)
     with socket.create_server((LOCAL, 0)) as server, pytest.raises(Problem, match="is in use by another program"):
-        rendezvous.meet(server.getsockname(), 2, 1, None, lambda text: None, lambda world: {})
+        rendezvous.come(server.getsockname(), (2, 2), 1, None, lambda text: None)
 
 
 def test_a_master_port_that_is_taken(task: Path) -> None:

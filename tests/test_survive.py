@@ -36,7 +36,7 @@ def events(name: str, kind: str) -> list[dict[str, Any]]:
 def test_dead_and_hung_processes_change_nothing(folder: Path) -> None:
     write_task()
     good(*WORDS, "--name", "whole")
-    faults = "die@step:12:rank=1,hang@step:20:rank=0,torn@step:30:rank=0,stop@step:40:rank=1,die@update:48:rank=0,slow@step:50:rank=1"
+    faults = "die@step:12:rank=1,hang@step:20:rank=0,torn@step:30:rank=0,stop@step:36:rank=1,die@update:50:rank=0,slow@step:53:rank=1"
     output = good(*WORDS, "--name", "broken", DRIVETRAIN_FAULTS=faults)
     assert rows("runs/broken") == rows("runs/whole") and weights("runs/broken") == weights("runs/whole")
     assert [event["why"] for event in events("broken", "restarted")] == ["infra", "hang", "infra", "hang", "infra"]

@@ -170,7 +170,7 @@ class Samples:
             for micro in plain(epoch, index):
                 taken += micro.ids[: micro.weight].tolist()
                 yield micro
-            file.write(json.dumps([epoch * per_epoch + index + 1, taken]) + "\n")
+            file.write(json.dumps([epoch * per_epoch + index + 1, training.group.size, taken]) + "\n")
 
         feed.micro_batches = recorded
 

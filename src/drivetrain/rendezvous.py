@@ -1,24 +1,33 @@
 """Several machines by hand: the same command on each, and they find each other at HOST:PORT.
 
-The machine that owns HOST listens there, tells every other its place and the run's name, then frees the
-port for torch's own store. So rank 0, and with it the run directory that is written, is always on HOST.
+The machine that owns HOST listens there for as long as the run lasts. It keeps the run directory, its processes come
+first, and it decides: who takes part in each attempt, with which plan, and what is done when one is lost or comes back.
+All machines send each other a beat every second, so that a lost one, or a cut cable, is known in seconds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import queue
 import socket
+import threading
 import time
 from collections.abc import Callable
-from io import BufferedReader
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from drivetrain.outcomes import Outcome, Problem
-from drivetrain.supervise import Place
+from drivetrain.plan import Plan
+from drivetrain.supervise import Ended, Place, Supervisor
 
-HELLO = "drivetrain-1"
-WAIT = 600.0
+HELLO = "drivetrain-2"
+WAIT = 600.0  # seconds to wait for machines that are needed
 ANSWER = 5.0  # a machine of ours greets at once; another program that holds the port may stay silent
+BEAT, DEAD = 1.0, 8.0  # seconds between two beats, and without one until a machine is given up
+LAST_CALL = 3.0  # seconds that an attempt with enough machines waits for more of them
+WORDS = 10.0  # seconds that others get to say how an attempt ended for them
 
 
 def parse(text: str) -> tuple[str, int]:
@@ -28,18 +37,16 @@ def parse(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def meet(
-    address: tuple[str, int], nodes: int, procs: int, node_rank: int | None, notice: Callable[[str], None],
-    offer: Callable[[int], dict[str, Any]], same: dict[str, Any] | None = None,
-) -> tuple[Place, dict[str, Any]]:  # fmt: skip
-    """This machine's place, and what the first machine offered (`offer(world_size)`) to all.
-
-    A machine whose `same` is not the first one's is turned away."""
+def come(
+    address: tuple[str, int], nodes: tuple[int, int], procs: int, node_rank: int | None, notice: Callable[[str], None], same: Any = None
+) -> Host | Guest:
+    """Come to the meeting: as its host where HOST is this machine, else as a guest. A machine whose `same` is another
+    than the host's is turned away."""
+    same = json.loads(json.dumps(same))
     listener = _listen(address) if node_rank in (None, 0) else None
     if listener is not None:
-        with listener:
-            return _host(listener, address, nodes, procs, notice, offer, json.loads(json.dumps(same)))
-    return _join(address, procs, node_rank, notice, same)
+        return Host(listener, address, nodes, procs, notice, same)
+    return Guest(address, procs, node_rank, notice, same)
 
 
 def _listen(address: tuple[str, int]) -> socket.socket | None:
@@ -55,96 +62,355 @@ def _listen(address: tuple[str, int]) -> socket.socket | None:
     return listener
 
 
-def _host(
-    listener: socket.socket, address: tuple[str, int], nodes: int, procs: int, notice: Callable[[str], None],
-    offer: Callable[[int], dict[str, Any]], same: dict[str, Any] | None,
-) -> tuple[Place, dict[str, Any]]:  # fmt: skip
-    guests: list[tuple[socket.socket, dict[str, Any]]] = []
-    notice(f"waiting at {address[0]}:{address[1]} for {nodes - 1} more machine{'s' if nodes > 2 else ''}: start the same command there")
-    deadline = time.monotonic() + WAIT
-    while len(guests) < nodes - 1:
-        listener.settimeout(max(0.1, deadline - time.monotonic()))
-        try:
-            guest, _ = listener.accept()
-            guest.settimeout(ANSWER / 2)
-            hello = _receive(guest.makefile("rb"))
-            if hello.get("hello") != HELLO:
-                raise ValueError("not a machine of ours")
-            welcome = hello.get("same") == same
-            _send(guest, {"hello": HELLO, "welcome": welcome})
-        except TimeoutError:
-            if time.monotonic() < deadline:
+class Link:
+    """A connection that speaks lines of JSON, and beats."""
+
+    def __init__(self, peer: socket.socket, hello: dict[str, Any]) -> None:
+        self.hello = hello
+        self.heard = time.monotonic()
+        self.messages: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._peer, self._open, self._lock = peer, True, threading.Lock()
+        peer.settimeout(None)
+
+    def begin(self) -> Link:
+        for work in (self._read, self._beat):
+            threading.Thread(target=work, daemon=True).start()
+        return self
+
+    @property
+    def alive(self) -> bool:
+        return self._open and time.monotonic() - self.heard < DEAD
+
+    def send(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError), self._lock:
+            self._peer.sendall(json.dumps(message).encode() + b"\n")
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError, ValueError), self._peer.makefile("rb") as lines:
+            while line := lines.readline(1 << 24):
+                self.heard = time.monotonic()
+                if line != b"{}\n":
+                    self.messages.put(json.loads(line))
+        self._open = False
+
+    def _beat(self) -> None:
+        while self._open:
+            self.send({})
+            time.sleep(BEAT)
+
+    def close(self) -> None:
+        self._open = False
+        with contextlib.suppress(OSError):
+            self._peer.shutdown(socket.SHUT_RDWR)
+        self._peer.close()
+
+
+# --- the machine that owns HOST ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Who takes part in an attempt: the host, and these guests in the order of their ranks."""
+
+    guests: list[Link]
+    procs: int
+
+    @property
+    def nodes(self) -> int:
+        return 1 + len(self.guests)
+
+    @property
+    def world(self) -> int:
+        return self.procs + sum(int(guest.hello["procs"]) for guest in self.guests)
+
+
+class Host:
+    def __init__(
+        self,
+        listener: socket.socket,
+        address: tuple[str, int],
+        nodes: tuple[int, int],
+        procs: int,
+        notice: Callable[[str], None],
+        same: Any,
+    ) -> None:
+        self.address, self.procs, self.notice, self.same = address, procs, notice, same
+        self.low, self.high = nodes
+        self._listener = listener
+        self._guests: list[Link] = []
+        self._crew: Crew | None = None
+        self._attempt = 0
+        self._words: dict[Link, dict[str, Any]] = {}
+        self._growing = False
+        threading.Thread(target=self._welcome, daemon=True).start()
+
+    def _welcome(self) -> None:
+        """Greet whoever comes, for as long as the run lasts."""
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                return  # closed: the run is over
+            try:
+                peer.settimeout(ANSWER / 2)
+                with peer.makefile("rb") as lines:
+                    hello = json.loads(lines.readline(1 << 24))
+                if hello.get("hello") != HELLO:
+                    raise ValueError("not a machine of ours")
+                welcome = hello.get("same") == self.same
+                peer.sendall(json.dumps({"hello": HELLO, "welcome": welcome}).encode() + b"\n")
+            except (OSError, ValueError, AttributeError):
+                peer.close()  # a port scanner
                 continue
-            raise Problem(f"only {len(guests) + 1} of {nodes} machines came within {WAIT:.0f} s", Outcome.INFRA) from None
-        except (OSError, ValueError):
-            continue  # a port scanner
-        if welcome:
-            guests.append((guest, hello))
-        notice(f"{len(guests) + 1} of {nodes} machines are here" if welcome else "turned a machine away: its command is not the same")
-    if any(h["node_rank"] is not None for _, h in guests):
-        guests.sort(key=lambda g: g[1]["node_rank"] if g[1]["node_rank"] is not None else nodes)
-    world = procs + sum(h["procs"] for _, h in guests)
-    try:
-        offered = offer(world)
-    except Problem as problem:
-        for guest, _ in guests:
-            _send(guest, {"problem": str(problem)})
-        raise
-    first = procs
-    for guest, hello in guests:
-        _send(guest, {"first_rank": first, "world_size": world, "offer": offered})
-        first += hello["procs"]
-    for guest, _ in guests:  # they close first, so that no address stays in TIME_WAIT here
-        guest.settimeout(10)
-        try:
-            guest.recv(1)
-        except OSError:
-            pass
-        guest.close()
-    return Place(0, procs, world, address), offered
+            if welcome:
+                self._guests.append(Link(peer, hello).begin())
+            else:
+                self.notice("turned a machine away: its command is not the same")
 
+    def _present(self) -> list[Link]:
+        for guest in [g for g in self._guests if not g.alive]:
+            self._guests.remove(guest)
+            guest.close()
+        return list(self._guests)
 
-def _join(
-    address: tuple[str, int], procs: int, node_rank: int | None, notice: Callable[[str], None], same: dict[str, Any] | None
-) -> tuple[Place, dict[str, Any]]:
-    where = f"{address[0]}:{address[1]}"
-    notice(f"joining the machines that meet at {where}")
-    deadline = time.monotonic() + WAIT
-    while True:
-        try:
-            with socket.create_connection(address, timeout=ANSWER) as host, host.makefile("rb") as answers:
-                _send(host, {"hello": HELLO, "procs": procs, "node_rank": node_rank, "same": same})
-                try:
-                    greeting = _receive(answers)
-                except (ValueError, OSError):
-                    greeting = {}
-                if greeting.get("hello") != HELLO:
-                    raise Problem(f"port {address[1]} on {address[0]} is in use by another program: choose another --rendezvous port")
-                if not greeting["welcome"]:
-                    raise Problem(f"the command at {where} has another task, code or settings than this one: run the same on each machine")
-                host.settimeout(WAIT)
-                try:
-                    answer = _receive(answers)
-                except (ValueError, OSError):
-                    raise Problem(f"the command at {where} ended before all machines had come: run it again", Outcome.INFRA) from None
-            break
-        except socket.gaierror:
-            raise Problem(f"--rendezvous {where}: the name {address[0]} is not known here") from None
-        except OSError as error:
+    def gather(self, stopped: Callable[[], bool] = lambda: False) -> Crew:
+        """Wait until there are machines enough, and a moment longer for more of them."""
+        said, deadline, enough = 0, time.monotonic() + WAIT, 0.0
+        while True:
+            here = 1 + len(self._present())
+            if here != said:
+                if here > 1:
+                    self.notice(f"{here} of {self.high} machines are here")
+                elif not said:
+                    more = self.low - 1 or self.high - 1
+                    where = f"{self.address[0]}:{self.address[1]}"
+                    self.notice(f"waiting at {where} for {more} more machine{'s' if more > 1 else ''}: start the same command there")
+                said, enough = here, time.monotonic()
+            if here >= self.high or (here >= self.low and time.monotonic() - enough > LAST_CALL):
+                break
+            if stopped():
+                raise Problem("stopped before all machines were here", Outcome.PREEMPTED)
             if time.monotonic() > deadline:
-                raise Problem(f"nobody answers at {where} ({error.strerror}): is the command running there?", Outcome.INFRA) from None
-            time.sleep(0.5)
-    if "problem" in answer:
-        raise Problem(answer["problem"])
-    return Place(answer["first_rank"], procs, answer["world_size"], address), answer["offer"]
+                raise Problem(f"only {here} of {self.low} machines came within {WAIT:.0f} s", Outcome.INFRA)
+            time.sleep(0.05)
+        guests = self._present()[: self.high - 1]
+        if any(g.hello["node_rank"] is not None for g in guests):
+            guests.sort(key=lambda g: g.hello["node_rank"] if g.hello["node_rank"] is not None else self.high)
+        self._crew = Crew(guests, self.procs)
+        return self._crew
+
+    def begin(self, offer: dict[str, Any]) -> Place:
+        """Send each guest its place in the next attempt; gives the host's own."""
+        assert self._crew is not None
+        self._attempt, self._words, self._growing = self._attempt + 1, {}, False
+        with socket.socket() as probe:  # torch's own store: another port for each attempt
+            probe.bind((self.address[0], 0))
+            master = (self.address[0], int(probe.getsockname()[1]))
+        first, world = self.procs, self._crew.world
+        for guest in self._crew.guests:
+            place = {"first_rank": first, "local_procs": guest.hello["procs"], "world_size": world, "master": master}
+            guest.send({"attempt": self._attempt, "place": place, "offer": offer})
+            first += guest.hello["procs"]
+        return Place(0, self.procs, world, master)
+
+    def look(self, supervisor: Supervisor) -> None:
+        """While an attempt runs: end it where a machine is lost or has failed, and in good order where one has come back."""
+        assert self._crew is not None
+        for guest in self._crew.guests:
+            self._listen_to(guest)
+            if guest not in self._words and not guest.alive:
+                supervisor.abort(f"the machine {guest.hello['name']} was lost")
+                return
+            word = self._words.get(guest)
+            if word is not None and Outcome(word["outcome"]) not in (Outcome.OK, Outcome.PREEMPTED):
+                supervisor.abort(word["message"])
+        newcomers = [guest for guest in self._present() if guest not in self._crew.guests]
+        if newcomers and self._crew.nodes < self.high and not self._growing and supervisor.steps_taken:
+            self.notice(f"{newcomers[0].hello['name']} has come: stopping after this step, to go on with it")
+            self._growing = True
+            supervisor.regroup()
+
+    def _listen_to(self, guest: Link) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                word = guest.messages.get_nowait()
+                if word.get("ended") == self._attempt:
+                    self._words[guest] = word
+
+    def hear(self, ended: Ended) -> Ended:
+        """How the attempt ended for all: the cause, where one machine knows it and the others only lost somebody."""
+        assert self._crew is not None
+        bad = ended.outcome not in (Outcome.OK, Outcome.PREEMPTED)
+        for guest in self._crew.guests:
+            if bad:
+                guest.send({"abort": self._attempt})
+        deadline = time.monotonic() + WORDS
+        while time.monotonic() < deadline and any(g.alive and g not in self._words for g in self._crew.guests):
+            for guest in self._crew.guests:
+                self._listen_to(guest)
+            time.sleep(0.02)
+        told = [Ended(Outcome(w["outcome"]), w["message"], {"smaller": w["smaller"]}, lost=w["lost"]) for w in self._words.values()]
+        causes = [word for word in told if not word.lost and word.outcome not in (Outcome.OK, Outcome.PREEMPTED)]
+        return replace(causes[0], interrupted=ended.interrupted, stopped=ended.stopped) if causes and ended.lost else ended
+
+    def goes_on(self) -> bool:
+        """After an attempt that was saved and ended in good order: whether there is a next one, with other machines."""
+        assert self._crew is not None
+        left = {guest for guest, word in self._words.items() if word["stopped"]}
+        for guest in left & set(self._guests):
+            self._guests.remove(guest)
+        return self._growing or (bool(left) and 1 + len(self._present()) >= self.low < self.high)
+
+    def end(self, outcome: Outcome, message: str) -> None:
+        """Tell all, and close."""
+        for guest in self._present():
+            guest.send({"end": outcome, "message": message})
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        time.sleep(0.1 if self._guests else 0.0)  # so that they read it before the connection closes
+        for guest in self._guests:
+            guest.close()
 
 
-def _send(peer: socket.socket, value: dict[str, Any]) -> None:
-    peer.sendall(json.dumps(value).encode() + b"\n")
+def lead(
+    host: Host, supervisor: Supervisor, first: Crew, plan_for: Callable[[Crew], Plan], offer: Callable[[Plan], dict[str, Any]]
+) -> Ended:
+    """Attempt after attempt, on whatever machines there are, until the run has ended for good."""
+    crew = first
+    while True:
+        plan = plan_for(crew)
+        supervisor.use(plan, host.begin(offer(plan)))
+        supervisor.look = lambda: host.look(supervisor)
+        ended = host.hear(supervisor.once())
+        if ended.outcome is Outcome.PREEMPTED and not supervisor.stopped and host.goes_on():
+            why = "other machines; "
+        else:
+            again = supervisor.again(ended)
+            if again is None:
+                return ended
+            why = again
+        crew = host.gather(lambda: supervisor.stopped)
+        supervisor.announce(why, ended.outcome)
 
 
-def _receive(peer: BufferedReader) -> dict[str, Any]:
-    value = json.loads(peer.readline(1 << 24))
-    if not isinstance(value, dict):
-        raise ValueError("no answer")
-    return value
+# --- every other machine -----------------------------------------------------------------------
+
+
+class Guest:
+    def __init__(self, address: tuple[str, int], procs: int, node_rank: int | None, notice: Callable[[str], None], same: Any) -> None:
+        self.address, self.notice = address, notice
+        self.hello = {"hello": HELLO, "procs": procs, "node_rank": node_rank, "same": same, "name": socket.gethostname()}
+        self.where = f"{address[0]}:{address[1]}"
+        notice(f"joining the machines that meet at {self.where}")
+        self.link = self._join()
+        self._ended: dict[str, Any] | None = None
+
+    def _join(self, stopped: Callable[[], bool] = lambda: False) -> Link:
+        deadline = time.monotonic() + WAIT
+        while True:
+            try:
+                return self._greet()
+            except socket.gaierror:
+                raise Problem(f"--rendezvous {self.where}: the name {self.address[0]} is not known here") from None
+            except OSError as error:
+                if time.monotonic() > deadline or stopped():
+                    raise Problem(
+                        f"nobody answers at {self.where} ({error.strerror}): is the command running there?", Outcome.INFRA
+                    ) from None
+                time.sleep(0.5)
+
+    def _greet(self) -> Link:
+        peer = socket.create_connection(self.address, timeout=ANSWER)
+        try:
+            peer.sendall(json.dumps(self.hello).encode() + b"\n")
+            greeting = _read_line(peer)
+            if greeting.get("hello") != HELLO:
+                raise Problem(f"port {self.address[1]} on {self.address[0]} is in use by another program: choose another --rendezvous port")
+            if not greeting["welcome"]:
+                raise Problem(f"the command at {self.where} has another task, code or settings than this one: run the same on each machine")
+        except BaseException:
+            peer.close()
+            raise
+        return Link(peer, greeting).begin()
+
+    def wait(self, stopped: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+        """The next word of the host: a place in an attempt, or the end. Where the host is lost, it is looked for again."""
+        while True:
+            with contextlib.suppress(queue.Empty):
+                message = self.link.messages.get(timeout=0.1)
+                if "place" in message or "end" in message:
+                    return message
+                continue
+            if not self.link.alive:
+                self.link.close()
+                self.notice(f"lost {self.where}: looking for it again")
+                self.link = self._join(stopped)
+                self.notice(f"back at {self.where}")
+            if stopped():
+                return {"end": Outcome.PREEMPTED, "message": ""}
+
+    def look(self, supervisor: Supervisor, attempt: int) -> None:
+        """While an attempt runs: end it where the host says so, or is lost."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                message = self.link.messages.get_nowait()
+                if message.get("abort") == attempt:
+                    supervisor.abort("the machines meet anew")
+                elif "end" in message:
+                    self._ended = message
+        if not self.link.alive:
+            supervisor.abort(f"the machine at {self.where} was lost")
+
+    def say(self, attempt: int, ended: Ended) -> None:
+        self.link.send({
+            "ended": attempt, "outcome": ended.outcome, "message": ended.message, "lost": ended.lost, "stopped": ended.stopped,
+            "smaller": ended.result.get("smaller"),
+        })  # fmt: skip
+
+    def end(self) -> dict[str, Any] | None:
+        return self._ended
+
+
+def _read_line(peer: socket.socket) -> dict[str, Any]:
+    """One line, and not a byte more of what follows it."""
+    line = b""
+    with contextlib.suppress(OSError):
+        while not line.endswith(b"\n") and len(line) < 1 << 16 and (byte := peer.recv(1)):
+            line += byte
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def follow(guest: Guest, supervisor_of: Callable[[dict[str, Any], Plan, Place], Supervisor]) -> tuple[dict[str, Any], Ended]:
+    """Take part in attempt after attempt, as the host says; gives its last offer, and how the run ended."""
+    supervisor: Supervisor | None = None
+    offer: dict[str, Any] = {}
+
+    def stopped() -> bool:
+        return supervisor is not None and supervisor.stopped
+
+    try:
+        while True:
+            message = guest.end() or guest.wait(stopped)
+            if "end" in message:
+                return offer, Ended(Outcome(message["end"]), message["message"])
+            offer = message["offer"]
+            place = message["place"]
+            place = Place(place["first_rank"], place["local_procs"], place["world_size"], tuple(place["master"]))
+            plan = Plan.from_json(offer["plan"])
+            if supervisor is None:
+                supervisor = supervisor_of(offer, plan, place)
+            supervisor.use(plan, place)
+            supervisor.look = partial(guest.look, supervisor, message["attempt"])
+            ended = supervisor.once()
+            guest.say(message["attempt"], ended)
+            if supervisor.stopped:
+                return offer, ended
+    finally:
+        if supervisor is not None:
+            supervisor.close()
+        guest.link.close()

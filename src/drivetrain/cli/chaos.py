@@ -136,7 +136,7 @@ def _injected(run: Run) -> list[str]:
 
 
 def judge(whole: Run, broken: Run, schedule: list[str]) -> dict[str, Any]:
-    lost, repeated = _samples(whole, broken)
+    lost, repeated = compare_samples(whole, broken)
     struck = _injected(broken)
     return {
         "faults": len(schedule),
@@ -166,7 +166,7 @@ def _rows(run: Run) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k not in clock} for row in read_lines(run.metrics_path)]
 
 
-def _samples(whole: Run, broken: Run) -> tuple[int, int]:
+def compare_samples(whole: Run, broken: Run) -> tuple[int, int]:
     """(samples that the broken run did not train on though the whole one did, and those it took too often)"""
     lost = repeated = 0
     mine, theirs = _taken(broken), _taken(whole)
@@ -177,17 +177,21 @@ def _samples(whole: Run, broken: Run) -> tuple[int, int]:
 
 
 def _taken(run: Run) -> dict[int, Counter[int]]:
-    steps: dict[int, Counter[int]] = defaultdict(Counter)
-    for file in (run.path / "logs").glob("samples-*.jsonl"):
+    """By step, the samples that all ranks took when it was taken for the last time."""
+    ranks: list[dict[int, tuple[int, list[int]]]] = []
+    while (file := run.path / "logs" / f"samples-{len(ranks)}.jsonl").exists():
         last = {}
         for line in file.read_text().splitlines():
             try:
-                step, samples = json.loads(line)
+                step, world, samples = json.loads(line)
             except ValueError:
                 continue  # half a line: the process was killed while it wrote; the step was taken again
-            last[step] = samples
-        for step, samples in last.items():
-            steps[step].update(samples)
+            last[step] = world, samples
+        ranks.append(last)
+    steps: dict[int, Counter[int]] = defaultdict(Counter)
+    for step, (world, _) in ranks[0].items() if ranks else ():
+        for rank in ranks[:world]:
+            steps[step].update(rank.get(step, (0, []))[1])
     return steps
 
 

@@ -42,6 +42,18 @@ def seconds(text: str) -> float:
     return length.value
 
 
+def node_range(text: str) -> tuple[int, int]:
+    """MIN:MAX machines, or just so many."""
+    low, _, high = text.partition(":")
+    try:
+        least, most = int(low), int(high or low)
+    except ValueError:
+        least, most = 0, 0
+    if not 1 <= least <= most:
+        raise argparse.ArgumentTypeError(f"{text}: write a number of machines, or MIN:MAX, such as 1:4")
+    return least, most
+
+
 def add_survival(parser: Parser) -> None:
     parser.add_argument(
         "--restarts", type=int, default=3, metavar="N",
@@ -68,6 +80,9 @@ def add_placement(parser: Parser) -> None:
     parser.add_argument("--procs", type=int, metavar="N", help="processes on this machine (default: one a visible GPU, one on a CPU)")
     parser.add_argument("--device", choices=["cuda", "cpu", "mps"], help="where to train (default: GPUs if there are any; mps is untested)")
     parser.add_argument("--gpus", metavar="0,1", help="the GPUs to use")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines that train together: run the same command on each")
+    parser.add_argument(
+        "--nodes", type=node_range, default=(1, 1), metavar="N|MIN:MAX",
+        help="machines that train together: run the same command on each. With MIN:MAX it goes on while MIN are left, and with more when they come",
+    )  # fmt: skip
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="where they meet; HOST is one of them")
     parser.add_argument("--node-rank", type=int, metavar="K", help="this machine's number, where the order matters")

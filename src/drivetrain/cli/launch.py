@@ -32,6 +32,8 @@ class Request:
 
     procs: int | None = None
     nodes: int = 1
+    """Machines; at most, where fewer will do."""
+    least_nodes: int | None = None
     rendezvous: str | None = None
     node_rank: int | None = None
     gpus: str | None = None
@@ -282,7 +284,9 @@ def train_recipe(recipe: Recipe, request: Request, screen: Screen) -> tuple[Run,
     )
     recipe = with_batch_of(recipe, first)
     if request.nodes > 1:
-        return _train_on_nodes(recipe, request, machine, screen)
+        from drivetrain.cli import nodes
+
+        return nodes.train(recipe, request, machine, screen)
     opened = open_run(recipe, request)
     if opened.finished:
         return opened.run, already_finished(opened, screen)
@@ -321,43 +325,6 @@ def already_finished(opened: Opened, screen: Screen) -> Ended:
         "run", f"{opened.run.name} is finished (a fresh one: --name NAME; more epochs: drivetrain resume {opened.run.name} epochs=N)"
     )
     return Ended(Outcome.OK)
-
-
-def _train_on_nodes(recipe: Recipe, request: Request, machine: Machine, screen: Screen) -> tuple[Run, Ended]:
-    from drivetrain import rendezvous
-
-    if request.rendezvous is None:
-        raise Problem(f"--nodes {request.nodes} needs --rendezvous HOST:PORT, the same on each machine (HOST is one of them)")
-    opened: Opened | None = None
-    same = recipe.identity()
-    same["settings"] = {k: v for k, v in same["settings"].items() if k != "start"}  # stages put a path of this machine there
-
-    def offer(world_size: int) -> dict[str, Any]:
-        """On the first machine: open the run and plan it, for all."""
-        nonlocal opened
-        opened = open_run(recipe, request)
-        place = Place(0, machine.procs, world_size, ("", 0))
-        planned = None if opened.finished else make_plan(recipe, machine, place, request.nodes, opened.before, request, screen).to_json()
-        return {"run": opened.run.name, "path": str(opened.run.path), "plan": planned}
-
-    try:
-        place, offered = rendezvous.meet(
-            rendezvous.parse(request.rendezvous), request.nodes, machine.procs, request.node_rank,
-            lambda text: screen.line("nodes", text), offer, same,
-        )  # fmt: skip
-        run = Run(offered["path"])
-        if offered["plan"] is None:
-            return run, Ended(Outcome.OK, f"{offered['run']} is finished")
-        plan = Plan.from_json(offered["plan"])
-        if opened is not None:
-            return run, train_opened(recipe, request, opened, machine, place, plan, screen)
-        job = make_job(recipe, run, plan, "train", request=request) | {
-            "task": asdict(recipe.task)
-        }  # known to be the same code, and surely here
-        return run, run_workers(job, plan, place, screen, machine.gpus, request.verbose)
-    finally:
-        if opened is not None and opened.lock is not None:
-            opened.lock.release()
 
 
 @contextlib.contextmanager

@@ -82,9 +82,9 @@ def _place(args: Namespace) -> Any:
     if args.hardware is None:
         from drivetrain.cli import launch
 
-        machine = launch.look_at_machine(launch.Request(procs=args.procs, nodes=args.nodes, gpus=args.gpus, device=args.device))
+        machine = launch.look_at_machine(launch.Request(procs=args.procs, nodes=args.nodes[1], gpus=args.gpus, device=args.device))
         gpu = machine.gpus[0] if machine.gpus else ""
-        return Place(machine.hardware, machine.device, machine.procs * args.nodes, machine.procs, args.nodes, gpu)
+        return Place(machine.hardware, machine.device, machine.procs * args.nodes[1], machine.procs, args.nodes[1], gpu)
     from drivetrain.hardware.described import parse
 
     if args.measure:
@@ -93,7 +93,7 @@ def _place(args: Namespace) -> Any:
     procs = args.procs or max(1, len(hardware.gpus))
     if hardware.gpus and procs > len(hardware.gpus):
         raise Problem(f"--procs {procs}: {args.hardware} has {len(hardware.gpus)} GPUs a machine; one process each at most")
-    nodes = max(args.nodes, hardware.nodes)
+    nodes = max(args.nodes[1], hardware.nodes)
     device = args.device or ("cuda" if hardware.gpus else "cpu")
     return Place(hardware, device, procs * nodes, procs, nodes)
 

@@ -71,7 +71,7 @@ def run(verb: str, words: list[str]) -> int:
     from drivetrain.watch.screen import Screen
 
     request = launch.Request(
-        args.procs, args.nodes, args.rendezvous, args.node_rank, args.gpus, args.device,
+        args.procs, args.nodes[1], args.nodes[0], args.rendezvous, args.node_rank, args.gpus, args.device,
         getattr(args, "run_dir", None), getattr(args, "name", None), args.verbose, args.planner,
         policy=Policy(args.restarts, args.hang_after), stop_at=None if args.time_limit is None else launch.end_in(args.time_limit),
         looks={"find_nan": args.find_nan, "profile": args.profile, "check_collectives": args.check_collectives},

@@ -27,7 +27,19 @@ from drivetrain.supervise.verdict import FLOOR, Watchman
 from drivetrain.watch.screen import Screen
 from drivetrain.watch.spent import Spent
 
-__all__ = ["WIRE", "Ended", "Place", "Policy", "free_port", "handled", "local_place", "record_shortage", "run_workers"]
+__all__ = [
+    "WIRE",
+    "Ended",
+    "Place",
+    "Policy",
+    "Supervisor",
+    "free_port",
+    "handled",
+    "local_place",
+    "record_shortage",
+    "run_workers",
+    "supervised",
+]
 
 LONGEST_PAUSE = 30.0
 NOTE_SECONDS = 5.0
@@ -62,10 +74,20 @@ def run_workers(
     replan: Callable[[], Plan] | None = None, policy: Policy | None = None,
 ) -> Ended:  # fmt: skip
     """Run a job on this machine's processes until all have ended for good."""
-    supervisor = _Supervisor(job, plan, place, screen, gpus, verbose, replan, policy or Policy())
+    with supervised(job, plan, place, screen, gpus, verbose, replan, policy) as supervisor:
+        return supervisor.run()
+
+
+@contextlib.contextmanager
+def supervised(
+    job: dict[str, Any], plan: Plan, place: Place, screen: Screen, gpus: list[str], verbose: bool = False,
+    replan: Callable[[], Plan] | None = None, policy: Policy | None = None,
+) -> Iterator[Supervisor]:  # fmt: skip
+    """A supervisor that gets this process's signals meanwhile."""
+    supervisor = Supervisor(job, plan, place, screen, gpus, verbose, replan, policy or Policy())
     with handled(supervisor.on_signal):
         try:
-            return supervisor.run()
+            yield supervisor
         finally:
             supervisor.close()
 
@@ -79,7 +101,7 @@ def record_shortage(run: Run, smaller: dict[str, Any]) -> None:
             run.event("replanned", step=smaller["oom"]["step"], **smaller["sizes"])
 
 
-class _Supervisor:
+class Supervisor:
     def __init__(
         self, job: dict[str, Any], plan: Plan, place: Place, screen: Screen, gpus: list[str], verbose: bool,
         replan: Callable[[], Plan] | None, policy: Policy,
@@ -87,6 +109,10 @@ class _Supervisor:
         self.job, self.plan, self.place, self.screen, self.gpus, self.verbose = job, plan, place, screen, gpus, verbose
         self.replan, self.policy = replan, policy
         self.run_dir = Run(job["run"])
+        self.leads = place.local_procs == place.world_size
+        """Whether it decides what comes after an attempt; on several machines one of them does, for all."""
+        self.look: Callable[[], object] = lambda: None
+        """Called several times a second while an attempt runs."""
         self.attempt: Attempt | None = None
         self.nursery: Nursery | None = None
         self.interrupts, self.stopped = 0, False
@@ -95,23 +121,34 @@ class _Supervisor:
 
     def run(self) -> Ended:
         while True:
-            ended = self._once()
-            self._look_into_hang()
-            why = self._again(ended)
+            ended = self.once()
+            why = self.again(ended)
             if why is None:
                 return ended
-            self._start_anew(why, str(ended.outcome))
+            self.announce(why, ended.outcome)
+            if self.job["mode"] == "train" and ended.outcome not in (Outcome.OOM, Outcome.NAN):
+                self.plan = Plan.from_json(self.run_dir.read()["plan"])  # with what its first steps settled
+            self.use(self.plan, local_place(self.place.local_procs))
 
-    def _once(self) -> Ended:
+    def use(self, plan: Plan, place: Place) -> None:
+        """In the next attempt."""
+        self.plan, self.place = plan, place
+        self.job = self.job | {"plan": plan.to_json()}
+
+    def once(self) -> Ended:
+        """One attempt."""
         with self._folder() as folder:
             file = folder / "job.json"
             file.write_text(json.dumps(self.job))
             watchman = Watchman(self.policy.hang_after)
             self.attempt = Attempt(self.job, file, self.place, self.screen, watchman, self.verbose)
-            self.attempt.each_look = self._note_time
+            self.attempt.each_look = self._each_look
+            if self.stopped:
+                return Ended(Outcome.PREEMPTED, result={"step": self._step()}, interrupted=self.interrupts > 0, stopped=True)
             self.attempt.run(self._nursery())
             ended = self.attempt.ended()
         self._before = self._spent()
+        self._look_into_hang()
         return replace(ended, interrupted=self.interrupts > 0, stopped=self.stopped, spent=self._before)
 
     @contextlib.contextmanager
@@ -135,6 +172,25 @@ class _Supervisor:
     def _spent(self) -> Spent:
         assert self.attempt is not None
         return self._before + self.attempt.spent()
+
+    def _each_look(self) -> None:
+        self.look()
+        self._note_time()
+
+    @property
+    def steps_taken(self) -> int:
+        """In the attempt under way, besides its first."""
+        return self.attempt.spent().steps if self.attempt else 0
+
+    def abort(self, why: str) -> None:
+        """End the attempt under way at once: what it needs is gone."""
+        if self.attempt is not None:
+            self.attempt.abort(why)
+
+    def regroup(self) -> None:
+        """End the attempt under way after a step, saved."""
+        if self.attempt is not None:
+            self.attempt.stop()
 
     def _note_time(self) -> None:
         """Keep where the time goes with the run, for `status`."""
@@ -169,9 +225,9 @@ class _Supervisor:
     def _step(self) -> int:
         return (self.run_dir.steps() or [0])[-1]
 
-    def _again(self, ended: Ended) -> str | None:
+    def again(self, ended: Ended) -> str | None:
         """Why another attempt is made, with the plan that is then in force; None where this was the end."""
-        whole = self.place.local_procs == self.place.world_size  # the other machines' processes are not ours to start
+        whole = self.leads  # else the other machines' processes are not ours to start
         if ended.outcome is Outcome.OOM and self.job["mode"] in RECORDED:
             return self._after_shortage(ended, whole)
         looks = self.job.get("looks") or {}
@@ -215,14 +271,12 @@ class _Supervisor:
         self.plan = plan
         return f"{sentence}; "
 
-    def _start_anew(self, why: str, outcome: str) -> None:
+    def announce(self, why: str, outcome: Outcome) -> None:
+        """Say and note that another attempt begins."""
         steps = self.run_dir.steps()
         label = "plan" if outcome == Outcome.OOM else "restart"
         self.screen.line(label, f"{why}starting anew from {f'step {steps[-1]:,}' if steps else 'the beginning'}")
-        self.run_dir.event("restarted", step=steps[-1] if steps else 0, why=outcome)
-        if self.job["mode"] == "train":  # the latest, with what its first steps settled
-            self.plan = self.plan if outcome in (Outcome.OOM, Outcome.NAN) else Plan.from_json(self.run_dir.read()["plan"])
-        self.job, self.place = self.job | {"plan": self.plan.to_json()}, local_place(self.place.local_procs)
+        self.run_dir.event("restarted", step=steps[-1] if steps else 0, why=str(outcome))
 
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

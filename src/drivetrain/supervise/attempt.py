@@ -77,6 +77,7 @@ class Attempt:
         self.records, self.watches = job["mode"] in RECORDED, job["mode"] == "train"
         self.workers: list[_Worker] = []
         self.verdict: Verdict | None = None
+        self.aborted = ""
         self.each_look: Callable[[], object] = lambda: None
         self._end_by = math.inf
         self._selector = selectors.DefaultSelector()
@@ -90,8 +91,8 @@ class Attempt:
             self.screen.busy("loading torch and the task ...")
             while any(w.child.poll() is None for w in self.workers):
                 self._listen(0.2, nursery)
-                self._watch()
                 self.each_look()
+                self._watch()
             self._drain(nursery)
         finally:
             self.kill()
@@ -138,6 +139,11 @@ class Attempt:
 
     def _answers(self, rank: int) -> Path:
         return self.file.parent / f"stacks-{rank}"
+
+    def abort(self, why: str) -> None:
+        """End at once, for a reason that lies elsewhere."""
+        if not self.aborted:
+            self.aborted, self._end_by = why, 0.0
 
     def kill(self) -> None:
         for worker in self.workers:
@@ -215,6 +221,8 @@ class Attempt:
         """One outcome of all: a cause before its consequences in the other ranks."""
         if self.verdict is not None:
             return Ended(Outcome.HANG, self.verdict.message, lost=True)
+        if self.aborted and any(w.said is None or Outcome(w.said["outcome"]) is Outcome.INFRA for w in self.workers):
+            return Ended(Outcome.INFRA, self.aborted, lost=True)
         ends = []
         for worker in self.workers:
             code = worker.child.code

@@ -154,7 +154,10 @@ def ask(pid: int, file: Path) -> Stack:
         return Stack([], "it is gone", stopped)
     deadline, text = time.monotonic() + ANSWER_SECONDS, ""
     while time.monotonic() < deadline:
-        time.sleep(0.02)
+        time.sleep(0.005 if stopped and not text else 0.02)
+        if stopped and text:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)  # as it was: it must not go on training meanwhile
         with contextlib.suppress(OSError), open(file) as answers:
             answers.seek(before)
             now = answers.read()
