@@ -120,6 +120,23 @@ def test_the_first_step_is_no_measure() -> None:
     assert 0 < pulse.read().longest < 0.04
 
 
+@pytest.mark.system  # a minute, most of it the compiler's
+@pytest.mark.timeout(200)
+def test_what_takes_its_time_is_no_hang(folder: Path) -> None:
+    """A slow start, a slow evaluation, a slow save and a slow compiler: each longer than the shortest hang."""
+    slow = {
+        "return nn.Sequential(": "import time; time.sleep(4)\n        return nn.Sequential(",
+        'return {"accuracy"': 'import time; time.sleep(3)\n        return {"accuracy"',
+    }
+    file = write_task()
+    for old, new in slow.items():
+        file.write_text(file.read_text().replace(old, new))
+    faults = ",".join(["slow@save:5"] * 4)  # all at once: the writer sleeps four seconds
+    words = ["train", "small.py", "epochs=2", "save_every=5", "eval_every=14", "plan.compile=on", "--procs", "2", "--hang-after", "2s"]
+    good(*words, "--name", "slow", DRIVETRAIN_FAULTS=faults)
+    assert not events("slow", "hang") and not events("slow", "restarted")
+
+
 def test_pauses_grow() -> None:
     assert [Policy(9).pause(n) for n in range(1, 9)] == [0, 1, 2, 4, 8, 16, 30, 30]
 

@@ -27,6 +27,7 @@ from drivetrain.outcomes import Problem
 from drivetrain.runs import FORMAT, Run
 
 MANIFEST = "manifest.json"
+PATIENCE = 7200  # seconds that a write may take
 
 
 class NoRoom(Exception):
@@ -131,7 +132,13 @@ class Writer:
         self._thread.start()
 
     def wait(self) -> None:
+        """Until what is being written is on the disk: a slow one is no hang, unless it takes hours."""
         if self._thread is not None:
+            for _ in range(PATIENCE):
+                self._thread.join(1.0)
+                if not self._thread.is_alive():
+                    break
+                self.moment("saving")
             self._thread.join()
             self._thread = None
 

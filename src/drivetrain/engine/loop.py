@@ -136,6 +136,7 @@ class Training:
         while self.done < self.total and not self.best.settled:
             at_once = False  # whether the task's own learner takes the whole epoch
             if self.done % per_epoch == 0:
+                self.observer.moment("epoch")
                 self.step.rest()
                 at_once = self._seek_learner() and self.done + per_epoch <= self.total
                 if self.source is None:

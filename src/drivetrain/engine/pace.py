@@ -118,6 +118,8 @@ class Pace:
     # --- the choice ---
 
     def _choose(self, seed: int, inputs: Inputs, form: Form) -> None:
+        if self.step.moment is not None:
+            self.step.moment("choose")
         # All ranks take one way, for what is tried out may talk to the others.
         self.step.agree()
         obstacle = next((why for why in self.group.gather(self._obstacle()) if why), "")
@@ -209,8 +211,8 @@ class Pace:
         """Compile for full batches, and go on compiled where that is asked for or faster."""
         step, found = self.step, self.found
         self._compiling = True
-        if self.step.moment is not None:
-            self.step.moment("compile")
+        if step.moment is not None:
+            step.moment("compile")
         begun = time.perf_counter()
         compiled = Compiled(step.loss_value, step.model, form._replace(ready=True) if step.has_counts else form, self.plan.deterministic)
         if self.group.main:

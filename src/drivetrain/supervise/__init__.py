@@ -154,20 +154,31 @@ class Supervisor:
     @contextlib.contextmanager
     def _folder(self) -> Iterator[Path]:
         """Where workers find their job and write their stacks. That of a front end that was killed is removed by the next."""
-        if self.job["mode"] not in RECORDED:
+        folder = self._own_folder() if self.job["mode"] in RECORDED else None
+        if folder is None:
             with tempfile.TemporaryDirectory(prefix="drivetrain-") as name:
                 yield Path(name)
             return
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _own_folder(self) -> Path | None:
+        """One in the run; None where the disk is full."""
         here = f".attempt-{socket.gethostname()}-"
         for old in self.run_dir.path.glob(f"{here}*"):
             if not _alive(int(old.name.removeprefix(here))):
                 shutil.rmtree(old, ignore_errors=True)
         folder = self.run_dir.path / f"{here}{os.getpid()}"
-        folder.mkdir(parents=True, exist_ok=True)
         try:
-            yield folder
-        finally:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "room").write_bytes(bytes(1 << 16))
+        except OSError:
             shutil.rmtree(folder, ignore_errors=True)
+            return None
+        (folder / "room").unlink()
+        return folder
 
     def _spent(self) -> Spent:
         assert self.attempt is not None

@@ -84,10 +84,10 @@ class Attempt:
 
     def run(self, nursery: Nursery) -> None:
         try:
-            for local in range(self.place.local_procs):
-                self._start(nursery, local)
             if nursery.handle is not None:
                 self._selector.register(nursery.handle, selectors.EVENT_READ, None)
+            for local in range(self.place.local_procs):
+                self._start(nursery, local)
             self.screen.busy("loading torch and the task ...")
             while any(w.child.poll() is None for w in self.workers):
                 self._listen(0.2, nursery)

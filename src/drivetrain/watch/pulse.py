@@ -26,6 +26,8 @@ PLACES = {
     "reduce": ("summing gradients over ranks", "communication"),
     "update": ("the optimizer's update", "optimizer"),
     "taken": ("after a step", "loop"),
+    "epoch": ("beginning an epoch", "loop"),
+    "choose": ("trying out how steps run best", "start"),
     "compile": ("compiling", "start"),
     "collect": ("collecting", "collecting"),
     "evaluate": ("beginning an evaluation", "evaluation"),
