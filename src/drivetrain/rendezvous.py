@@ -26,6 +26,7 @@ HELLO = "drivetrain-2"
 WAIT = 600.0  # seconds to wait for machines that are needed
 ANSWER = 5.0  # a machine of ours greets at once; another program that holds the port may stay silent
 BEAT, DEAD = 1.0, 8.0  # seconds between two beats, and without one until a machine is given up
+LONGEST = 1 << 20  # bytes of a greeting
 LAST_CALL = 3.0  # seconds that an attempt with enough machines waits for more of them
 WORDS = 10.0  # seconds that others get to say how an attempt ended for them
 
@@ -89,8 +90,9 @@ class Link:
         with contextlib.suppress(OSError, ValueError), self._peer.makefile("rb") as lines:
             while line := lines.readline(1 << 24):
                 self.heard = time.monotonic()
-                if line != b"{}\n":
-                    self.messages.put(json.loads(line))
+                message = {} if line == b"{}\n" else json.loads(line)
+                if isinstance(message, dict) and message:
+                    self.messages.put(message)
         self._open = False
 
     def _beat(self) -> None:
@@ -151,21 +153,21 @@ class Host:
                 peer, _ = self._listener.accept()
             except OSError:
                 return  # closed: the run is over
-            try:
-                peer.settimeout(ANSWER / 2)
-                with peer.makefile("rb") as lines:
-                    hello = json.loads(lines.readline(1 << 24))
-                if hello.get("hello") != HELLO:
-                    raise ValueError("not a machine of ours")
-                welcome = hello.get("same") == self.same
-                peer.sendall(json.dumps({"hello": HELLO, "welcome": welcome}).encode() + b"\n")
-            except (OSError, ValueError, AttributeError):
-                peer.close()  # a port scanner
-                continue
-            if welcome:
-                self._guests.append(Link(peer, hello).begin())
-            else:
-                self.notice("turned a machine away: its command is not the same")
+            threading.Thread(target=self._greet, args=(peer,), daemon=True).start()
+
+    def _greet(self, peer: socket.socket) -> None:
+        try:
+            hello = _read_line(peer, ANSWER / 2)
+            _check_hello(hello)
+            welcome = hello.get("same") == self.same
+            peer.sendall(json.dumps({"hello": HELLO, "welcome": welcome}).encode() + b"\n")
+        except Exception:  # a port scanner, or worse: nothing it sends may disturb the run
+            peer.close()
+            return
+        if welcome:
+            self._guests.append(Link(peer, hello).begin())
+        else:
+            self.notice("turned a machine away: its command is not the same")
 
     def _present(self) -> list[Link]:
         for guest in [g for g in self._guests if not g.alive]:
@@ -249,6 +251,8 @@ class Host:
             for guest in self._crew.guests:
                 self._listen_to(guest)
             time.sleep(0.02)
+        for guest in self._crew.guests:  # also of those that have left since
+            self._listen_to(guest)
         told = [Ended(Outcome(w["outcome"]), w["message"], {"smaller": w["smaller"]}, lost=w["lost"]) for w in self._words.values()]
         causes = [word for word in told if not word.lost and word.outcome not in (Outcome.OK, Outcome.PREEMPTED)]
         return replace(causes[0], interrupted=ended.interrupted, stopped=ended.stopped) if causes and ended.lost else ended
@@ -280,7 +284,7 @@ def lead(
     crew = first
     while True:
         plan = plan_for(crew)
-        supervisor.use(plan, host.begin(offer(plan)))
+        supervisor.use(plan, host.begin(offer(plan) | {"looks": supervisor.job["looks"]}))
         supervisor.look = lambda: host.look(supervisor)
         ended = host.hear(supervisor.once())
         if ended.outcome is Outcome.PREEMPTED and not supervisor.stopped and host.goes_on():
@@ -303,28 +307,32 @@ class Guest:
         self.hello = {"hello": HELLO, "procs": procs, "node_rank": node_rank, "same": same, "name": socket.gethostname()}
         self.where = f"{address[0]}:{address[1]}"
         notice(f"joining the machines that meet at {self.where}")
-        self.link = self._join()
-        self._ended: dict[str, Any] | None = None
+        self.link = self._join(again=False)
+        self._next: dict[str, Any] | None = None
+        """A word of the host's that came while an attempt was still under way."""
 
-    def _join(self, stopped: Callable[[], bool] = lambda: False) -> Link:
+    def _join(self, again: bool, stopped: Callable[[], bool] = lambda: False) -> Link:
+        """`again` where the host was there before: then whatever is wrong with the network may pass."""
         deadline = time.monotonic() + WAIT
         while True:
             try:
-                return self._greet()
-            except socket.gaierror:
-                raise Problem(f"--rendezvous {self.where}: the name {self.address[0]} is not known here") from None
+                return self._greet(again)
             except OSError as error:
+                if isinstance(error, socket.gaierror) and not again and error.errno != socket.EAI_AGAIN:
+                    raise Problem(f"--rendezvous {self.where}: the name {self.address[0]} is not known here") from None
                 if time.monotonic() > deadline or stopped():
                     raise Problem(
                         f"nobody answers at {self.where} ({error.strerror}): is the command running there?", Outcome.INFRA
                     ) from None
                 time.sleep(0.5)
 
-    def _greet(self) -> Link:
+    def _greet(self, again: bool) -> Link:
         peer = socket.create_connection(self.address, timeout=ANSWER)
         try:
             peer.sendall(json.dumps(self.hello).encode() + b"\n")
-            greeting = _read_line(peer)
+            greeting = _read_line(peer, ANSWER)
+            if not greeting and again:
+                raise ConnectionResetError(0, "no greeting")
             if greeting.get("hello") != HELLO:
                 raise Problem(f"port {self.address[1]} on {self.address[0]} is in use by another program: choose another --rendezvous port")
             if not greeting["welcome"]:
@@ -337,6 +345,9 @@ class Guest:
     def wait(self, stopped: Callable[[], bool] = lambda: False) -> dict[str, Any]:
         """The next word of the host: a place in an attempt, or the end. Where the host is lost, it is looked for again."""
         while True:
+            if self._next is not None:
+                message, self._next = self._next, None
+                return message
             with contextlib.suppress(queue.Empty):
                 message = self.link.messages.get(timeout=0.1)
                 if "place" in message or "end" in message:
@@ -345,7 +356,7 @@ class Guest:
             if not self.link.alive:
                 self.link.close()
                 self.notice(f"lost {self.where}: looking for it again")
-                self.link = self._join(stopped)
+                self.link = self._join(again=True, stopped=stopped)
                 self.notice(f"back at {self.where}")
             if stopped():
                 return {"end": Outcome.PREEMPTED, "message": ""}
@@ -355,10 +366,10 @@ class Guest:
         with contextlib.suppress(queue.Empty):
             while True:
                 message = self.link.messages.get_nowait()
-                if message.get("abort") == attempt:
+                if message.get("abort") == attempt or "place" in message:
                     supervisor.abort("the machines meet anew")
-                elif "end" in message:
-                    self._ended = message
+                if "end" in message or "place" in message:
+                    self._next = message
         if not self.link.alive:
             supervisor.abort(f"the machine at {self.where} was lost")
 
@@ -368,15 +379,22 @@ class Guest:
             "smaller": ended.result.get("smaller"),
         })  # fmt: skip
 
-    def end(self) -> dict[str, Any] | None:
-        return self._ended
+
+def _check_hello(hello: dict[str, Any]) -> None:
+    kinds: dict[str, Any] = {"procs": int, "name": str, "node_rank": (int, type(None))}
+    if hello.get("hello") != HELLO or not all(isinstance(hello.get(key), kind) for key, kind in kinds.items()) or hello["procs"] < 1:
+        raise ValueError("not a machine of ours")
 
 
-def _read_line(peer: socket.socket) -> dict[str, Any]:
-    """One line, and not a byte more of what follows it."""
-    line = b""
+def _read_line(peer: socket.socket, seconds: float) -> dict[str, Any]:
+    """One line, and not a byte more of what follows it; empty where none comes in time."""
+    line, deadline = b"", time.monotonic() + seconds
     with contextlib.suppress(OSError):
-        while not line.endswith(b"\n") and len(line) < 1 << 16 and (byte := peer.recv(1)):
+        while not line.endswith(b"\n") and len(line) < LONGEST and (left := deadline - time.monotonic()) > 0:
+            peer.settimeout(left)
+            byte = peer.recv(1)
+            if not byte:
+                break
             line += byte
     try:
         value = json.loads(line)
@@ -395,7 +413,7 @@ def follow(guest: Guest, supervisor_of: Callable[[dict[str, Any], Plan, Place], 
 
     try:
         while True:
-            message = guest.end() or guest.wait(stopped)
+            message = guest.wait(stopped)
             if "end" in message:
                 return offer, Ended(Outcome(message["end"]), message["message"])
             offer = message["offer"]
@@ -404,6 +422,7 @@ def follow(guest: Guest, supervisor_of: Callable[[dict[str, Any], Plan, Place], 
             plan = Plan.from_json(offer["plan"])
             if supervisor is None:
                 supervisor = supervisor_of(offer, plan, place)
+            supervisor.job = supervisor.job | {"looks": offer["looks"]}
             supervisor.use(plan, place)
             supervisor.look = partial(guest.look, supervisor, message["attempt"])
             ended = supervisor.once()

@@ -22,6 +22,7 @@ from drivetrain.supervise.nursery import WIRE
 
 
 def main() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, worker.HELD)  # a worker takes them up when it can answer; this process need not
     handle, parent = map(int, sys.argv[1:])
     die_with_parent(parent)
     with socket.socket(fileno=handle) as front:

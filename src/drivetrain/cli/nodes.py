@@ -58,7 +58,8 @@ def _lead(host: Host, recipe: Recipe, request: Request, machine: Machine, screen
                 plan = launch.make_plan(recipe, machine, place, crew.nodes, before, request, screen)
                 if before["plan"]["world_size"] != crew.world:
                     screen.line("plan", plan.sentence())
-                    opened.run.update(plan=plan.to_json())
+                    with contextlib.suppress(OSError):  # a full disk
+                        opened.run.update(plan=plan.to_json())
                 return plan
 
             place = Place(0, machine.procs, crew.world, ("", 0))
@@ -71,7 +72,10 @@ def _lead(host: Host, recipe: Recipe, request: Request, machine: Machine, screen
             with supervised(job, plan, place, screen, machine.gpus, request.verbose, policy=request.policy) as supervisor:
                 supervisor.leads = True
                 offer = {"run": opened.run.name, "path": str(opened.run.path)}
-                ended = rendezvous.lead(host, supervisor, crew, plan_for, lambda plan: offer | {"plan": plan.to_json()})
+                try:
+                    ended = rendezvous.lead(host, supervisor, crew, plan_for, lambda plan: offer | {"plan": plan.to_json()})
+                except Problem as problem:  # machines that did not come back
+                    ended = Ended(problem.outcome, str(problem), {"step": (opened.run.steps() or [0])[-1]})
             ending.finish(opened.run, opened.before, recipe, supervisor.plan, ended, screen)
             return opened.run, ended
     except Problem as problem:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from drivetrain.task import Task
 
 SMOKE_STEPS, SMOKE_BATCH = 4, 16
+HELD = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}  # signals that wait until a worker can answer
 
 
 class StopFlag:
@@ -232,6 +233,7 @@ def main() -> None:
     os.environ[FRONT] = str(front)
     stop = StopFlag()
     stop.install()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
     file = Path(sys.argv[1])
     answers = open(file.with_name(f"stacks-{os.environ['RANK']}"), "a")  # noqa: SIM115 (open as long as the process)
     answer_to(answers)
@@ -247,9 +249,11 @@ def main() -> None:
     if int(os.environ["WORLD_SIZE"]) > 1:
         answer_about_collectives(file.parent, int(os.environ["RANK"]))
     try:
-        group = join(job["plan"]["device"], job["plan"]["backend"])
+        group = join(job["plan"]["device"], job["plan"]["backend"], own_port=True)
     except Problem as problem:
         result: dict[str, Any] = {"outcome": problem.outcome, "message": str(problem)}
+    except Exception as error:  # of the machine: a busy GPU, a process that died meanwhile
+        result = {"outcome": Outcome.INFRA, "message": f"could not join the other processes: {str(error).splitlines()[0]}"}
     else:
         result = work(job, group, wire, stop, [heart])
     wire.send("result", result)

@@ -99,8 +99,9 @@ class Group:
             dist.destroy_process_group()
 
 
-def join(device: str, backend: str) -> Group:
-    """Join the group that RANK, WORLD_SIZE and MASTER_ADDR describe; alone where they do not."""
+def join(device: str, backend: str, own_port: bool = False) -> Group:
+    """Join the group that RANK, WORLD_SIZE and MASTER_ADDR describe; alone where they do not. A port of our own choice
+    that is taken is bad luck, not a mistake."""
     rank, size, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     if device == "cuda":
         if local >= torch.cuda.device_count():
@@ -115,7 +116,7 @@ def join(device: str, backend: str) -> Group:
         except (RuntimeError, ValueError, dist.DistError) as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             text = str(error).splitlines()[0]
-            if "EADDRINUSE" in str(error) or "in use" in str(error):
+            if not own_port and ("EADDRINUSE" in str(error) or "in use" in str(error)):
                 raise Problem(f"port {os.environ.get('MASTER_PORT')} is in use: choose another in --rendezvous or MASTER_PORT") from None
             raise Problem(f"the {size} processes could not meet at {where}: {text}", Outcome.INFRA) from None
     side = dist.new_group(backend="gloo", timeout=TIMEOUT) if size > 1 and backend != "gloo" else None

@@ -23,7 +23,7 @@ class Finder:
         self._forward = ""
         for name, module in training.model.named_modules():
             for parameter_name, parameter in module.named_parameters(recurse=False):
-                if parameter.requires_grad:
+                if parameter.requires_grad and training.step.loss_scale is None:  # fp16's overflow is nothing to stop for
                     parameter.register_hook(self._gradient_hook(f"{name}.{parameter_name}".lstrip("."), type(module).__name__))
             if not any(module.children()):
                 module.register_forward_hook(self._hook(name or "the model"))

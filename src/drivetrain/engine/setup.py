@@ -28,7 +28,8 @@ def prepare(plan: Plan, group: Group) -> None:
         torch.cuda.set_stream(torch.cuda.Stream(group.device))
     if plan.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(plan.deterministic)
+    if plan.deterministic != torch.are_deterministic_algorithms_enabled():  # to call it imports a compiler, which takes seconds
+        torch.use_deterministic_algorithms(plan.deterministic)
     torch.backends.cudnn.deterministic = plan.deterministic
     torch.backends.cudnn.benchmark = False
 

@@ -23,7 +23,7 @@ from drivetrain.plan import Plan
 from drivetrain.runs import Run, record_plan, write_atomic
 from drivetrain.supervise.attempt import RECORDED, Attempt, Ended, Place
 from drivetrain.supervise.nursery import WIRE, Nursery
-from drivetrain.supervise.verdict import FLOOR, Watchman
+from drivetrain.supervise.verdict import FLOOR, Verdict, Watchman
 from drivetrain.watch.screen import Screen
 from drivetrain.watch.spent import Spent
 
@@ -132,6 +132,8 @@ class Supervisor:
 
     def use(self, plan: Plan, place: Place) -> None:
         """In the next attempt."""
+        if (self.job.get("looks") or {}).get("armed"):  # nothing can be looked at inside of a graph
+            plan = replace(plan, capture="off", compile="off", reasons=plan.reasons | {"capture": "pinned"})
         self.plan, self.place = plan, place
         self.job = self.job | {"plan": plan.to_json()}
 
@@ -142,13 +144,12 @@ class Supervisor:
             file.write_text(json.dumps(self.job))
             watchman = Watchman(self.policy.hang_after)
             self.attempt = Attempt(self.job, file, self.place, self.screen, watchman, self.verbose)
-            self.attempt.each_look = self._each_look
+            self.attempt.each_look, self.attempt.on_verdict = self._each_look, self._note_hang
             if self.stopped:
                 return Ended(Outcome.PREEMPTED, result={"step": self._step()}, interrupted=self.interrupts > 0, stopped=True)
             self.attempt.run(self._nursery())
             ended = self.attempt.ended()
         self._before = self._spent()
-        self._look_into_hang()
         return replace(ended, interrupted=self.interrupts > 0, stopped=self.stopped, spent=self._before)
 
     @contextlib.contextmanager
@@ -168,7 +169,8 @@ class Supervisor:
         """One in the run; None where the disk is full."""
         here = f".attempt-{socket.gethostname()}-"
         for old in self.run_dir.path.glob(f"{here}*"):
-            if not _alive(int(old.name.removeprefix(here))):
+            number = old.name.removeprefix(here)
+            if number.isdigit() and (int(number) == os.getpid() or not _alive(int(number))):
                 shutil.rmtree(old, ignore_errors=True)
         folder = self.run_dir.path / f"{here}{os.getpid()}"
         try:
@@ -244,7 +246,6 @@ class Supervisor:
         looks = self.job.get("looks") or {}
         if ended.outcome is Outcome.NAN and looks.get("find_nan") and not (looks.get("armed") or self.stopped) and whole:
             self.job = self.job | {"looks": looks | {"armed": True}}
-            self.plan = replace(self.plan, capture="off", compile="off", reasons=self.plan.reasons | {"capture": "pinned"})
             return f"{ended.message.splitlines()[0]} Every module is looked at now; "
         if not ended.lost or self.stopped or not whole or not self.policy.restarts:
             return None
@@ -269,7 +270,8 @@ class Supervisor:
                 return None
         if better is not None and better.sentence() != self.plan.sentence():
             self.run_dir.event("oom", step=self._step())
-            self.run_dir.update(plan=better.to_json())
+            with contextlib.suppress(OSError):  # a full disk
+                self.run_dir.update(plan=better.to_json())
             self.run_dir.event("replanned", why="the task is known by now", strategy=better.strategy, micro_batch=better.micro_batch)
             plan, sentence = better, f"out of memory: {better.sentence()}"
         elif smaller:
@@ -294,11 +296,8 @@ class Supervisor:
         while not self.stopped and time.monotonic() < deadline:
             time.sleep(min(0.1, max(0.0, deadline - time.monotonic())))
 
-    def _look_into_hang(self) -> None:
+    def _note_hang(self, verdict: Verdict) -> None:
         """Keep what was seen of a hang with the run."""
-        verdict = self.attempt.verdict if self.attempt else None
-        if verdict is None:
-            return
         number = sum(event["event"] == "hang" for event in self.run_dir.events()) + 1
         path = self.run_dir.log_path(0).with_name(f"hang-{number}.txt")
         with contextlib.suppress(OSError):

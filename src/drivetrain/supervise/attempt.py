@@ -25,6 +25,7 @@ from drivetrain.watch.spent import Spent
 RECORDED = ("train", "verify")  # jobs that keep the plan in run.json true
 GRACE = 5.0  # seconds the others get to say how they ended, once one has failed
 SHORT_GRACE = 1.0  # where one ran out of memory: what the others will say is known
+DYING = 10.0  # seconds a process that was killed may take to die
 NO_GRACE = 0.1  # where one was killed: the others can only have lost it
 SEVERITY = [Outcome.USER_ERROR, Outcome.USAGE, Outcome.DATA, Outcome.NAN, Outcome.OOM, Outcome.HANG, Outcome.INFRA, Outcome.PREEMPTED]
 
@@ -79,7 +80,11 @@ class Attempt:
         self.verdict: Verdict | None = None
         self.aborted = ""
         self.each_look: Callable[[], object] = lambda: None
+        self.on_verdict: Callable[[Verdict], object] = lambda verdict: None
         self._end_by = math.inf
+        self._told: list[Callable[[Child], None]] = []
+        """What was said to all workers, for those that are still to come."""
+        self._undead = False
         self._selector = selectors.DefaultSelector()
 
     def run(self, nursery: Nursery) -> None:
@@ -96,8 +101,13 @@ class Attempt:
             self._drain(nursery)
         finally:
             self.kill()
+            deadline = time.monotonic() + DYING
             while any(w.child.poll() is None for w in self.workers):
                 self._listen(0.1, nursery)
+                if time.monotonic() > deadline:  # held by a driver or a disk, or not born yet
+                    self._undead = True
+                    nursery.kill()
+                    break
             self._selector.close()
             for worker in self.workers:
                 if worker.log:
@@ -115,6 +125,8 @@ class Attempt:
         child = nursery.start(self.file, self.place.environment(local), out, wire, page)
         for handle in (wire, out, page):
             os.close(handle)
+        for say in self._told:
+            say(child)
         worker = _Worker(rank, child, pulse, _open_log(self.run_dir.log_path(rank)))
         self.workers.append(worker)
         for handle, kind in ((hear, "wire"), (read, "out")):
@@ -129,11 +141,13 @@ class Attempt:
             killed = any(w.child.code is not None and w.child.code < 0 and w.said is None for w in self.workers)
             grace = NO_GRACE if killed else SHORT_GRACE if Outcome.OOM.code in failed else GRACE
             self._end_by = min(self._end_by, time.monotonic() + grace)
-        elif self.watches and self.verdict is None and all(code is None for code in codes):
-            ranks = [Rank(w.rank, w.child.pid, w.pulse.read(), self._answers(w.rank)) for w in self.workers if w.child.pid is not None]
+        elif self.watches and self.verdict is None:
+            alive = ((w, w.child.pid) for w in self.workers if w.child.code is None)
+            ranks = [Rank(w.rank, pid, w.pulse.read(), self._answers(w.rank)) for w, pid in alive if pid is not None]
             self.verdict = self.watchman.look(ranks, alone=self.place.local_procs == self.place.world_size)
             if self.verdict is not None:
                 self._end_by = 0.0
+                self.on_verdict(self.verdict)
         if time.monotonic() > self._end_by:
             self.kill()
 
@@ -146,8 +160,7 @@ class Attempt:
             self.aborted, self._end_by = why, 0.0
 
     def kill(self) -> None:
-        for worker in self.workers:
-            worker.child.kill()
+        self._tell(Child.kill)
 
     def spent(self) -> Spent:
         """Where this machine's ranks spent their time."""
@@ -156,8 +169,12 @@ class Attempt:
 
     def stop(self) -> None:
         """Ask them to end after their step."""
+        self._tell(lambda child: child.signal(signal.SIGTERM))
+
+    def _tell(self, say: Callable[[Child], None]) -> None:
+        self._told.append(say)
         for worker in self.workers:
-            worker.child.signal(signal.SIGTERM)
+            say(worker.child)
 
     # --- what they say ---
 
@@ -220,7 +237,7 @@ class Attempt:
     def ended(self) -> Ended:
         """One outcome of all: a cause before its consequences in the other ranks."""
         if self.verdict is not None:
-            return Ended(Outcome.HANG, self.verdict.message, lost=True)
+            return Ended(Outcome.HANG, self.verdict.message, lost=not self._undead)
         if self.aborted and any(w.said is None or Outcome(w.said["outcome"]) is Outcome.INFRA for w in self.workers):
             return Ended(Outcome.INFRA, self.aborted, lost=True)
         ends = []
@@ -238,7 +255,7 @@ class Attempt:
         ranking = {o: i for i, o in enumerate([*SEVERITY, Outcome.OK])}
         # Of those that were lost, the one that did not say so is the cause.
         outcome, _, message, said = min(ends, key=lambda e: (ranking[e[0]], bool(e[3]) and e[0] is Outcome.INFRA, e[1]))
-        return Ended(outcome, message, said, lost=outcome is Outcome.INFRA and not said.get("final"))
+        return Ended(outcome, message, said, lost=outcome is Outcome.INFRA and not said.get("final") and not self._undead)
 
 
 def _open_log(path: Path) -> BinaryIO | None:

@@ -19,6 +19,9 @@ WIRE = "_DRIVETRAIN_WIRE"
 """Tells a worker its handles, its wire's and its pulse's, and who its parent and its front end are."""
 
 
+CLOSING = 5.0  # seconds it gets to end by itself
+
+
 class Child:
     """One worker process. `code` is None while it lives, then as subprocess tells it: an exit code, or minus a signal."""
 
@@ -97,12 +100,13 @@ class Nursery:
     def listen(self, forget: Callable[[int], object]) -> None:
         """Take in births and deaths; where the nursery itself is gone, so are all its children."""
         assert self.handle is not None
-        told = self._socket.recv(1 << 16)
+        try:
+            told = self._socket.recv(1 << 16)
+        except ConnectionError:  # it died before it had read all requests
+            told = b""
         if not told:
             forget(self.handle)
-            self.close()
-            for child in self._children:
-                child.code = -signal.SIGKILL if child.code is None else child.code
+            self.kill()
             return
         message = json.loads(told)
         if "born" in message:
@@ -114,11 +118,23 @@ class Nursery:
     def alive(self) -> bool:
         return sys.platform != "linux" or self.handle is not None
 
+    def kill(self) -> None:
+        """End it with all its children, of which none is heard again."""
+        if self.handle is not None:
+            self._process.kill()
+            self.close()
+        for child in self._children:
+            child.code = -signal.SIGKILL if child.poll() is None else child.code
+
     def close(self) -> None:
         if self.handle is not None:
             self.handle = None
             self._socket.close()  # at which it ends
-            self._process.wait()
+            try:
+                self._process.wait(CLOSING)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
 
 
 def _appended(path: Path) -> int:

@@ -62,20 +62,20 @@ class Screen(Observer):
         self.put(head + text)
 
     def put(self, text: str) -> None:
-        if self._drawn:
-            self.stream.write("\r\x1b[2K")
-            self._drawn = False
+        wipe, self._drawn = "\r\x1b[2K" if self._drawn else "", False
+        self._write(f"{wipe}{text}\n")
+
+    def _write(self, text: str) -> None:
         try:
-            self.stream.write(text + "\n")
+            self.stream.write(text)
             self.stream.flush()
-        except BrokenPipeError:
-            self.quiet = True  # the reader left; the training goes on
+        except OSError:
+            self.quiet, self.live = True, False  # the reader left, or the terminal is gone; the training goes on
 
     def busy(self, text: str) -> None:
         """Something that takes a moment, shown until the next line; only where it can be wiped again."""
         if self.live and not self.quiet:
-            self.stream.write(f"\r\x1b[2K{'start':<{LABEL}}{text}")
-            self.stream.flush()
+            self._write(f"\r\x1b[2K{'start':<{LABEL}}{text}")
             self._drawn = self._passing = True
 
     def passed_on(self, text: str) -> None:
@@ -131,8 +131,7 @@ class Screen(Observer):
     def _draw(self, facts: dict[str, Any], final: bool) -> None:
         text = self._fit(self._pieces(facts))
         if self.live and not final:
-            self.stream.write("\r\x1b[2K" + text)
-            self.stream.flush()
+            self._write("\r\x1b[2K" + text)
             self._drawn, self._passing = True, False
         else:
             self.put(text)
@@ -171,8 +170,7 @@ class Screen(Observer):
 
     def close(self) -> None:
         if self._drawn:
-            self.stream.write("\r\x1b[2K" if self._passing else "\n")  # the last progress stays
-            self.stream.flush()
+            self._write("\r\x1b[2K" if self._passing else "\n")  # the last progress stays
             self._drawn = False
 
 
