@@ -66,6 +66,9 @@ def _stop(run: Run | None) -> None:
 
 def _tear(run: Run | None) -> None:
     """Cut the newest checkpoint short, as a machine that loses power does; then die."""
+    deadline = time.monotonic() + 10
+    while run is not None and any(run.checkpoints.glob(".step-*")) and time.monotonic() < deadline:
+        time.sleep(0.01)  # one that is being written would be the newest in a moment
     if run is not None and run.steps():
         newest = run.checkpoints / f"step-{run.steps()[-1]:08d}"
         largest = max(newest.iterdir(), key=lambda file: file.stat().st_size)
