@@ -56,7 +56,8 @@ class Watchman:
         if now - self._seen > ASLEEP:
             self._excused = now
         self._seen = now
-        over = [r for r in ranks if now - max(r.beat.since, self._excused) > self.limit(r.beat)]
+        silent = {r.rank: now - max(r.beat.since, self._excused) for r in ranks}
+        over = [r for r in ranks if silent[r.rank] > self.limit(r.beat) or (silent[r.rank] > self.floor and state_of(r.pid) == "T")]
         if not over or now - self._looked < AGAIN:
             return None
         self._looked = now

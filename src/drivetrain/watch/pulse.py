@@ -89,6 +89,8 @@ class Heart(Observer):
         self._step, self._steps_here = 0, 0
         self._place, self._since = 0, time.monotonic()
         self._longest = [0.0] * len(PLACES)
+        self._first = [0.0] * len(PLACES)
+        """In the first step, which sets things up: no measure of the others, but better than none."""
         self._spent = [0.0] * len(PARTS)
 
     def resumed(self, step: int) -> None:
@@ -100,9 +102,10 @@ class Heart(Observer):
             return  # another thread's
         now = time.monotonic()
         took = now - self._since
-        if self._steps_here != 1:  # the first step sets things up: no measure of the others
-            if took > self._longest[self._place]:
-                self._longest[self._place] = took
+        measured = self._first if self._steps_here == 1 else self._longest
+        if took > measured[self._place]:
+            measured[self._place] = took
+        if self._steps_here != 1:
             self._spent[OF_PLACE[self._place]] += took
         if name == "step":
             self._step += 1
@@ -110,4 +113,4 @@ class Heart(Observer):
         if name in ("step", "finish"):
             SPENT.pack_into(self._page, RECORD.size, max(0, self._steps_here - 1), *self._spent)
         self._place, self._since = place, now
-        RECORD.pack_into(self._page, 0, self._step, place, now, self._longest[place])
+        RECORD.pack_into(self._page, 0, self._step, place, now, self._longest[place] or self._first[place])
