@@ -1,4 +1,4 @@
-"""kill -9 at named moments; thirty kills of each configuration are in tests/system/test_kill_long.py."""
+"""kill -9 at named moments; more of them, at any moment, are in tests/system/test_kill_long.py."""
 
 from __future__ import annotations
 
