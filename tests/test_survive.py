@@ -106,6 +106,22 @@ def test_a_hang_in_the_second_step_is_found(folder: Path) -> None:
     assert "rank 1 hangs in step 2" in output and "rank 0 is stopped (state T) in step 3" in output
 
 
+def test_a_pulse_is_never_half_written() -> None:
+    page = open_page()
+    pulse, heart = Pulse(page), Heart(page)
+    begun = time.monotonic()
+    writer = os.fork()
+    while writer == 0:
+        heart.moment("take")
+    try:
+        time.sleep(0.05)
+        beats = [pulse.read() for _ in range(100_000)]
+    finally:
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+    assert len({seen.since for seen in beats}) > 10 and all(seen.since >= begun - 1 for seen in beats)
+
+
 def test_limits_are_learnt() -> None:
     watchman = Watchman(floor=30)
     assert watchman.limit(Beat(1, NUMBER["take"], 0.0, 0.0)) == UNKNOWN, "what was not seen yet"

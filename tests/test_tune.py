@@ -201,7 +201,7 @@ def test_nothing_is_lost_or_repeated_when_the_tuner_dies(folder: Path) -> None:
 
 @pytest.mark.system  # it takes its time
 def test_a_killed_trial_is_started_again(folder: Path) -> None:
-    kill = "import os, pathlib\n        if not pathlib.Path('{0}').exists():\n            pathlib.Path('{0}').touch()\n            os.kill(os.getppid(), 9)\n        "
+    kill = "import os, pathlib\n        if not pathlib.Path('{0}').exists():\n            pathlib.Path('{0}').touch()\n            os.kill(int(os.environ['_DRIVETRAIN_FRONT']), 9)\n        "
     write_task(change=("return nn.Sequential", kill.format(folder / "killed") + "return nn.Sequential"))
     text = good("tune", "small.py", "epochs=1", "--search", RATE, "--metric", "accuracy", "--trials", "1", "--name", "k")
     assert "restarted" in text and "SIGKILL" in text

@@ -143,7 +143,7 @@ class Attempt:
             self._end_by = min(self._end_by, time.monotonic() + grace)
         elif self.watches and self.verdict is None:
             alive = ((w, w.child.pid) for w in self.workers if w.child.code is None)
-            ranks = [Rank(w.rank, pid, w.pulse.read(), self._answers(w.rank)) for w, pid in alive if pid is not None]
+            ranks = [Rank(w.rank, pid, w.pulse.read(), self._answers(w.rank), w.pulse.read) for w, pid in alive if pid is not None]
             self.verdict = self.watchman.look(ranks, alone=self.place.local_procs == self.place.world_size)
             if self.verdict is not None:
                 self._end_by = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +28,8 @@ class Rank:
     beat: Beat
     answers: Path
     """Where it writes its stack."""
+    again: Callable[[], Beat]
+    """Its pulse by now."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ class Watchman:
             if len(over) < len(ranks) or not alone:
                 return None  # they wait for a rank that has its reasons
             stuck = _odd(over, stacks)
+        if any(not stacks[r.rank].stopped and r.again() != r.beat for r in stuck):
+            return None  # it lives after all
         loaders = {r.rank: self._loaders(r) for r in stuck if stacks[r.rank].loads}
         return _verdict(stuck, ranks, stacks, loaders, now)
 

@@ -73,7 +73,10 @@ class Pulse:
         RECORD.pack_into(self._page, 0, 0, 0, time.monotonic(), 0.0)
 
     def read(self) -> Beat:
-        return Beat(*RECORD.unpack_from(self._page))
+        while True:  # until no write falls between two looks
+            seen = self._page[: RECORD.size]
+            if seen == self._page[: RECORD.size]:
+                return Beat(*RECORD.unpack(seen))
 
     def spent(self) -> tuple[int, dict[str, float]]:
         """Steps, and seconds by part of the time, up to the step under way; without the first, which sets things up."""
@@ -111,6 +114,7 @@ class Heart(Observer):
             self._step += 1
             self._steps_here += 1
         if name in ("step", "finish"):
-            SPENT.pack_into(self._page, RECORD.size, max(0, self._steps_here - 1), *self._spent)
+            self._page[RECORD.size : RECORD.size + SPENT.size] = SPENT.pack(max(0, self._steps_here - 1), *self._spent)
         self._place, self._since = place, now
-        RECORD.pack_into(self._page, 0, self._step, place, now, self._longest[place] or self._first[place])
+        # At once: pack_into would blank the page first, for the other side to see.
+        self._page[: RECORD.size] = RECORD.pack(self._step, place, now, self._longest[place] or self._first[place])
