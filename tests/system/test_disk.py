@@ -36,7 +36,7 @@ def test_a_disk_that_fills_up(small_disk: Path) -> None:
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(6_000_000))
     done = drivetrain(*words, "--run-dir", str(small_disk / "run"))
-    assert "was not saved: the disk is full; training goes on" in done.stdout
+    assert "was not saved: the disk is full: " in done.stdout and "MB are missing" in done.stdout and "training goes on" in done.stdout
     assert done.returncode == Outcome.INFRA.code
     assert "Make room, then: drivetrain resume" in done.stderr
     run = small_disk / "run"
