@@ -104,7 +104,6 @@ ROOT = (
     "return nn.Sequential(nn.Flatten(), nn.Linear(64, self.hidden), Root(), nn.ReLU()",
 )
 MODULE = "\n\nclass Root(nn.Module):\n    def forward(self, x):\n        return {}\n"
-FAR = "x, y = batch\n        model.steps = getattr(model, 'steps', 0) + model.training\n        far = model.steps > 12\n        "
 
 
 @pytest.mark.parametrize(

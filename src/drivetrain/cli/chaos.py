@@ -58,7 +58,7 @@ def run(verb: str, words: list[str]) -> int:
 
     screen = Screen(quiet=args.quiet)
     procs = args.procs or 1
-    schedule = args.schedule.split(",") if args.schedule else draw(args.seed, args.faults, args.steps, procs, _kinds(args.kinds, procs))
+    schedule = args.schedule.split(",") if args.schedule else draw(args.seed, args.faults, args.steps, procs, _kinds(args.kinds))
     save_every = max(1, args.steps // SAVES)
     settings = [*args.settings, f"steps={args.steps}", "log_every=1", f"save_every={save_every}", f"eval_every={4 * save_every}"]
     placement = ["--procs", str(procs), *(["--device", args.device] if args.device else []), *(["--gpus", args.gpus] if args.gpus else [])]
@@ -78,7 +78,7 @@ def run(verb: str, words: list[str]) -> int:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _kinds(text: str | None, procs: int) -> list[str]:
+def _kinds(text: str | None) -> list[str]:
     kinds = text.split(",") if text else USUAL
     for kind in kinds:
         if kind not in ACTIONS:
