@@ -43,7 +43,7 @@ def space_of(*words: str, task: dict[str, str] | None = None, **given: str) -> A
 # --- what it finds -----------------------------------------------------------------------------
 
 
-STUDY = ["digits", "epochs=3", "--search", "learning_rate=1e-5..1e-1,log", "--search", "hidden=16|64", "--metric", "eval/accuracy"]
+STUDY = ["digits", "epochs=30", "--search", "learning_rate=1e-5..1e-1,log", "--search", "hidden=16|64", "--metric", "eval/accuracy"]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_the_folder_tells_all(studied: tuple[Path, dict[str, Any]]) -> None:
     told = json.loads((place / "runs/s/tune.json").read_text())
     assert (told["format"], told["status"], told["task"]) == (1, "finished", "digits")
     assert (told["metric"], told["direction"], told["search"]["hidden"]) == ("eval/accuracy", "max", "16|64")
-    assert told["settings"]["epochs"] == 3 and "hidden" not in told["settings"] and told["versions"]["optuna"]
+    assert told["settings"]["epochs"] == 30 and "hidden" not in told["settings"] and told["versions"]["optuna"]
     for name in ("history", "importances", "slices"):
         picture = (place / f"runs/s/{name}.png").read_bytes()
         assert picture.startswith(b"\x89PNG") and len(picture) > 3000
@@ -113,7 +113,7 @@ def test_a_finished_study_says_so_and_others_are_refused_by_name(
     other = [w.replace("16|64", "16|32") for w in STUDY]
     assert "hidden=16|64 (now 16|32)" in bad("tune", *other, "--trials", "4", "--name", "s")
     assert "eval/accuracy (now eval/loss)" in bad("tune", *STUDY[:-1], "eval/loss", "--trials", "4", "--name", "s")
-    assert "epochs=3 (now 4)" in bad("tune", "digits", "epochs=4", *STUDY[2:], "--name", "s")
+    assert "epochs=30 (now 4)" in bad("tune", "digits", "epochs=4", *STUDY[2:], "--name", "s")
     assert "study of digits, not of bandit" in bad("tune", "bandit", "--search", RATE, "--name", "s")
     assert (place / "runs/s/study.journal").read_bytes() == before
 

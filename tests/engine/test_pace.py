@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections import deque
 from pathlib import Path
@@ -109,6 +110,8 @@ def test_loader_workers_follow_from_what_loading_costs(tmp_path: Path, monkeypat
     monkeypatch.setattr(Loaded, "train_data", lambda self: Slow(self.samples, self.noise))
     plan = train("Loaded", tmp_path / "slow", {"threads": 4}, epochs=4)
     assert plan["workers"] == 2, plan["reasons"]["workers"]
+    load, work = (float(ms) for ms in re.findall(r"([\d.]+) ms", plan["reasons"]["workers"]))
+    assert work < load / 2, "what steps wait for data is no work of theirs"
     assert rows(tmp_path / "slow") == rows(tmp_path / "quick")
     assert train("Loaded", tmp_path / "pinned", {"threads": 4, "workers": 1}, epochs=4)["workers"] == 1
 

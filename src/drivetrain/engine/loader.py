@@ -34,6 +34,8 @@ class LoaderFeed(OrderedFeed):
         self._batches: Iterator[Any] | None = None
         self._next = 0
         self._reopen = False
+        self.waited = 0.0
+        """Seconds that steps have waited for batches so far."""
         self._side = torch.cuda.Stream(self.group.device) if self.group.device.type == "cuda" else None
 
     def open(self, step: int) -> None:
@@ -60,7 +62,10 @@ class LoaderFeed(OrderedFeed):
         assert self._batches is not None
         self._next = step + 1
         for ids, weight, position in self.spans(epoch, index):
-            yield Micro(self._arrive(next(self._batches)), placed(ids, self.group.device), weight, position)
+            begun = time.perf_counter()
+            batch = next(self._batches)
+            self.waited += time.perf_counter() - begun
+            yield Micro(self._arrive(batch), placed(ids, self.group.device), weight, position)
 
     def _arrive(self, batch: Any) -> Any:
         """The batch on the device, copied beside the step that is still running there."""

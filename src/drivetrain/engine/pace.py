@@ -62,6 +62,7 @@ class Pace:
         """The step from which on compiled code runs; None if it does not."""
         self.found = Findings()
         self._last, self._count, self._clock, self._chosen_at = -1, 0, 0.0, 0
+        self._waited = 0.0  # for data, until the clock was started
         self._marks: dict[str, object] = {}
         self._layouts: set[object] = set()
         self._impure = ""
@@ -294,7 +295,8 @@ class Pace:
         load = feed.loading_seconds()
         if load is None:
             return
-        per_micro = next(iter(self.found.step_seconds.values())) / self.plan.accumulation
+        waited = (feed.waited - self._waited) / (self._count - UNTIMED - 1)
+        per_micro = (next(iter(self.found.step_seconds.values())) - waited) / self.plan.accumulation
         work = min(self.found.work_seconds.values(), default=per_micro)
         needed = int(1.25 * load / max(1e-6, work)) + 1
         if self.cuda:
@@ -319,6 +321,7 @@ class Pace:
 
     def _start_clock(self) -> None:
         self._sync()
+        self._waited = self.step.feed.waited if isinstance(self.step.feed, LoaderFeed) else 0.0
         self._clock = time.perf_counter()
 
     def _read_clock(self, steps: int) -> float:
