@@ -136,12 +136,12 @@ def ours(task: Bench, device: torch.device, window: Window) -> dict[str, Any]:
 
 def trainer(task: Bench, device: torch.device, window: Window) -> dict[str, Any]:
     """As people run it: padded rows, bf16, fused AdamW."""
-    from datasets import Dataset
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     rows = Bench(**(task.settings() | {"packing": False}))._rows
     labels = np.where(rows.learned, rows.tokens, -100)
-    data = Dataset.from_dict({"input_ids": rows.tokens, "attention_mask": (rows.document > 0).astype(np.int64), "labels": labels})
+    columns = {"input_ids": rows.tokens, "attention_mask": rows.document > 0, "labels": labels}
+    data = [{name: torch.from_numpy(column[i].astype(np.int64)) for name, column in columns.items()} for i in range(len(labels))]
     model: Any = task.model()
 
     class Timed(TrainerCallback):
@@ -155,7 +155,7 @@ def trainer(task: Bench, device: torch.device, window: Window) -> dict[str, Any]
             output_dir=folder, per_device_train_batch_size=task.global_batch, max_steps=100_000, learning_rate=task.learning_rate, bf16=half,
             use_cpu=not half, logging_steps=50, report_to=[], save_strategy="no", disable_tqdm=True, optim="adamw_torch_fused",
         )  # fmt: skip
-        Trainer(model=model.net, args=options, train_dataset=data.with_format("torch"), callbacks=[Timed()]).train()
+        Trainer(model=model.net, args=options, train_dataset=data, callbacks=[Timed()]).train()
     return {"memory_gib": round(peak(), 2)}
 
 
@@ -208,37 +208,48 @@ def show(row: dict[str, Any]) -> None:
             f"  spread {f['spread_percent']:.0f} %" + (f"   {row['ratio']:.2f}x" if who == "drivetrain" else ""),
             flush=True,
         )
+    plan = row["drivetrain"]["plan"]
+    print(
+        f"  capture {plan['capture']}: {plan['reasons'].get('capture')}; compile {plan['compile']}: {plan['reasons'].get('compile')}",
+        flush=True,
+    )
+
+
+def write(path: str, device: torch.device, rows: list[dict[str, Any]]) -> None:
+    import peft
+    import transformers
+
+    facts = {
+        "date": datetime.now(UTC).date().isoformat(), "hardware": torch.cuda.get_device_name() if device.type == "cuda" else f"{cpu_cores()} CPU cores",
+        "torch": torch.__version__, "python": platform.python_version(), "drivetrain": __version__,
+        "transformers": transformers.__version__, "peft": peft.__version__,
+        "command": " ".join(["python", "benchmarks/lora.py", *sys.argv[1:]]), "rows": rows,
+    }  # fmt: skip
+    Path(path).write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="a tiny shape on the CPU")
+    parser.add_argument("--only", nargs="*", metavar="SHAPE", help="just these: 135m, 1.7b")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a window, and of the warm-up (default 20)")
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     device = torch.device("cpu" if args.cpu or not torch.cuda.is_available() else "cuda")
-    cases = [("135m", 8, 1024, False), ("135m", 32, 1024, False), ("1.7b", 8, 1024, False), ("135m", 8, 1024, True)]
-    warm, steps = (20, 20) if device.type == "cuda" else (3, 3)
+    cases = [("1.7b", 8, 1024, False), ("135m", 8, 1024, False), ("135m", 8, 1024, True), ("135m", 32, 1024, False)]
+    warm, steps = (args.steps, args.steps) if device.type == "cuda" else (3, 3)
     if device.type == "cpu":
         cases = [("tiny", 4, 64, False), ("tiny", 4, 64, True)]
     rows = []
-    for case in cases:
+    for case in (c for c in cases if not args.only or c[0] in args.only):
         rows.append(compare(*case, device, warm, steps))
         show(rows[-1])
+        if args.json:
+            write(args.json, device, rows)
     print(
         "MFU: (4 x base parameters + 6 x context x width x layers) FLOPs a token over 790 TFLOP/s; without packing, padding is not counted"
     )
-    if args.json:
-        import peft
-        import transformers
-
-        facts = {
-            "date": datetime.now(UTC).date().isoformat(), "hardware": torch.cuda.get_device_name() if device.type == "cuda" else f"{cpu_cores()} CPU cores",
-            "torch": torch.__version__, "python": platform.python_version(), "drivetrain": __version__,
-            "transformers": transformers.__version__, "peft": peft.__version__,
-            "command": " ".join(["python", "benchmarks/lora.py", *sys.argv[1:]]), "rows": rows,
-        }  # fmt: skip
-        Path(args.json).write_text(json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":

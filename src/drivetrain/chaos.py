@@ -124,6 +124,7 @@ class Strike(Observer):
 
     def __init__(self, text: str, kind: str, place: str, step: int, micro: int, run: Run | None) -> None:
         self.text, self.act, self.name, self.step, self.micro, self.run = text, ACTIONS[kind], PLACES[place], step, micro, run
+        self.late = place == "step" and kind not in ("oom", "nan")  # a step that is replayed as a graph has no moments within
         self.later = place == "save"  # the first that comes: it is written behind the training's back
         self.struck = False
         self._now = self._seen = 0
@@ -136,10 +137,11 @@ class Strike(Observer):
             self._now += 1
         if name in ("take", "evaluate"):  # each attempt at a step
             self._seen = 0
-        if name != self.name or self.struck or not (self._now == self.step or (self.later and self._now > self.step)):
+        replayed = name == "taken" and self.late and not self._seen
+        if (name != self.name and not replayed) or self.struck or not (self._now == self.step or (self.later and self._now > self.step)):
             return
         self._seen += 1
-        if self._seen == self.micro:
+        if self._seen == self.micro or replayed:
             self.struck = True
             if self.run is not None:
                 self.run.event("injected", fault=self.text)

@@ -18,8 +18,9 @@ from drivetrain.runs import Run
 from drivetrain.tasks.rl.envs import Env
 from drivetrain.tasks.rl.envs.cartpole import CartPole as CartPoleEnv
 from drivetrain.tasks.rl.fused.learner import TILE, WARPS, Learner
+from drivetrain.tasks.rl.ppo import Ppo
 from drivetrain.tasks.rl.rollout import Rollout
-from drivetrain.tasks.rl.worlds import CartPole
+from drivetrain.tasks.rl.worlds import Bandit, CartPole
 from drivetrain.watch.files import MetricsFile
 from tests.samples import rows, weights
 
@@ -41,7 +42,7 @@ class Own(CartPole):
         return OwnWorld()
 
 
-def learned(folder: Path, kind: type[CartPole] = CartPole, **settings: Any) -> tuple[Training, Learner]:
+def learned(folder: Path, kind: type[Ppo] = CartPole, **settings: Any) -> tuple[Training, Learner]:
     done = training(folder, kind(**(SMALL | {"eval_episodes": 0, "log_every": 1, "save_every": "1ep"} | settings)))
     done.run_to_end()
     assert isinstance(done.learner, Learner)
@@ -77,12 +78,19 @@ def gradients(learner: Learner, seen: Any, facts: Any, numbers: Any) -> tuple[to
 
 @pytest.mark.parametrize(
     "shape",
-    [{}, {"width": 32, "layers": 1, "activation": "relu"}, {"width": 48, "layers": 3, "value_clip": 0.2}, {"width": 128, "layers": 2}],
+    [
+        {"envs": 4096, "horizon": 64, "global_batch": 65536},  # as it is benchmarked
+        {},
+        {"width": 32, "layers": 1, "activation": "relu"},
+        {"width": 48, "layers": 3, "value_clip": 0.2},
+        {"width": 128, "layers": 2},
+        {"width": 128, "layers": 3},
+    ],
 )
 @pytest.mark.parametrize("epochs", [2, 30])
 def test_gradients_are_those_of_exact_arithmetic(shape: Any, epochs: int, tmp_path: Path) -> None:
     done, learner = learned(tmp_path, epochs=epochs, **shape)
-    numbers = torch.randperm(learner.count, device="cuda")[:4001]  # not whole tiles
+    numbers = torch.randperm(learner.count, device="cuda")[: done.task.global_batch - 95]  # not whole tiles
     got, sums = gradients(learner, learner.seen, learner.facts, numbers)
     exact: Any = copy.deepcopy(done.model).double()
     exact.zero_grad()
@@ -101,14 +109,15 @@ def test_gradients_are_those_of_exact_arithmetic(shape: Any, epochs: int, tmp_pa
     for name, part in (("actor", slice(0, actor)), ("critic", slice(actor, None))):
         error, usual = (float((some[part] - true[part]).norm() / true[part].norm()) for some in (got, rough))
         print(f"{name}: {error:.1e}, torch with tf32 {usual:.1e}")
-        assert error < (max(1e-2, 3 * usual) if shape else 1e-2), f"{name}: {error:.1e}, torch with tf32 {usual:.1e}"
+        bar = 1e-2 if "envs" in shape else max(1e-2, 1.5 * usual)  # few samples: a critic's true gradient may be next to nothing
+        assert error < bar, f"{name}: {error:.1e}, torch with tf32 {usual:.1e}"
     assert float(sums[5]) == float(count) == len(numbers)
     for place, name in ((1, "entropy"), (2, "kl"), (3, "clipped"), (4, "value_error")):
         assert float(sums[place]) == pytest.approx(float(figures[name][0]), rel=2e-3, abs=2e-4 * len(numbers)), name
 
 
-@pytest.mark.parametrize("kind", [CartPole, Own])
-def test_samples_and_their_order_are_the_plain_paths(kind: type[CartPole], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [CartPole, Own, Bandit])
+def test_samples_and_their_order_are_the_plain_paths(kind: type[Ppo], tmp_path: Path) -> None:
     done, learner = learned(tmp_path, kind, epochs=6)
     feed: Any = done.feed
     before = {k: v.clone() for k, v in learner.state.items()}
@@ -150,7 +159,7 @@ class Given(CartPole):
 
 
 @pytest.mark.parametrize("kind", [CartPole, Own, Given])
-def test_an_epoch_moves_the_weights_as_the_engines_steps_do(kind: type[CartPole], tmp_path: Path) -> None:
+def test_an_epoch_moves_the_weights_as_the_engines_steps_do(kind: type[Ppo], tmp_path: Path) -> None:
     """The first epoch is the engine's in both; in the others, the kernels' steps beside the engine's."""
     both = []
     for name, fused in (("kernels", True), ("plain", False)):
@@ -175,8 +184,8 @@ def test_an_epoch_moves_the_weights_as_the_engines_steps_do(kind: type[CartPole]
         assert a[20][name] == pytest.approx(b[20][name], rel=0.05, abs=2e-3), name
 
 
-@pytest.mark.parametrize("kind", [CartPole, Own])
-def test_a_broken_run_is_the_unbroken_one(kind: type[CartPole], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [CartPole, Own, Bandit])
+def test_a_broken_run_is_the_unbroken_one(kind: type[Ppo], tmp_path: Path) -> None:
     task = {**SMALL, "eval_episodes": 100, "epochs": 12, "eval_every": "4ep", "log_every": 5, "save_every": "1ep"}
     training(tmp_path / "whole", kind(**task)).run_to_end()
     per_epoch = 16

@@ -24,6 +24,7 @@ DEFAULT = {"INPUTS": 4, "WIDTH": 64, "ACTIONS": 2, "LAYERS": 2, "RELU": 0, "RESI
 SHAPES: list[tuple[str, dict[str, int], str]] = [
     ("sm_90", {}, "cartpole.cu"),
     ("sm_80", {}, "cartpole.cu"),
+    ("sm_90", {"INPUTS": 2}, "bandit.cu"),
     ("sm_90", {"WIDTH": 32, "LAYERS": 1, "RELU": 1, "RESIDENT": 1}, ""),
     ("sm_80", {"INPUTS": 64, "ACTIONS": 64, "WIDTH": 48, "LAYERS": 3, "RESIDENT": 1}, ""),
     ("sm_90", {"INPUTS": 5, "ACTIONS": 9, "WIDTH": 128, "LAYERS": 3, "RESIDENT": 1}, ""),

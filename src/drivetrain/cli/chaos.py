@@ -246,9 +246,11 @@ def show(report: dict[str, Any], screen: Screen) -> int:
         middle, worst = statistics.median(seconds), max(seconds)
         screen.line("lost", f"{kind:<8} {len(seconds):>3} times, {middle:.1f} s each to the next step (worst {worst:.1f} s)")
     for fault in report["missed"]:
-        screen.line("missed", f"{fault} did not strike (its step was not reached again, or it came after the last save)")
+        screen.line("missed", f"{fault} did not strike (it came after the last save, or cannot be had in a step that is replayed)")
     if report["replanned"]:
         screen.line("", "the plan changed on the way (oom): weights and figures are not expected to be equal to the bit")
-    passed = all(fine for name, (fine, _, _) in checks.items() if not (report["replanned"] and name in ("weights", "figures")))
+    passed = bool(report["struck"]) and all(
+        fine for name, (fine, _, _) in checks.items() if not (report["replanned"] and name in ("weights", "figures"))
+    )
     screen.line("chaos", f"{report['struck']} of {report['faults']} faults struck: {'passed' if passed else 'FAILED'}")
     return 0 if passed else 1

@@ -137,7 +137,7 @@ class Training:
             at_once = False  # whether the task's own learner takes the whole epoch
             if self.done % per_epoch == 0:
                 self.observer.moment("epoch")
-                self.step.rest()
+                self._rest()
                 at_once = self._seek_learner() and self.done + per_epoch <= self.total
                 if self.source is None:
                     self.feed.begin_epoch(self.done // per_epoch, self.model)
@@ -307,7 +307,7 @@ class Training:
 
     def evaluation(self) -> Evaluation:
         assert self.test is not None
-        self.step.rest()
+        self._rest()
         self.strategy.share_buffers()
         if self._replay is None and self.step.graphs is not None:  # its own: a failure there shall not touch training's
             graphs = Graphs(self.group.device, self.observer.notice)
@@ -330,6 +330,11 @@ class Training:
             ranks = short.ranks
         shrink_evaluation(self, ranks)
         return None
+
+    def _rest(self) -> None:
+        """Before anything else than steps uses the model, or takes time."""
+        self.step.rest()
+        self.pace.rest()
 
     def _look_again(self) -> None:
         """Other code had its turn: what was captured may no longer hold."""

@@ -61,8 +61,10 @@ class Pace:
         self.compiled_from = compiled_from
         """The step from which on compiled code runs; None if it does not."""
         self.found = Findings()
-        self._last, self._count, self._clock, self._chosen_at = -1, 0, 0.0, 0
-        self._waited = 0.0  # for data, until the clock was started
+        self._last, self._count, self._chosen_at = -1, 0, 0
+        self._clock: float | None = None
+        self._since = self._timed = 0  # the count when the clock was set going; steps before that
+        self._spent = self._waited = 0.0  # seconds of those; for data, until the clock was started
         self._marks: dict[str, object] = {}
         self._layouts: set[object] = set()
         self._impure = ""
@@ -75,6 +77,8 @@ class Pace:
             return
         self._last = self.step.number
         self._count += 1
+        if self._timed and self._clock is None:
+            self._go()
         full = form.size == self.plan.global_batch  # the last batch of an epoch is not what most steps are like
         self._layouts |= {form.given} if full else set()
         if full and self.compiled_from is not None and self.step.compiled is None and self._last >= self.compiled_from:
@@ -89,7 +93,7 @@ class Pace:
         elif self._count == UNTIMED + 1:
             self._start_clock()
         elif not self._chosen_at and self._count > UNTIMED + TIMED and full and not waiting:
-            self.found.step_seconds[self._kind()] = self._read_clock(self._count - UNTIMED - 1)
+            self.found.step_seconds[self._kind()] = self._read_clock()
             self._choose(seed, inputs, form)
             self._chosen_at = self._count
             if not self.cuda:
@@ -97,7 +101,7 @@ class Pace:
         elif self._chosen_at and self._count == self._chosen_at + UNTIMED:
             self._start_clock()
         elif self._chosen_at and self._count == self._chosen_at + UNTIMED + REPLAYED:
-            self.found.step_seconds[self._kind()] = self._read_clock(REPLAYED)
+            self.found.step_seconds[self._kind()] = self._read_clock()
             self._conclude()
 
     def look_again(self) -> bool:
@@ -322,11 +326,27 @@ class Pace:
     def _start_clock(self) -> None:
         self._sync()
         self._waited = self.step.feed.waited if isinstance(self.step.feed, LoaderFeed) else 0.0
-        self._clock = time.perf_counter()
+        self._timed, self._spent = 0, 0.0
+        self._go()
 
-    def _read_clock(self, steps: int) -> float:
+    def _go(self) -> None:
+        self._clock, self._since = time.perf_counter(), self._count
+
+    def rest(self) -> None:
+        """Other code has its turn, whose time is none of the steps'."""
+        if self._clock is not None:
+            self._sync()
+            self._spent += time.perf_counter() - self._clock
+            self._timed += self._count - self._since + 1
+            self._clock = None
+
+    def _read_clock(self) -> float:
+        """Seconds of a step since the clock was started."""
         self._sync()
-        return (time.perf_counter() - self._clock) / steps
+        assert self._clock is not None
+        seconds, self._clock = self._spent + time.perf_counter() - self._clock, None
+        steps, self._timed = self._timed + self._count - self._since, 0
+        return seconds / steps
 
     def _captures(self) -> bool:
         graphs = self.step.graphs

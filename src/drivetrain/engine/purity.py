@@ -79,8 +79,8 @@ def _mark(value: Any, depth: int, on_gpu: bool) -> object:
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
     if isinstance(value, (list, tuple, set, dict, deque)) and depth:
-        items = list(value.items()) if isinstance(value, dict) else list(value)
-        return len(items), [_mark(item, depth - 1, on_gpu) for item in items[:100]]
+        items = [part for pair in value.items() for part in pair] if isinstance(value, dict) else list(value)
+        return len(items), [_mark(item, depth - 1, on_gpu) for item in items[:200]]
     if depth and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and not _is_library_object(value):
         return Same(value), [(k, _mark(v, depth - 1, on_gpu)) for k, v in list(vars(value).items())[:100]]
     return Same(value)

@@ -52,6 +52,8 @@ class Rows:
         self._rows: dict[int, dict[str, Any]] = {}
         self._blocks: list[Block] = []
         self._marked, self._marked_step = time.monotonic(), 0
+        self._newest = 0  # the step up to which figures have arrived
+        self._pace: float | None = None  # the speed until then
         self.spikes = Spikes()
 
     def load(self, step: int, epoch_sums: dict[str, Any], means: dict[str, float]) -> None:
@@ -74,7 +76,9 @@ class Rows:
         """Read the figures that arrived and make rows of the steps that are logged; gives the first step that is no number."""
         if logging:
             self.begin(done)
-        for block in ledger.arrived(wait):
+        arrived = ledger.arrived(wait)
+        self._newest, self._pace = (arrived[-1].last + 1 if arrived else 0), None
+        for block in arrived:
             bad = self._first_bad(block)
             if bad is not None:
                 self.emit(before=bad + 1)
@@ -132,15 +136,17 @@ class Rows:
         facts["learning_rate"] = self.step.rates.at(step)
         if self.step.loss_scale is not None:
             facts["loss_scale"], facts["skipped_steps"] = row[SCALE], int(row[SKIPPED])
-        facts["samples_per_second"] = self._speed(step + 1)
+        facts["samples_per_second"] = self._speed()
         facts["memory_bytes"] = peak_memory(self.step.group.device)
         return facts
 
-    def _speed(self, step: int) -> float:
-        now = time.monotonic()
-        speed = (step - self._marked_step) * self.global_batch / max(1e-9, now - self._marked)
-        self._marked, self._marked_step = now, step
-        return speed
+    def _speed(self) -> float:
+        """Up to the newest step that arrived; what arrived together has one speed."""
+        if self._pace is None:
+            now = time.monotonic()
+            self._pace = (self._newest - self._marked_step) * self.global_batch / max(1e-9, now - self._marked)
+            self._marked, self._marked_step = now, self._newest
+        return self._pace
 
     def _first_bad(self, block: Block) -> int | None:
         """The first step whose loss or gradient is not a number."""

@@ -124,7 +124,9 @@ class Step:
         if self.moment is not None:
             self.moment("take")
         micros = self.feed.micro_batches(epoch, index)
-        if self.moment is not None:
+        if self.moment is not None and self.feed.resident:
+            self.moment("fetched")  # what is on the device already is not waited for
+        elif self.moment is not None:
             micros = _told(micros, self.moment)
         if self.strategy.whole:
             self._take_at_once(micros, size, with_norm)

@@ -22,6 +22,8 @@ class Adapted(nn.Module):
         self.net = net
         self.register_buffer("base", torch.frombuffer(bytearray(digest), dtype=torch.uint8).clone())
         head = net.get_output_embeddings()
+        if not _slides(net.config):
+            net.get_base_model().set_attn_implementation(_attention())
         self._multiplies = type(head) is nn.Linear and not head.weight.requires_grad and not _changes_logits(net.config)
         """Whether the head is a frozen matrix and nothing else."""
 
@@ -70,6 +72,17 @@ def _changes_logits(config: Any) -> bool:
     return scaled or getattr(config, "final_logit_softcapping", None) is not None
 
 
-def _slides(config: Any, length: int) -> bool:
+def _slides(config: Any, length: int | None = None) -> bool:
+    """Whether layers see only so far back; given a length, only if rows are longer than that."""
     window = getattr(config, "sliding_window", None)
-    return window is not None and window < length and getattr(config, "use_sliding_window", True)
+    return window is not None and (length is None or window < length) and getattr(config, "use_sliding_window", True)
+
+
+def _attention() -> str:
+    """The name of an attention that takes masks as they are given: transformers' own looks for documents in the positions of
+    rows without a mask, and the host waits for the device's answer at every step."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("as_given", sdpa_attention_forward)
+    return "as_given"

@@ -95,6 +95,8 @@ class Lora(Task):
     def model(self) -> nn.Module:
         from peft import get_peft_model
 
+        from drivetrain.tasks.lora.beside import set_beside
+
         # Frozen weights are kept as they are multiplied; adapters learn in fp32.
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision, torch.float32)
         net = self._base.model(half)
@@ -102,6 +104,7 @@ class Lora(Task):
             adapted = get_peft_model(net, self.adapter())
         except ValueError as error:
             raise Problem(f"targets={self.targets}: {_candidates(net, error)}") from error
+        set_beside(adapted)
         return Adapted(adapted, self._base.digest())
 
     def adapter(self) -> Any:

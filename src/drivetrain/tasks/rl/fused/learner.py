@@ -12,13 +12,15 @@ from torch import Tensor
 
 from drivetrain.task import Workbench
 from drivetrain.tasks.rl.envs import Env
+from drivetrain.tasks.rl.envs.bandit import Bandit
 from drivetrain.tasks.rl.envs.cartpole import CartPole
 from drivetrain.tasks.rl.fused.device import Program, Unavailable
 from drivetrain.tasks.rl.nets import Agent, MlpAgent
 from drivetrain.tasks.rl.ppo import Ppo
 from drivetrain.tasks.rl.rollout import Rollout, full, merged
 
-WORLDS: dict[type[Env], tuple[str, str]] = {CartPole: ("cartpole.cu", "env.motion")}  # rules, and the state that they keep
+WORLDS: dict[type[Env], tuple[str, str]] = {Bandit: ("bandit.cu", "env.side"), CartPole: ("cartpole.cu", "env.motion")}
+"""Rules, and the state that they keep."""
 WIDTHS, LAYERS, MOST_INPUTS, MOST_ACTIONS, MOST_STEPS = range(32, 129, 16), (1, 2, 3), 64, 64, 256
 TILE, WARPS, PARTS, STATS, SUMS = 64, 4, 8, 12, 8
 TURNS = 64  # epochs whose keys are handed over at once

@@ -1,0 +1,129 @@
+"""Adapters on a GPU: the head's kernel, products beside frozen layers, captured steps, and learning as transformers' trainer does."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from drivetrain.engine.feed import ORDER
+from drivetrain.engine.group import Group
+from drivetrain.engine.rand import permutation, seed_everything
+from drivetrain.tasks.lora import head
+from drivetrain.tasks.lora.beside import Beside
+from drivetrain.tasks.lora.lora import Lora
+from tests.lora.models import sentences, write_jsonl, write_model
+from tests.samples import TASKS, rows, training, weights
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    write_model(folder / "model", layers=6)
+    write_jsonl(folder / "texts.jsonl", [{"text": text} for text in sentences(60)])
+    TASKS["Lora"] = Lora
+    return folder
+
+
+def apart(found: torch.Tensor, true: torch.Tensor) -> float:
+    return float((found.double() - true).norm() / true.norm())
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocabulary", [49152, 1000, 5])
+def test_losses_by_the_kernel(kind: torch.dtype, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "ROOM", 100 * vocabulary)
+    torch.manual_seed(0)
+    hidden = torch.randn(333, 64, device=GPU, dtype=kind, requires_grad=True)
+    weight, targets = torch.randn(vocabulary, 64, device=GPU, dtype=kind), torch.randint(vocabulary, (333,), device=GPU)
+    targets[::7] = head.IGNORED
+    exact = hidden.detach().double().requires_grad_()
+    true = F.cross_entropy(F.linear(exact, weight.double()), targets, reduction="none", ignore_index=head.IGNORED)
+    (wanted,) = torch.autograd.grad(true.sum() * 0.3, exact)
+    total, each = head.losses(hidden, weight, None, targets)
+    (found,) = torch.autograd.grad(total * 0.3, hidden)
+    assert head._kernel("cuda").__module__.endswith("softmax")
+    bound = 1e-2 if kind is torch.bfloat16 else 1e-5
+    assert apart(total, true.sum()) < bound and apart(each, true) < bound and apart(found, wanted) < bound
+    assert (each[::7] == 0).all() and (found[::7] == 0).all()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_adapters_beside_a_layer_are_pefts(precision: str, place: Path) -> None:
+    seed_everything(0)
+    net: Any = Lora(base="model", data="texts.jsonl", precision=precision).model().cuda()
+    layer: Any = next(m for m in net.modules() if isinstance(m, Beside))
+    torch.nn.init.normal_(layer.lora_B["default"].weight)
+    plain = copy.deepcopy(layer)
+    plain.__class__ = Beside.__bases__[0]
+    x = torch.randn(3, 40, layer.in_features, device=GPU)
+    found = []
+    for one in (layer, plain, copy.deepcopy(plain).double()):
+        mine = x.clone().to(torch.float64 if len(found) == 2 else torch.float32).requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16" and len(found) < 2):
+            out = one(mine)
+        out.square().sum().backward()
+        found.append([out, mine.grad, one.lora_A["default"].weight.grad, one.lora_B["default"].weight.grad])
+    for ours, theirs, true in zip(*found, strict=True):
+        assert apart(ours.detach(), true.detach()) < 1.5 * apart(theirs.detach(), true.detach()) + 1e-6
+
+
+def learn(place: Path, name: str, pins: dict[str, Any], **settings: Any) -> Any:
+    given = {"base": "model", "data": "texts.jsonl", "context": 48, "held_out": 0.0, "global_batch": 4, "steps": 200, "learning_rate": 3e-3,
+             "decay": "constant", "clip": 1.0, "best": None, "log_every": 1}  # fmt: skip
+    job = training("Lora", str(place / name), Group(0, 1, GPU), given | settings, pins)
+    before = copy.deepcopy(job.model.net)  # type: ignore[attr-defined]
+    job.run_to_end()
+    job.observer.close()
+    return job.task, before, [row["train/loss"] for row in rows(place / name)]
+
+
+def test_captured_steps_are_eager_ones(place: Path) -> None:
+    runs = {how: learn(place, how, {"compile": "off", "capture": how}, steps=60, precision="bf16")[2] for how in ("on", "off")}
+    assert runs["on"] == runs["off"] and weights(place / "on") == weights(place / "off")
+    assert runs["on"][-1] < 0.9 * runs["on"][0]
+
+
+def test_it_learns_as_transformers_trainer_does(place: Path) -> None:
+    """200 steps on the same batches in bf16: no further from the trainer's than the trainer is from itself with another seed."""
+    from torch.utils.data import SequentialSampler
+    from transformers import Trainer, TrainingArguments
+
+    task, net, ours = learn(place, "ours", {}, packing=False, precision="bf16")
+    tokens, document, learned = (np.asarray(c) for c in task.train_data().columns)
+    per_epoch = -(-len(tokens) // 4)
+    order = torch.cat([permutation(len(tokens), 0, epoch, ORDER) for epoch in range(-(-200 // per_epoch))]).tolist()
+    columns = {"input_ids": tokens, "attention_mask": document > 0, "labels": np.where(learned, tokens, -100)}
+    data = [{name: torch.from_numpy(column[i].astype(np.int64)) for name, column in columns.items()} for i in order]
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, dataset: Any = None) -> Any:
+            return SequentialSampler(data)  # type: ignore[arg-type]
+
+    def theirs(start: Any, seed: int) -> list[float]:
+        options = TrainingArguments(
+            output_dir=str(place / f"theirs-{seed}"), per_device_train_batch_size=4, max_steps=200, learning_rate=3e-3, bf16=True, seed=seed,
+            lr_scheduler_type="constant", max_grad_norm=1.0, weight_decay=0.0, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        trainer = InOrder(model=start, args=options, train_dataset=data)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    curves = [theirs(net, 0)]
+    for seed in (1, 2, 3):
+        seed_everything(seed)
+        curves.append(theirs(task.model().net, seed))
+    same, *others = (np.convolve(c, np.ones(10) / 10, "valid") for c in curves)
+    mine = np.convolve(ours, np.ones(10) / 10, "valid")
+    spread = max(float(np.abs(other - same).max()) for other in others)
+    distance = float(np.abs(mine - same).max())
+    print(f"from the trainer's: {distance:.4f}; between its seeds: {spread:.4f}; loss {ours[0]:.3f} to {ours[-1]:.3f}")
+    assert len(ours) == 200 and distance < spread and ours[-1] < 0.9 * ours[0]
