@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from drivetrain.chaos import read
 from drivetrain.cli.chaos import USUAL, draw
 from drivetrain.outcomes import Problem
 from tests.command import bad, drivetrain, good, write_task
@@ -29,6 +31,21 @@ def test_one_fault_of_each_kind(folder: Path) -> None:
     assert report["struck"] == report["faults"] == len(USUAL), output
     assert report["weights_equal"] and report["rows_equal"] and not report["samples_lost"] + report["samples_repeated"]
     assert "passed" in output and "none lost, none repeated" in output
+
+
+def test_a_step_that_is_replayed_as_a_graph_is_struck_too() -> None:
+    """It tells no moment between its beginning and its end."""
+    for fault, strikes in (("slow@step:2", True), ("oom@step:2", False), ("slow@step:3", False), ("slow@update:2", False)):
+        strike: Any = read(fault, 0)
+        strike.act = lambda _: None
+        for name in ("step", "take", "taken", "step", "take", "fetched", "taken"):
+            strike.moment(name)
+        assert strike.struck is strikes, fault
+    strike = read("slow@step:1", 0)
+    strike.act = lambda _: None
+    for name in ("step", "take", "fetched", "backward"):
+        strike.moment(name)
+    assert strike.struck, "where it can be within, it is"
 
 
 def test_a_task_that_does_not_repeat_fails(folder: Path) -> None:

@@ -57,6 +57,18 @@ def test_a_short_run_is_not_compiled(tmp_path: Path) -> None:
     assert plan["sentence"] == "", "there is nothing to tell"
 
 
+def test_a_steps_time_has_no_evaluation_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven steps are an epoch here, so the clock runs on over its end."""
+    plain = Plain.metrics
+
+    def slow(self: Plain, model: nn.Module, batch: Any) -> Any:
+        time.sleep(1.0)
+        return plain(self, model, batch)
+
+    monkeypatch.setattr(Plain, "metrics", slow)
+    assert train("Plain", tmp_path, epochs=2)["measured"]["step_seconds"]["eager"] < 0.15
+
+
 def test_a_compiler_that_fails_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "PAYS", 0.0)
 
@@ -133,6 +145,7 @@ def test_state_kept_in_python_is_seen() -> None:
             self.inner = nn.BatchNorm1d(4)
             self.register_buffer("mean", torch.zeros(4))
             self.calls, self.history, self.hidden = 0, [1], torch.zeros(1)
+            self.deep = {"a": {"b": {"c": {"d": [1]}}}}
             self.options, self.recent, self.dice = SimpleNamespace(temperature=1.0), deque([0]), np.random.default_rng(0)
 
     net, task = Net(), Plain()

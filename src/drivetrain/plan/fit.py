@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 SPAN = 4  # from one measured micro-batch to the next
-UNEVEN = 0.04  # the prediction's error changes by more than this from one to the next: what lies between is measured too
+UNEVEN = 0.03  # the prediction's error changes by more than this from one to the next: what lies between is measured too
 
 
 def worth_measuring(sizes: Sequence[int], best: int) -> list[int]:
