@@ -12,6 +12,7 @@ import pytest
 
 from drivetrain import hardware
 from drivetrain.hardware import Gpu, Hardware, TorchBuild, check_torch_can_use, detect, report, torch_build, visible_gpus, with_timeout
+from drivetrain.hardware import activity as activities
 from drivetrain.hardware.cards import of_product
 from drivetrain.hardware.described import parse
 from drivetrain.outcomes import Problem
@@ -192,6 +193,23 @@ class Nvml:
 
     def _refuse(self, handle: int) -> int:
         raise RuntimeError("not supported")
+
+
+def test_a_gpu_that_waits_in_a_kernel_is_told_from_one_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = SimpleNamespace(
+        nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 3, nvmlDeviceGetHandleByIndex=lambda i: i,
+        nvmlDeviceGetPowerUsage=lambda h: (121_000, 640_000, 80_000)[h], nvmlDeviceGetPowerManagementLimit=lambda h: 700_000,
+        nvmlDeviceGetUtilizationRates=lambda h: SimpleNamespace(gpu=(100, 99, 0)[h]),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    monkeypatch.setattr(activities, "has_driver", lambda: True)
+    assert list(map(str, activities.activity())) == [
+        "GPU 0 is 100 % busy at 121 of 700 W: it waits in a kernel",
+        "GPU 1 is 99 % busy at 640 of 700 W",
+        "GPU 2 is 0 % busy at 80 of 700 W",
+    ]
+    monkeypatch.setattr(driver, "nvmlInit", lambda: 1 / 0)
+    assert activities.activity() == []
 
 
 def test_slices_of_a_gpu_are_what_cuda_sees(monkeypatch: pytest.MonkeyPatch) -> None:

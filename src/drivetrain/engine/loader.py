@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -181,5 +182,6 @@ def _begin_worker(_: int) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         die_with_parent(parent.pid)  # forked from the rank itself
+    gc.freeze()  # what the rank holds, graphs of a GPU among it, is not this process's to free
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the rank decides when to stop

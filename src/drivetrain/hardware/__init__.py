@@ -126,8 +126,13 @@ def with_timeout(call: Callable[[], T], seconds: float) -> T:
     return value  # type: ignore[no-any-return]
 
 
+def has_driver() -> bool:
+    """Whether it is worth asking NVIDIA's driver."""
+    return platform.system() != "Linux" or Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
+
+
 def _gpus() -> tuple[tuple[Gpu, ...], str, str, tuple[int, int]]:
-    if platform.system() == "Linux" and not Path("/dev/nvidiactl").exists() and shutil.which("nvidia-smi") is None:
+    if not has_driver():
         return (), "no driver", "", (0, 0)
     try:
         return with_timeout(_ask_nvml, NVML_TIMEOUT)

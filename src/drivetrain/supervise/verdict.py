@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from drivetrain.hardware.activity import activity
 from drivetrain.supervise.stacks import Stack, ask, ask_about_collectives, children_of, state_of
 from drivetrain.watch.pulse import Beat
 
@@ -111,7 +112,9 @@ def _verdict(stuck: list[Rank], ranks: list[Rank], stacks: dict[int, Stack], loa
     if waiting:
         operation = stacks[waiting[0].rank].operation
         text += f"; {_names([r.rank for r in waiting])} wait{'s' if len(waiting) == 1 else ''}{f' in {operation}' if operation else ''}"
-    evidence = []
+    cards = activity()
+    evidence = [str(gpu) for gpu in cards]
+    text += "".join(f"; {gpu}" for gpu in cards if gpu.spins)
     for rank in ranks:
         evidence.append(f"--- rank {rank.rank}, pid {rank.pid}, step {rank.beat.step}, {rank.beat} for {now - rank.beat.since:.1f} s ---")
         evidence.append(stacks[rank.rank].text)
