@@ -75,13 +75,13 @@ class Started:
     def output(self) -> str:
         return self.file.read_text(errors="replace")
 
-    def wait(self, seconds: float = 60.0) -> int:
+    def wait(self, seconds: float = 180.0) -> int:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {seconds:.0f} s:\n{self.output}") from None
 
-    def succeed(self, seconds: float = 60.0) -> str:
+    def succeed(self, seconds: float = 180.0) -> str:
         code = self.wait(seconds)
         assert code == 0, f"ended with code {code}:\n{self.output}"
         return self.output

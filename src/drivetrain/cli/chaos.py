@@ -119,8 +119,8 @@ def _train(command: list[str], folder: Path, faults: list[str], hang_after: str,
             return run
         struck = _injected(run)[begun:]
         expected = [-9, Outcome.PREEMPTED.code, Outcome.NAN.code]
-        if any(fault.startswith("full") for fault in struck):
-            expected.append(Outcome.INFRA.code)  # asked to stop while the disk was full: nothing could be saved
+        if any(fault.startswith("preempt") for fault in struck):  # while something else was wrong too: its word, and it is repeated
+            expected += [code for outcome, code in EXIT_CODES.items() if outcome.retryable]
         if done.returncode not in expected or not struck:
             word = next((o for o, code in EXIT_CODES.items() if code == done.returncode), Outcome.INFRA)
             raise Problem(f"the training ended with {done.returncode} after {struck or 'no fault'}:\n{done.stderr.strip()}", word)
