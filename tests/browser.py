@@ -27,7 +27,7 @@ class Browser:
         assert "error" not in said, said["error"]
         return said["answer"]
 
-    def until(self, code: str, seconds: float = 30) -> Any:
+    def until(self, code: str, seconds: float = 120) -> Any:
         """What JavaScript gives, as soon as it gives something."""
         end = time.monotonic() + seconds
         while not (found := self(run=code)):

@@ -64,7 +64,7 @@ def environment(**extra: str) -> dict[str, str]:
     return clean | {"PYTHONDONTWRITEBYTECODE": "1"} | extra
 
 
-def drivetrain(*words: str, seconds: float = 200, **extra: str) -> subprocess.CompletedProcess[str]:
+def drivetrain(*words: str, seconds: float = 500, **extra: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, *words], capture_output=True, text=True, timeout=seconds, env=environment(**extra), stdin=subprocess.DEVNULL
     )

@@ -75,13 +75,13 @@ class Started:
     def output(self) -> str:
         return self.file.read_text(errors="replace")
 
-    def wait(self, seconds: float = 180.0) -> int:
+    def wait(self, seconds: float = 400.0) -> int:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {seconds:.0f} s:\n{self.output}") from None
 
-    def succeed(self, seconds: float = 180.0) -> str:
+    def succeed(self, seconds: float = 400.0) -> str:
         code = self.wait(seconds)
         assert code == 0, f"ended with code {code}:\n{self.output}"
         return self.output
@@ -114,7 +114,7 @@ def run(*words: object, folder: Path, **variables: object) -> str:
         return started.succeed()
 
 
-def until(holds: Callable[[], Any], what: str, seconds: float = 30.0) -> Any:
+def until(holds: Callable[[], Any], what: str, seconds: float = 180.0) -> Any:
     deadline = time.monotonic() + seconds
     while not (value := holds()):
         assert time.monotonic() < deadline, f"{what}: not within {seconds:.0f} s"

@@ -33,7 +33,7 @@ def _enter(rank: int, size: int, meeting: str, answer: Any, function: Callable[.
     os._exit(0)
 
 
-def on_ranks(size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> list[Any]:
+def on_ranks(size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 400.0) -> list[Any]:
     """The results of `function(*arguments, group)` on each of `size` ranks."""
     with tempfile.TemporaryDirectory() as folder:
         ends, children = [], []

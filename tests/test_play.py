@@ -33,7 +33,7 @@ def address() -> Iterator[str]:
 
 def fetch(url: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as answer:
             return answer.status, dict(answer.headers), answer.read()
     except urllib.error.HTTPError as error:
         return error.code, dict(error.headers), error.read()
@@ -67,7 +67,7 @@ def test_the_wasm_comes_packed_to_whom_can_unpack_it(address: str) -> None:
 
 
 def test_nothing_else_is_served(address: str) -> None:
-    server = http.client.HTTPConnection(address.split("/")[2], timeout=10)
+    server = http.client.HTTPConnection(address.split("/")[2], timeout=60)
     beyond = [
         "/../play.py",
         "/%2e%2e/play.py",

@@ -182,6 +182,6 @@ def test_signals_reach_a_worker_that_is_not_there_yet(folder: Path) -> None:
     while not Path("runs/early/logs/rank-0.log").exists():
         time.sleep(0.01)
     front.terminate()
-    front.communicate(timeout=60)
+    front.communicate(timeout=240)
     assert front.returncode == 200, "after a first step, saved"
     assert json.loads(Path("runs/early/run.json").read_text())["outcome"] == "preempted" and Run("runs/early").steps()

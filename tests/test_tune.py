@@ -153,7 +153,7 @@ def ended_after(tuner: subprocess.Popen[bytes], number: int) -> int:
     family = psutil.Process(tuner.pid).children(recursive=True)
     assert len(family) >= 2
     tuner.send_signal(number)
-    code = tuner.wait(timeout=60)
+    code = tuner.wait(timeout=240)
     deadline = time.monotonic() + 5
     while any(alive(process) for process in family):
         assert time.monotonic() < deadline, family

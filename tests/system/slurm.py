@@ -61,7 +61,7 @@ class Cluster:
     def ask(self, *words: str) -> str:
         """What a client command prints; a client waits for ever on a cluster that is gone, so not for long."""
         environment = os.environ | {"SLURM_CONF": str(self.config)}
-        return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=30, check=True).stdout
+        return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=180, check=True).stdout
 
 
 @contextlib.contextmanager
