@@ -23,7 +23,7 @@ def test_faults_are_drawn_from_a_seed() -> None:
         draw(0, 30, 20, 1, USUAL)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_one_fault_of_each_kind(folder: Path) -> None:
     write_task()
     output = good("chaos", "small.py", "--procs", "2", "--faults", str(len(USUAL)), "--steps", "60", "--keep", "kept", seconds=800)

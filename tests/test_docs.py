@@ -18,7 +18,7 @@ BLOCK = re.compile(r"(?P<why><!-- not run[^>]*: [^>]+ -->\n)?```(?P<kind>\w*)\n(
 SLOW = ("tune.md", "export.md", "survive.md")  # pages whose commands take half a minute and more
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", [pytest.param(p, marks=pytest.mark.system if p.name in SLOW else ()) for p in PAGES], ids=lambda p: p.name)
 def test_the_blocks_of_a_page_run(page: Path, folder: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -10,6 +10,6 @@ from tests.killing import MOMENTS, break_and_compare
 
 
 @pytest.mark.system  # it takes its time
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_killed_at_every_named_moment(folder: Path) -> None:
     print(break_and_compare(1, False, len(MOMENTS), seed=0))

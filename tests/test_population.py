@@ -312,7 +312,7 @@ def test_steps_end_with_a_collection(folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.system  # it takes its time
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(1200)
 def test_a_killed_population_goes_on(folder: Path) -> None:
     """kill -9 of the tuner half-way, in the second of three generations."""
     words = ["cartpole", "epochs=40", "envs=64", "horizon=16", "global_batch=256", "eval_every=2ep", "eval_episodes=3", "best=return"]

@@ -10,7 +10,7 @@ import pytest
 from tests.command import good
 from tests.samples import rows
 
-pytestmark = [pytest.mark.system, pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.system, pytest.mark.alone, pytest.mark.timeout(1200)]
 
 
 def test_held_out_perplexity_falls(folder: Path) -> None:

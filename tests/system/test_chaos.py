@@ -12,7 +12,7 @@ from tests.command import good, write_task
 FAULTS = 15
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("procs", [1, 2, 3, 4])
 def test_mixed_faults_change_nothing(procs: int, folder: Path) -> None:
     write_task()

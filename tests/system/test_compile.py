@@ -25,7 +25,7 @@ def train(name: str, folder: Path, compiled: str, stop: int | None = None, **set
     return job
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", ["Augmented", "Parts", "Attention"])
 def test_compiled_training_learns_and_resumes_exactly(name: str, tmp_path: Path) -> None:
     """With dropout, augmentation, counts, accumulation and a partial last batch; the transformer by its blocks."""

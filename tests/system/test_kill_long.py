@@ -13,7 +13,7 @@ from tests.killing import break_and_compare
 KILLS = int(os.environ.get("DRIVETRAIN_KILLS", 12))
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("procs", [1, 2])
 @pytest.mark.parametrize("loader", [False, True], ids=["tensors", "loader"])
 def test_many_kills(procs: int, loader: bool, folder: Path) -> None:
