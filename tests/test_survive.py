@@ -66,7 +66,7 @@ def test_nothing_is_left_of_a_front_end_that_is_killed(folder: Path) -> None:
     assert len(family) >= 3, "where workers come from, and two of them"
     os.kill(front.pid, signal.SIGKILL)
     front.wait()
-    _, alive = psutil.wait_procs(family, timeout=5)
+    _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
 
 

@@ -17,7 +17,7 @@ FAULTS = 15
 def test_mixed_faults_change_nothing(procs: int, folder: Path) -> None:
     write_task()
     words = ["small.py", "--procs", str(procs), "--faults", str(FAULTS), "--steps", "60", "--seed", str(procs), "--keep", "kept"]
-    output = good("chaos", *words, seconds=580)
+    output = good("chaos", *words, seconds=1100)
     print(output)
     report = json.loads(Path("kept/report.json").read_text())
     assert report["struck"] >= FAULTS - 1, report["missed"]  # one that falls after the last save finds nothing to strike
