@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain.chaos import read
+from drivetrain.chaos import outages, read
 from drivetrain.cli.chaos import USUAL, draw
 from drivetrain.outcomes import Problem
 from tests.command import bad, drivetrain, good, write_task
@@ -21,6 +21,16 @@ def test_faults_are_drawn_from_a_seed() -> None:
     assert len({fault.split(":")[1] for fault in faults}) == 30
     with pytest.raises(Problem, match="raise --steps"):
         draw(0, 30, 20, 1, USUAL)
+
+
+def test_hosts_are_lost_in_turn() -> None:
+    drawn = outages.draw(1, 6, 11, 120, 3, list(outages.KINDS))
+    assert drawn == outages.draw(1, 6, 11, 120, 3, list(outages.KINDS)) != outages.draw(2, 6, 11, 120, 3, list(outages.KINDS))
+    assert {one.kind for one in drawn} == set(outages.KINDS) and {one.host for one in drawn} <= {2, 3}, "the first leads"
+    assert drawn[0].step >= 11 and drawn[-1].step < 120 and sorted(drawn, key=lambda one: one.step) == drawn
+    assert [outages.read(str(one), 3) for one in drawn] == drawn
+    with pytest.raises(Problem, match="raise --steps"):
+        outages.draw(1, 120, 11, 120, 2, ["cut"])
 
 
 @pytest.mark.timeout(1200)
@@ -60,4 +70,8 @@ def test_a_task_that_does_not_repeat_fails(folder: Path) -> None:
 def test_mistakes_are_told(folder: Path) -> None:
     write_task()
     assert "--kinds flood: there are" in bad("chaos", "small.py", "--kinds", "flood")
+    assert "--kinds cut: there are die" in bad("chaos", "small.py", "--kinds", "cut")
+    assert "--kinds die: there are host, agent, cut" in bad("chaos", "small.py", "--hosts", "2", "--kinds", "die")
+    assert "--hosts 1: from 2 to 8" in bad("chaos", "small.py", "--hosts", "1")
+    assert "a host from 2 to 2" in bad("chaos", "small.py", "--hosts", "2", "--schedule", "cut@step:20:host=1")
     assert "write kill@MOMENT:COUNT" in bad("chaos", "small.py", "--schedule", "flood@step:3", "--steps", "12", lines=4)

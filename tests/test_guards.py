@@ -12,7 +12,7 @@ import torch
 from drivetrain.engine import checkpoint
 from drivetrain.engine.checkpoint import Writer
 from drivetrain.engine.rows import SPIKE_QUIET, Spikes
-from drivetrain.plan import Plan
+from drivetrain.plan import HOST_WAITS, Plan
 from drivetrain.runs import Run
 from drivetrain.watch.pulse import PARTS
 from drivetrain.watch.spent import Spent
@@ -55,6 +55,14 @@ def test_a_tiny_batch_is_named() -> None:
     assert "only 4 samples" in said and "raise global_batch" in said
     assert not spent(HEALTHY, steps=20_000).bottleneck(Plan(global_batch=256), 8)
     assert not spent({"data": 0.5}).bottleneck(Plan(), 8), "too short to tell"
+
+
+def test_a_host_that_waits_for_its_gpu_is_named() -> None:
+    why = f"small.py:31, `scale = x.max().item()`: {HOST_WAITS}"
+    said = spent(HEALTHY).bottleneck(Plan(capture="off", reasons={"capture": why}), 8)
+    assert said.startswith("small.py:31, `scale = x.max().item()`") and "keep values on the device" in said
+    assert not spent(HEALTHY).bottleneck(Plan(capture="off", reasons={"capture": "pinned"}), 8)
+    assert not spent(HEALTHY).bottleneck(Plan(capture="on", reasons={"capture": "one graph a step"}), 8)
 
 
 LOADER = """

@@ -185,3 +185,20 @@ def test_signals_reach_a_worker_that_is_not_there_yet(folder: Path) -> None:
     front.communicate(timeout=240)
     assert front.returncode == 200, "after a first step, saved"
     assert json.loads(Path("runs/early/run.json").read_text())["outcome"] == "preempted" and Run("runs/early").steps()
+
+
+@pytest.mark.parametrize("procs", [1, 2])
+def test_a_long_evaluation_is_left_when_asked_to_stop(procs: int, folder: Path) -> None:
+    """What was trained is saved at once; the evaluation is done when the run goes on, and all comes out the same."""
+    write_task(change=("return {", "import os, time; time.sleep(float(os.environ.get('SLEEP', 0)))\n        return {"))
+    words = ["train", "small.py", "best=accuracy", "plan.micro_batch=5", "--procs", str(procs)]
+    good(*words, "--name", "whole")
+    faults = "preempt@evaluation:14,preempt@evaluation:28"
+    for seconds, code in (("1", 200), ("0", 200), ("0", 0)):
+        done = drivetrain(*words, "--name", "left", DRIVETRAIN_FAULTS=faults, SLEEP=seconds)
+        assert done.returncode == code, done.stdout + done.stderr
+    assert len(events("left", "injected")) == 2
+    took = events("left", "stopped")[0]["time"] - events("left", "injected")[0]["time"]
+    assert took < 20, f"{took:.1f} s; the evaluation takes {90 / procs:.0f} s"
+    assert rows("runs/left") == rows("runs/whole") and weights("runs/left") == weights("runs/whole")
+    assert [row["step"] for row in rows("runs/left") if "eval/accuracy" in row] == [14, 28]

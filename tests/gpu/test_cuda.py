@@ -120,3 +120,10 @@ def test_guide_001_on_the_gpu(folder: Path) -> None:
     plan = json.loads(Path("runs/g/run.json").read_text())["plan"]
     assert plan["capture"] == "on" and plan["channels_last"] and plan["measured"]["step_seconds"]["captured"] > 0
     assert any(r["choice"] == "compile=on" and "not tried" in r["why"] for r in plan["rejected"])
+
+
+def test_a_host_that_waits_for_the_gpu_is_named_at_the_end(folder: Path) -> None:
+    write_task(change=("return F.cross_entropy(model(x), y)", "return F.cross_entropy(model(x / max(1.0, x.abs().max().item())), y)"))
+    output = good("train", "small.py", "epochs=400", "plan.compile=off", "--procs", "1", "--name", "waits")
+    assert "time    small.py:" in output and "keep values on the device there" in output, output
+    assert "keep values on the device" in good("status", "waits")

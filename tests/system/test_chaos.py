@@ -23,3 +23,13 @@ def test_mixed_faults_change_nothing(procs: int, folder: Path) -> None:
     assert report["struck"] >= FAULTS - 1, report["missed"]  # one that falls after the last save finds nothing to strike
     assert report["weights_equal"] and report["rows_equal"] and not report["samples_lost"] + report["samples_repeated"]
     assert not report["processes_left"] and not report["files_left"]
+
+
+@pytest.mark.timeout(1200)
+def test_hosts_that_come_and_go_lose_no_sample(folder: Path) -> None:
+    write_task()
+    print(good("chaos", "small.py", "--hosts", "2", "--keep", "kept", seconds=1100))
+    report = json.loads(Path("kept/report.json").read_text())
+    assert report["struck"] == report["faults"] == 3 and set(report["seconds"]) == {"host", "agent", "cut"}
+    assert report["resized"] and not report["samples_lost"] + report["samples_repeated"]
+    assert not report["processes_left"] and not report["files_left"]

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from drivetrain.engine.purity import PLAIN
+from drivetrain.plan import HOST_WAITS
 from drivetrain.settings import PACKAGE
 
 WARM = 2  # times a form is seen before it is worth a graph
@@ -189,12 +190,9 @@ def host_waits() -> Iterator[list[str]]:
             torch.cuda.set_sync_debug_mode(before)
             for warning in caught:
                 if "called a synchronizing" in str(warning.message):
-                    found.append(_sentence(warning.filename, warning.lineno, WAITS))
+                    found.append(_sentence(warning.filename, warning.lineno, HOST_WAITS))
                 elif "Synchronization debug mode" not in str(warning.message):
                     warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
-
-
-WAITS = "the host waits there for the device's result"
 
 
 def blame(error: BaseException) -> str:

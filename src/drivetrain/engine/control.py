@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,12 @@ from drivetrain.engine.group import Group
 from drivetrain.settings import Length
 
 LAG = 8  # steps after which a GPU's answer is read, so that the host never waits for it
+
+
+class SupportsBool(Protocol):
+    """True once the process was asked to stop (a signal's flag)."""
+
+    def __bool__(self) -> bool: ...
 
 
 class Every:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.engine.capture import Graphs, form_of
+from drivetrain.engine.control import SupportsBool
 from drivetrain.engine.feed import EVAL, OrderedFeed
 from drivetrain.engine.group import Group
 from drivetrain.engine.precision import Precision
@@ -27,6 +28,10 @@ class Evaluation:
     figures: dict[str, Any]
     """What `summary` gave that is no single number, such as a confusion matrix."""
     samples: int
+
+
+class Left(Exception):
+    """Some rank was asked to stop: every rank left the evaluation, which is to be done when the run goes on."""
 
 
 class Replay:
@@ -77,10 +82,12 @@ def evaluate(
     replay: Replay | None = None,
     moment: Callable[[str], None] | None = None,
     undoable: bool = True,
+    stop: SupportsBool = False,
 ) -> Evaluation:
-    """Raises Short, on every rank, where memory ran out on any; unless ranks talk to each other in the forward pass."""
+    """Raises Short, on every rank, where memory ran out on any, and Left where any was asked to stop; unless ranks talk to
+    each other in the forward pass."""
     training = model.training
-    short = False
+    short = left = False
 
     def compute(inputs: tuple[Any, Tensor]) -> Any:
         with precision.forward():
@@ -97,6 +104,9 @@ def evaluate(
     try:
         with torch.no_grad():
             for micro in feed.micro_batches(0, 0):
+                left = undoable and bool(stop)
+                if left:
+                    break
                 seed = partial(seed_model, group.device, key(int(task.seed), EVAL, micro.position))
                 seed()
                 inputs = micro.given, micro.ids
@@ -113,9 +123,11 @@ def evaluate(
         feed.close()
         model.train(training)
     if undoable:
-        told = group.sum_on_hosts([float(short and rank == group.rank) for rank in range(group.size)])
+        told = group.sum_on_hosts([float(left), *(float(short and rank == group.rank) for rank in range(group.size))])
+        if told[0]:
+            raise Left
         if any(told):
-            raise Short([rank for rank, one in enumerate(told) if one])
+            raise Short([rank for rank, one in enumerate(told[1:]) if one])
     return _finish(task, values, sums, list(order), feed.length, group)
 
 

@@ -10,18 +10,18 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from drivetrain.engine import state
+from drivetrain.engine import saved, state
 from drivetrain.engine.best import Best
 from drivetrain.engine.capture import Graphs
-from drivetrain.engine.checkpoint import Checkpoint, Damaged, Writer, folder, newest_good, verify
-from drivetrain.engine.control import Agreement, Every
+from drivetrain.engine.checkpoint import Damaged, Writer, folder, verify
+from drivetrain.engine.control import Agreement, Every, SupportsBool
 from drivetrain.engine.data import SourceFeed, eval_feed, train_feed
-from drivetrain.engine.evaluate import Evaluation, Replay, evaluate
+from drivetrain.engine.evaluate import Evaluation, Left, Replay, evaluate
 from drivetrain.engine.feed import Feed, OrderedFeed
 from drivetrain.engine.figures import FIGURES, TAIL, Figures
 from drivetrain.engine.group import Group
@@ -40,12 +40,6 @@ from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.runs import Run
 from drivetrain.task import Learner, Source, Task, Workbench, overrides
-
-
-class SupportsBool(Protocol):
-    """True once the process was asked to stop (a signal's flag)."""
-
-    def __bool__(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -97,19 +91,19 @@ class Training:
         self.done = 0
         self.learner: Learner | None = None
         self._sought = False
-        self._figures: dict[str, Any] | None = None
+        self.figures: dict[str, Any] | None = None
         """The checkpoint's, before a step has shown them."""
         self.evaluating = False
         self._replay: Replay | None = None
         self.best = Best(task.best, task.patience)
         self.metrics: dict[str, float] = {}
-        self._begun, self._before = time.monotonic(), 0.0
-        self.rows = Rows(self.step, plan.global_batch, observer, self._elapsed)
+        self._begun, self.before = time.monotonic(), 0.0
+        self.rows = Rows(self.step, plan.global_batch, observer, self.elapsed)
 
     # --- the loop ---
 
     def run_to_end(self, stop_after: int | None = None) -> Result:
-        self._restore()
+        saved.restore(self)
         try:
             return self._train(stop_after)
         except torch.OutOfMemoryError as error:
@@ -130,9 +124,14 @@ class Training:
         ticking = self.group.main and self.group.device.type == "cpu"
         clocked = self.save_every.steps is None or self.evaluate_every.steps is None
         if self.task.eval_first and self.test is not None and self.done == 0:
-            self._say_before(self.test)
+            try:
+                self._say_before(self.test)
+            except Left:
+                return self._stopped()
         self.feed.open(self.done)
         self.model.train()
+        if self.rows.held(self.done) is not None and not self._evaluate_again():
+            return self._stopped()
         while self.done < self.total and not self.best.settled:
             at_once = False  # whether the task's own learner takes the whole epoch
             if self.done % per_epoch == 0:
@@ -175,7 +174,10 @@ class Training:
             if bad is not None:
                 raise self._not_a_number(bad)
             if evaluating:
-                saving |= self._evaluate()
+                try:
+                    saving |= self._evaluate(self.stop if resumable else False)
+                except Left:
+                    return self._stopped_evaluating()
                 last |= self.best.settled
                 saving |= last
             self.rows.emit()
@@ -188,7 +190,7 @@ class Training:
 
     def _seek_learner(self) -> bool:
         """Whether the task takes whole epochs by itself: all but the first, which shows what its figures are."""
-        known = self.step.figures or (Figures.from_json(self._figures) if self._figures else None)
+        known = self.step.figures or (Figures.from_json(self.figures) if self.figures else None)
         if self._sought or known is None:
             return self.learner is not None
         self._sought = True
@@ -250,6 +252,22 @@ class Training:
         asked[1] = self.group.main and self.save_every.overdue()
         asked[2] = self.group.main and self.evaluate_every.overdue()
 
+    def _stopped_evaluating(self) -> Result:
+        """Save what was trained; the evaluation is done, and its row written, when the run goes on."""
+        self.rows.emit(before=self.done)
+        self._save(wait=False)
+        return self._stopped()
+
+    def _evaluate_again(self) -> bool:
+        """The evaluation in which the run was stopped; false if it is stopped there again."""
+        try:
+            self._evaluate(self.stop)
+        except Left:
+            return False
+        self.rows.emit()
+        self._save(wait=self.done == self.total)
+        return True
+
     def _stopped(self) -> Result:
         if self.writer is not None:
             self.writer.wait()
@@ -274,7 +292,7 @@ class Training:
 
     def _say_before(self, test: OrderedFeed) -> None:
         """What the model can before it has learned anything here."""
-        metrics = self.evaluation().metrics
+        metrics = self.evaluation(self.stop).metrics
         if self.group.main:
             figures = "   ".join(f"{name} {value:.4g}" for name, value in metrics.items())
             self.observer.notice(f"before the first step: {figures}   ({test.length:,} samples)")
@@ -290,10 +308,10 @@ class Training:
                 self.observer.notice(remark)
         self._look_again()
 
-    def _evaluate(self) -> bool:
+    def _evaluate(self, stop: SupportsBool) -> bool:
         """Evaluate, add the metrics to this step's row; whether it is the best so far."""
         self.observer.moment("evaluate")
-        result = self.evaluation()
+        result = self.evaluation(stop)
         self.metrics = result.metrics
         self.rows.add(self.done, result.metrics)
         better = self.best.update(result.metrics, self.done)
@@ -305,7 +323,8 @@ class Training:
         self.rows.mark(self.done)
         return better
 
-    def evaluation(self) -> Evaluation:
+    def evaluation(self, stop: SupportsBool = False) -> Evaluation:
+        """Raises Left where a rank was asked to stop."""
         assert self.test is not None
         self._rest()
         self.strategy.share_buffers()
@@ -313,18 +332,18 @@ class Training:
             graphs = Graphs(self.group.device, self.observer.notice)
             self._replay = Replay(graphs, self.pace.marked)
         self.evaluating = True
-        while (result := self._try_to_evaluate(self.test)) is None:
+        while (result := self._try_to_evaluate(self.test, stop)) is None:
             pass
         self.evaluating = False
         self._look_again()
         return result
 
-    def _try_to_evaluate(self, test: OrderedFeed) -> Evaluation | None:
+    def _try_to_evaluate(self, test: OrderedFeed, stop: SupportsBool) -> Evaluation | None:
         """None where memory ran out on any rank; all will then take fewer samples at a time."""
         try:
             step = self.step
             return evaluate(
-                self.task, self.model, test, self.precision, self.group, self.strategy.run, self._replay, step.moment, step.undoable
+                self.task, self.model, test, self.precision, self.group, self.strategy.run, self._replay, step.moment, step.undoable, stop
             )
         except Short as short:
             ranks = short.ranks
@@ -341,28 +360,10 @@ class Training:
         if self.pace.look_again():
             self._replay = None
 
-    def _elapsed(self) -> float:
-        return round(self._before + time.monotonic() - self._begun, 3)
+    def elapsed(self) -> float:
+        return round(self.before + time.monotonic() - self._begun, 3)
 
     # --- state ---
-
-    def _tensors(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """All that a resume needs; a collective call, for rank 0's buffers and everybody's groups."""
-        self.strategy.share_buffers()
-        parted = self.strategy.files is not None
-        model, aliases = self.strategy.model_tensors(parted)
-        optimizer, plain = self.strategy.optimizer_tensors(parted)
-        parts = {"model": model, "optimizer": optimizer}
-        if self.step.loss_scale is not None:
-            parts["scale"] = self.step.loss_scale.tensors()
-        if self.source is not None:
-            everyone = self.group.gather({k: v.cpu() for k, v in self.source.state().items()})
-            parts["source"] = {k: torch.cat([one[k] for one in everyone]) for k in everyone[0]}
-        extra = {
-            "aliases": aliases, "optimizer": plain, "time": self._elapsed(), "metrics": self.metrics,
-            "compiled_from": self.pace.compiled_from, "figures": self.step.figures.to_json() if self.step.figures else None, "best": self.best.to_json(), "epoch_sums": self.rows.epoch_sums, "train": self.rows.means(), "world_size": self.group.size,
-        }  # fmt: skip
-        return state.pack(parts), extra
 
     def _save(self, wait: bool) -> None:
         self.observer.moment("saving")
@@ -370,7 +371,7 @@ class Training:
         if not self.strategy.finite():
             raise self._not_a_number(self.done - 1)  # the loss was finite, but the update was not
         self.rows.sum_epoch()
-        tensors, extra = self._tensors()
+        tensors, extra = saved.gather(self)
         if self.writer is not None:
             self.writer.save(self.done, tensors, extra, self.best.step)
             if wait:
@@ -383,43 +384,7 @@ class Training:
                     )
         self.rows.mark(self.done)
 
-    def _restore(self) -> None:
-        """Go on from the newest checkpoint that proves whole, if there is one."""
-        self.observer.moment("restore")
-        found: Checkpoint | None = None
-        if self.group.main:
-            found = newest_good(self.run, self._damage)
-        facts = self.group.share(None if found is None else (found.step, found.extra))
-        self.observer.resumed(0 if facts is None else facts[0])
-        if facts is None:
-            self.strategy.begin()
-            return
-        step, extra = facts
-        if step > self.total:
-            raise Problem(f"the run is at step {step:,} already; {self.total:,} steps were asked for (epochs or steps)")
-        if self.strategy.files is not None:
-            stored: state.Stored = state.StoredFiles(self.run.checkpoints / folder(step))
-        else:
-            stored = state.Stored(found.tensors() if found else None, self.group)
-        self.strategy.load_model(stored.part("model"), extra["aliases"], f"checkpoint {step}")
-        self.strategy.load_optimizer(stored.part("optimizer"), extra["optimizer"])
-        if self.step.loss_scale is not None:
-            scale = stored.part("scale")
-            for name in scale.layout:
-                self.step.loss_scale.tensors()[name].copy_(scale.take(name))
-        if self.source is not None:
-            assert isinstance(self.feed, SourceFeed)
-            rows = slice(self.feed.low, self.feed.high)
-            kept = stored.part("source")
-            self.source.load({name: kept.take(name)[rows].to(self.group.device) for name in kept.layout})
-        self.done, self._before, self.metrics = step, extra["time"], extra["metrics"]
-        self.best.load(extra["best"])
-        self.compiled_from = self.plan.compiled_from(step, extra.get("compiled_from"))
-        self.rows.load(step, extra["epoch_sums"], extra["train"])
-        self._figures = extra.get("figures")
-        self.run.event("resumed", step=step, world_size=self.group.size, was=extra["world_size"]) if self.group.main else None
-
-    def _damage(self, text: str) -> None:
+    def damage(self, text: str) -> None:
         self.run.event("damaged-checkpoint", detail=text)
         self.observer.notice(text)
 
@@ -446,7 +411,7 @@ class Training:
         self.strategy.share_buffers()
         self.observer.flush()
         self.rows.sum_epoch()
-        facts = self._facts() | {"time": self._elapsed(), "peak_memory_bytes": peak_memory(self.group.device), "train": self.rows.means()}
+        facts = self._facts() | {"time": self.elapsed(), "peak_memory_bytes": peak_memory(self.group.device), "train": self.rows.means()}
         tensors, aliases = self.strategy.model_tensors()
         if self.group.main:
             if self.best.step is not None and self.best.step != self.done:
@@ -454,7 +419,7 @@ class Training:
                     best = verify(self.run.checkpoints / folder(self.best.step))
                     tensors = state.unpack(best.tensors(), "model")
                 except Damaged as damage:
-                    self._damage(f"the best checkpoint (step {self.best.step:,}) cannot be used, so the last weights are kept: {damage}")
+                    self.damage(f"the best checkpoint (step {self.best.step:,}) cannot be used, so the last weights are kept: {damage}")
             try:
                 state.write_weights(self.run.model_path, tensors, aliases)
                 told = {"run": self.run.name, "steps": self.done, "processes": self.group.size, "precision": self.plan.precision}

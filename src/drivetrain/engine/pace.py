@@ -23,8 +23,9 @@ from drivetrain.engine.group import Group
 from drivetrain.engine.loader import LoaderFeed
 from drivetrain.engine.observe import Observer
 from drivetrain.engine.optim import capturable
-from drivetrain.engine.purity import changed, kept_tensors, marks
+from drivetrain.engine.purity import changed, marks
 from drivetrain.engine.rand import seed_model
+from drivetrain.engine.rehearsal import Aside, apart, pair
 from drivetrain.engine.step import Form, Inputs, Step
 from drivetrain.plan import Plan
 
@@ -32,7 +33,6 @@ UNTIMED, TIMED, REPLAYED = 3, 5, 20  # steps before the clock, under it, and und
 PAYS = 150.0  # seconds that a run must still take for compiling to be tried: it costs tens of them
 BETTER = 0.97  # compiled code must take less than this share of the time
 RENEWALS = 10  # times that steps are captured anew because something changed between epochs
-CLONED = 2 << 30  # bytes of tensors beside the trained ones that are put back after a rehearsal
 TIGHT = 0.4  # share of the GPU's memory from which on nothing runs beside the graphs
 
 
@@ -162,7 +162,7 @@ class Pace:
             memory = torch.cuda.max_memory_allocated(self.group.device) / torch.cuda.get_device_properties(self.group.device).total_memory
             graphs = Graphs(self.group.device, self.observer.notice, tight=memory > TIGHT)
             try:
-                with _Aside(self.step) as aside:
+                with Aside(self.step) as aside:
                     seconds, why = self._prove_graph(graphs, seed, inputs, form, aside)
             except torch.OutOfMemoryError:
                 why = "a graph's memory does not fit beside the model's"
@@ -175,7 +175,7 @@ class Pace:
         self.step.graphs = graphs
         return seconds
 
-    def _prove_graph(self, graphs: Graphs, seed: int, inputs: Inputs, form: Form, aside: _Aside) -> tuple[float, str]:
+    def _prove_graph(self, graphs: Graphs, seed: int, inputs: Inputs, form: Form, aside: Aside) -> tuple[float, str]:
         """(seconds of a replay, why it is not to be trusted): two seeds, each eager and replayed."""
         other = seed ^ 1
         expected = [self._rehearse(s, inputs, form, aside) for s in (seed, other, seed)]
@@ -192,10 +192,10 @@ class Pace:
             return self.step.rehearsed()
 
         got = [replay(s) for s in (seed, other)]
-        spread = _apart(expected[0], expected[2])  # of kernels that do not repeat
+        spread = apart(expected[0], expected[2])  # of kernels that do not repeat
         for mine, eager in zip(got, expected, strict=False):
-            if _apart(mine, eager) > max(self._tolerance() / 5, 4 * spread):
-                return 0.0, f"replayed, the loss and its gradients came out otherwise ({_pair(mine)}, not {_pair(eager)})"
+            if apart(mine, eager) > max(self._tolerance() / 5, 4 * spread):
+                return 0.0, f"replayed, the loss and its gradients came out otherwise ({pair(mine)}, not {pair(eager)})"
         return self._median(captured.graph.replay), ""
 
     def _compile_is_worth_it(self, captured: float | None, obstacle: str) -> bool:
@@ -243,17 +243,17 @@ class Pace:
     def _prove_compiled(self, compiled: Compiled, seed: int, inputs: Inputs, form: Form, must: bool) -> str:
         """Why compiled code is not to be used, if so."""
         step, times = self.step, self.found.work_seconds
-        with _Aside(step) as aside:
+        with Aside(step) as aside:
             expected, other, again = (self._rehearse(s, inputs, form, aside) for s in (seed, seed ^ 1, seed))
-            draws = _apart(other, expected) > 1e-6 + 10 * _apart(again, expected)  # more than kernels that do not repeat would do
+            draws = apart(other, expected) > 1e-6 + 10 * apart(again, expected)  # more than kernels that do not repeat would do
             if not must and "captured" not in times:
                 times["eager"] = self._time(seed, inputs, form, aside)
             step.compiled = compiled
             got = self._rehearse(seed, inputs, form, aside)
             if compiled.failure is not None:
                 return f"torch.compile failed: {blame(compiled.failure)}"
-            if not draws and _apart(got, expected) > self._tolerance():  # with dropout it draws other masks
-                return f"compiled, the loss and its gradients came out otherwise ({_pair(got)}, not {_pair(expected)})"
+            if not draws and apart(got, expected) > self._tolerance():  # with dropout it draws other masks
+                return f"compiled, the loss and its gradients came out otherwise ({pair(got)}, not {pair(expected)})"
             if must:
                 return ""
             self._rehearse(seed, inputs, form, aside)
@@ -272,14 +272,14 @@ class Pace:
 
     # --- trying out ---
 
-    def _rehearse(self, seed: int, inputs: Inputs, form: Form, aside: _Aside, read: bool = True) -> list[float]:
+    def _rehearse(self, seed: int, inputs: Inputs, form: Form, aside: Aside, read: bool = True) -> list[float]:
         """Forward and backward without an update: the figures and the gradients' norms."""
         aside.restore()
         seed_model(self.group.device, seed)
         self.step.rehearse(tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, inputs), form)
         return self.step.rehearsed() if read else []
 
-    def _time(self, seed: int, inputs: Inputs, form: Form, aside: _Aside) -> float:
+    def _time(self, seed: int, inputs: Inputs, form: Form, aside: Aside) -> float:
         return self._median(lambda: self._rehearse(seed, inputs, form, aside, read=False))
 
     def _median(self, work: Callable[[], object], times: int = 5) -> float:
@@ -395,39 +395,3 @@ class Pace:
         if self._compiling or (self.cuda and self.plan.compile == "auto"):
             lines.append(("compiled: " if self.step.compiled else "not compiled: ") + self.found.reasons["compile"])
         return "\n".join(lines)
-
-
-class _Aside:
-    """Inside, work may be tried out: tensors that the forward pass may change are put back, gradients and figures cleared."""
-
-    def __init__(self, step: Step) -> None:
-        self.step = step
-        kept = kept_tensors(step.task, step.model)
-        if sum(t.nbytes for t in kept) > CLONED:
-            kept = []  # a large frozen model: nobody changes that in a forward pass
-        self.before = [(t, t.clone()) for t in (*step.model.buffers(), *kept)]
-
-    def restore(self) -> None:
-        with torch.no_grad():
-            for tensor, kept in self.before:
-                tensor.copy_(kept)
-
-    def __enter__(self) -> _Aside:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.restore()
-        self.step.clear()
-
-
-def _apart(one: list[float], two: list[float]) -> float:
-    """The largest difference, relative to the value or, for the smallest, to a thousandth of the largest."""
-    tensors = torch.tensor([one, two], dtype=torch.float64)
-    same = (tensors[0] == tensors[1]) | tensors.isnan().all(0)
-    finite = tensors.abs().amax(0)
-    scale = torch.maximum(finite, finite.nan_to_num(posinf=0.0).max() * 1e-3).clamp_min(1e-30)
-    return float(torch.where(same, 0.0, (tensors[0] - tensors[1]).abs() / scale).nan_to_num(nan=1e9, posinf=1e9).max())
-
-
-def _pair(figures: list[float]) -> str:
-    return f"loss {figures[0]:.5g}, gradients' norm {sum(f * f for f in figures[1:]) ** 0.5:.5g}"

@@ -56,10 +56,16 @@ class Rows:
         self._pace: float | None = None  # the speed until then
         self.spikes = Spikes()
 
-    def load(self, step: int, epoch_sums: dict[str, Any], means: dict[str, float]) -> None:
+    def load(self, step: int, epoch_sums: dict[str, Any], means: dict[str, float], held: dict[str, Any] | None) -> None:
         """Go on after a step, with what its checkpoint kept."""
         self.epoch_sums, self._loaded_means = epoch_sums, means
         self._marked_step = step
+        if held is not None:
+            self._rows[step] = held
+
+    def held(self, done: int) -> dict[str, Any] | None:
+        """The row of a step that waits for its evaluation."""
+        return self._rows.get(done)
 
     def tick_due(self) -> bool:
         return time.monotonic() - self._marked > TICK_SECONDS

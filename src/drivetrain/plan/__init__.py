@@ -9,6 +9,8 @@ from typing import Any, Literal
 from drivetrain.outcomes import Problem
 from drivetrain.settings import coerce, nearest, read_type
 
+HOST_WAITS = "the host waits there for the device's result"  # why steps are not captured, behind the line it is about
+
 
 @dataclass(frozen=True)
 class Plan:

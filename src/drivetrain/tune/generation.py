@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from drivetrain.engine.best import Best
+    from drivetrain.engine.control import SupportsBool
     from drivetrain.engine.group import Group
-    from drivetrain.engine.loop import SupportsBool
     from drivetrain.tasks.rl.nets import Agent
     from drivetrain.tasks.rl.ppo import Ppo
 

@@ -26,12 +26,16 @@ class MetricsFile(Observer):
         self.path = run.metrics_path
         self._waiting: list[dict[str, Any]] = []
         self._last = time.monotonic()
+        self._there = 0
 
     def resumed(self, step: int) -> None:
         rows = [row for row in read_lines(self.path) if row.get("step", 0) <= step]
         write_atomic(self.path, "".join(map(_line, rows)))
+        self._there = rows[-1].get("step", 0) if rows else 0
 
     def row(self, row: dict[str, Any]) -> None:
+        if row["step"] <= self._there:  # its evaluation had to be repeated
+            self.resumed(row["step"] - 1)
         self._waiting.append(row)
         if time.monotonic() - self._last > FLUSH_SECONDS:
             self._write()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from drivetrain.plan import Plan
+from drivetrain.plan import HOST_WAITS, Plan
 from drivetrain.watch.pulse import PARTS
 
 ENOUGH = 2.0  # seconds of training before anything is said
@@ -57,7 +57,7 @@ class Spent:
         worst = max(TOO_MUCH, key=lambda part: shares.get(part, 0.0) / TOO_MUCH[part])
         share = f"{100 * shares[worst]:.0f} % of the time"
         if shares[worst] < TOO_MUCH[worst]:
-            return self._tiny(plan)
+            return _host_waits(plan) or self._tiny(plan)
         if worst == "data":
             more = max(plan.workers + 1, min(threads, 4 * max(1, plan.workers)))
             how = f"raise plan.workers from {plan.workers} to {more}, or " if plan.data == "loader" else ""
@@ -94,3 +94,11 @@ class Spent:
             f"a step has only {share:.0f} samples a process and takes {1e3 * step:.1f} ms, most of it to begin and end:"
             " raise global_batch (and learning_rate with it)"
         )
+
+
+def _host_waits(plan: Plan) -> str:
+    """The line of the task at which the host waits for the GPU in every step, if that kept steps from being replayed."""
+    why = plan.reasons.get("capture", "")
+    if plan.capture != "off" or HOST_WAITS not in why:
+        return ""
+    return f"{why} in every step, so steps are called one by one: keep values on the device there (no item(), no `if` on a tensor)"

@@ -30,6 +30,7 @@ FRONT = "_DRIVETRAIN_FRONT"  # tells a worker the process that owns the terminal
 MOMENTS = ("restore", "start", "step", "evaluate", "save", "written", "rename", "published")
 PLACES = {"step": "backward", "update": "update", "evaluation": "metrics", "save": "written"}  # the moment at which a fault strikes
 SAMPLES = "DRIVETRAIN_SAMPLES"  # set: each rank notes the samples of every step in the run's logs
+PACE = "DRIVETRAIN_PACE"  # set: so many seconds are slept before every step
 SLOW_SECONDS = 1.0
 TORN = 7  # bytes that are left of a torn file
 
@@ -161,6 +162,17 @@ class FirstStep(Observer):
                 self.run.event("stepped")
 
 
+class Paced(Observer):
+    """Takes its time before every step, so that what is done to a run from outside falls between two of them."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def moment(self, name: str) -> None:
+        if name == "step":
+            time.sleep(self.seconds)
+
+
 class Samples:
     """Notes which samples each step took on this rank; a step that is taken again is noted again, and the last one counts."""
 
@@ -198,13 +210,14 @@ def read(text: str, rank: int, run: Run | None = None) -> Observer | None:
 
 def injectors(run: Run) -> list[Observer]:
     """The faults that the environment asks of this process, without those that struck before the run was started anew."""
-    words = os.environ.get(VARIABLE, "")
-    if not words:
+    words, pace = os.environ.get(VARIABLE, ""), float(os.environ.get(PACE, 0))
+    if not words and not pace:
         return []
     by_rank = Counter((event["fault"], event["rank"]) for event in run.events() if event["event"] == "injected")
-    waiting = words.split(",")
+    waiting = words.split(",") if words else []
     for fault in {fault for fault, _ in by_rank}:
         for _ in range(max(times for (one, _), times in by_rank.items() if one == fault)):
             waiting.remove(fault) if fault in waiting else None
     found = (read(word, int(os.environ.get("RANK", 0)), run) for word in waiting)
-    return [*([FirstStep(run)] if int(os.environ.get("RANK", 0)) == 0 else []), *(one for one in found if one is not None)]
+    first = [FirstStep(run)] if int(os.environ.get("RANK", 0)) == 0 else []
+    return [*first, *([Paced(pace)] if pace else []), *(one for one in found if one is not None)]

@@ -1,0 +1,115 @@
+"""How long a training takes from SIGTERM to its end: signals at random moments of a run, from the start of the command on.
+
+python benchmarks/preempt.py --json benchmarks/results/preempt-cpu.json
+
+The run is stopped again and again, goes on each time, and must come out as one that was left alone. Its evaluations
+and saves take seconds; what a stop costs must not depend on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from drivetrain.hardware import cpu_cores
+from drivetrain.runs import Run
+
+TASK = """\
+import time
+
+from drivetrain.tasks.vision.digits import Digits
+
+
+class Slow(Digits):
+    epochs: int = 1000
+    steps: int = 400
+
+    def loss(self, model, batch):
+        time.sleep(0.02)
+        return super().loss(model, batch)
+
+    def metrics(self, model, batch):
+        time.sleep(0.2)
+        return super().metrics(model, batch)
+"""
+LATEST = 15.0  # seconds after the command's start
+
+
+def train(procs: int, name: str) -> list[str]:
+    settings = ["hidden=2048", "eval_every=40", "save_every=25", "plan.micro_batch=16", "plan.compile=off"]
+    return [sys.executable, "-m", "drivetrain", "train", "slow.py", *settings, "--procs", str(procs), "--name", name, "-q"]
+
+
+def stop_at_random(procs: int, times: int, rng: random.Random) -> tuple[list[tuple[float, float]], int]:
+    """(moment of the signal, seconds to the end) of each stop, and the stops that came before the first step."""
+    stops, empty = [], 0
+    for _ in range(times):
+        moment = rng.uniform(0.2, LATEST)
+        front = subprocess.Popen(train(procs, "stopped"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            front.wait(moment)
+            break  # it was finished before
+        except subprocess.TimeoutExpired:
+            pass
+        begun = time.monotonic()
+        front.send_signal(signal.SIGTERM)
+        code = front.wait()
+        if code not in (200, 0, -signal.SIGTERM):
+            raise SystemExit(f"ended with {code} after a signal at {moment:.1f} s")
+        empty += code == -signal.SIGTERM
+        stops.append((moment, time.monotonic() - begun))
+    return stops, empty
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=int, default=30, help="signals for each number of processes (default 30)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    target = Path(args.json).resolve() if args.json else None
+    rows = []
+    for procs in (1, 2):
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+            Path("slow.py").write_text(TASK)
+            stops, empty = stop_at_random(procs, args.times, random.Random(args.seed))
+            for name in ("stopped", "whole"):
+                subprocess.run(train(procs, name), check=True)
+            equal = Run("runs/stopped").model_path.read_bytes() == Run("runs/whole").model_path.read_bytes()
+            os.chdir("/")
+        seconds = [took for _, took in stops]
+        worst = max(stops, key=lambda stop: stop[1])
+        rows.append(
+            {"processes": procs, "stops": len(stops), "before_anything": empty, "median": statistics.median(seconds), "worst": worst[1]}
+            | {"worst_at": worst[0], "weights_equal": equal}
+        )
+        print(
+            f"{procs} processes: {len(stops)} stops, median {statistics.median(seconds):.2f} s, worst {worst[1]:.2f} s"
+            f" (signal {worst[0]:.1f} s after the start); weights {'equal' if equal else 'DIFFER'}",
+            flush=True,
+        )
+    if target:
+        facts = {
+            "date": datetime.now(UTC).date().isoformat(), "cores": cpu_cores(), "torch": torch.__version__, "python": platform.python_version(),
+            "command": f"python benchmarks/preempt.py --times {args.times} --seed {args.seed}", "rows": rows,
+        }  # fmt: skip
+        target.write_text(json.dumps(facts, indent=1) + "\n")
+    sys.exit(not all(row["weights_equal"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What a checkpoint holds of a training, and how a training goes on from one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from drivetrain.engine import state
+from drivetrain.engine.checkpoint import Checkpoint, folder, newest_good
+from drivetrain.engine.data import SourceFeed
+from drivetrain.outcomes import Problem
+
+if TYPE_CHECKING:
+    from drivetrain.engine.loop import Training
+
+
+def gather(training: Training) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All that a resume needs; a collective call, for rank 0's buffers and everybody's groups."""
+    strategy, step, rows = training.strategy, training.step, training.rows
+    strategy.share_buffers()
+    parted = strategy.files is not None
+    model, aliases = strategy.model_tensors(parted)
+    optimizer, plain = strategy.optimizer_tensors(parted)
+    parts = {"model": model, "optimizer": optimizer}
+    if step.loss_scale is not None:
+        parts["scale"] = step.loss_scale.tensors()
+    if training.source is not None:
+        everyone = training.group.gather({k: v.cpu() for k, v in training.source.state().items()})
+        parts["source"] = {k: torch.cat([one[k] for one in everyone]) for k in everyone[0]}
+    extra = {
+        "aliases": aliases,
+        "optimizer": plain,
+        "time": training.elapsed(),
+        "metrics": training.metrics,
+        "compiled_from": training.pace.compiled_from,
+        "figures": step.figures.to_json() if step.figures else None,
+        "best": training.best.to_json(),
+        "epoch_sums": rows.epoch_sums,
+        "train": rows.means(),
+        "held": rows.held(training.done),
+        "world_size": training.group.size,
+    }
+    return state.pack(parts), extra
+
+
+def restore(training: Training) -> None:
+    """Go on from the newest checkpoint that proves whole, if there is one."""
+    group, strategy, run = training.group, training.strategy, training.run
+    training.observer.moment("restore")
+    found: Checkpoint | None = None
+    if group.main:
+        found = newest_good(run, training.damage)
+    facts = group.share(None if found is None else (found.step, found.extra))
+    training.observer.resumed(0 if facts is None else facts[0])
+    if facts is None:
+        strategy.begin()
+        return
+    step, extra = facts
+    if step > training.total:
+        raise Problem(f"the run is at step {step:,} already; {training.total:,} steps were asked for (epochs or steps)")
+    if strategy.files is not None:
+        stored: state.Stored = state.StoredFiles(run.checkpoints / folder(step))
+    else:
+        stored = state.Stored(found.tensors() if found else None, group)
+    strategy.load_model(stored.part("model"), extra["aliases"], f"checkpoint {step}")
+    strategy.load_optimizer(stored.part("optimizer"), extra["optimizer"])
+    if training.step.loss_scale is not None:
+        scale = stored.part("scale")
+        for name in scale.layout:
+            training.step.loss_scale.tensors()[name].copy_(scale.take(name))
+    if training.source is not None:
+        assert isinstance(training.feed, SourceFeed)
+        rows = slice(training.feed.low, training.feed.high)
+        kept = stored.part("source")
+        training.source.load({name: kept.take(name)[rows].to(group.device) for name in kept.layout})
+    training.done, training.before, training.metrics = step, extra["time"], extra["metrics"]
+    training.best.load(extra["best"])
+    training.compiled_from = training.plan.compiled_from(step, extra.get("compiled_from"))
+    training.rows.load(step, extra["epoch_sums"], extra["train"], extra.get("held"))
+    training.figures = extra.get("figures")
+    if group.main:
+        run.event("resumed", step=step, world_size=group.size, was=extra["world_size"])
