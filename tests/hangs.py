@@ -16,7 +16,7 @@ WAYS = {
     "lock": "LOCK.acquire(); LOCK.acquire()",
     "queue": "queue.Queue().get()",
     "child": "subprocess.run(['sleep', '1000'])",
-    "stop": "os.kill(os.getpid(), signal.SIGSTOP)",
+    "stop": "os.kill(os.getpid(), signal.SIGSTOP); time.sleep(5)",
     "receive": "dist.recv(torch.zeros(1), src=0)",  # out of step: the others are in a collective
 }
 PLACES = ("forward", "loss", "backward", "augment", "sample", "worker", "metrics")
