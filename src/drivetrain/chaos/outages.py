@@ -18,7 +18,7 @@ from drivetrain.runs import Run
 
 KINDS = ("host", "agent", "cut")
 PORT = 29500
-PATIENCE = 180.0  # seconds for anything that is waited for
+PATIENCE = 180.0  # seconds without anything new from the run
 
 
 class Outage(NamedTuple):
@@ -67,6 +67,9 @@ class Outages:
                 break
             self._lose(outage)
         for host in self.hosts:
+            if host is not self.hosts[0] and not self._together():
+                host.kill()  # the run came to its end before this one was back
+                continue
             try:
                 code = self.started[host.name].wait(PATIENCE)
             except subprocess.TimeoutExpired:
@@ -121,14 +124,20 @@ class Outages:
         return self._count("finished") > 0
 
     def _until(self, what: str, holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE
+        news, heard = self._news(), time.monotonic()
         while not holds() and not self._finished():
             lead = self.started[self.hosts[0].name]
             if lead.poll() not in (None, 0):
                 raise self._failure(f"the command on {self.hosts[0].name} ended with {lead.returncode}")
-            if time.monotonic() > deadline:
+            if (latest := self._news()) != news:
+                news, heard = latest, time.monotonic()
+            elif time.monotonic() - heard > PATIENCE:
                 raise self._failure(f"waited {PATIENCE:.0f} s for {what}")
             time.sleep(0.05)
+
+    def _news(self) -> list[int]:
+        """What changes when the run gets on."""
+        return [path.stat().st_size if path.exists() else 0 for path in (self.run.events_path, self.run.metrics_path)]
 
     def _failure(self, what: str) -> Problem:
         ends = {host.name: "\n".join(self._log(host).read_text(errors="replace").splitlines()[-15:]) for host in self.hosts}
