@@ -35,8 +35,7 @@ def pairs(one: list[Any], other: list[Any]) -> list[tuple[Any, Any]]:
     return [(a, b) for i, a in enumerate(one) for j, b in enumerate(other) if every or (i + j) % 2 == 0]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("pins", [{}, *ALL], ids=label)
+@pytest.mark.parametrize(("precision", "pins"), pairs(["fp32", "bf16"], [{}, *ALL]), ids=label)
 def test_every_strategy_on_four_processes(pins: dict[str, Any], precision: str, tmp_path: Path) -> None:
     reference = run("Transformer", tmp_path / "one", 1, {}, precision=precision)
     found = run("Transformer", tmp_path / "four", 4, pins | {"micro_batch": 2}, precision=precision)
