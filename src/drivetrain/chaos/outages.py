@@ -51,11 +51,12 @@ def draw(seed: int, faults: int, first: int, steps: int, count: int, kinds: list
 class Outages:
     """The same command on every host, and what is done to them."""
 
-    def __init__(self, hosts: list[Host], command: list[str], run: Run, environment: Mapping[str, str], say: Callable[[str], None]) -> None:
-        self.hosts, self.run, self.environment, self.say = hosts, run, environment, say
+    def __init__(
+        self, hosts: list[Host], procs: int, command: list[str], run: Run, environment: Mapping[str, str], say: Callable[[str], None]
+    ) -> None:
+        self.hosts, self.full, self.run, self.environment, self.say = hosts, procs * len(hosts), run, environment, say
         self.words = [*command, "--nodes", f"1:{len(hosts)}", "--rendezvous", f"{hosts[0].address}:{PORT}"]
         self.started: dict[str, subprocess.Popen[bytes]] = {}
-        self.full = 0  # processes, once all hosts take part
 
     def train(self, outages: list[Outage]) -> None:
         """To the end, which each host's command must reach well."""
@@ -66,6 +67,7 @@ class Outages:
             if self._finished():
                 break
             self._lose(outage)
+        self._until("the end of the run", self._finished)
         for host in self.hosts:
             if host is not self.hosts[0] and not self._together():
                 host.kill()  # the run came to its end before this one was back
@@ -110,11 +112,10 @@ class Outages:
         return sum(event["event"] == kind for event in self.run.events()) if self.run.events_path.exists() else 0
 
     def _together(self) -> bool:
-        """Whether as many processes train as ever did."""
+        """Whether all hosts take part."""
         if not self.run.events_path.exists():
             return False
         sizes = [event["world_size"] for event in self.run.events() if event["event"] in ("started", "resumed")]
-        self.full = max([len(self.hosts), self.full, *sizes])
         return sizes[-1:] == [self.full]
 
     def _reached(self, step: int) -> bool:

@@ -80,7 +80,7 @@ def run(verb: str, words: list[str]) -> int:
         screen.line("chaos", f"the same{f' on {args.hosts} hosts' if args.hosts else ''} with {len(schedule)} faults (seed {args.seed})")
         command += ["--procs", str(procs)]
         if args.hosts:
-            broken = _train_on_hosts(command, folder / "broken", schedule, screen, args.hosts)
+            broken = _train_on_hosts(command, folder / "broken", schedule, screen, args.hosts, procs)
         else:
             broken = _train(command, folder / "broken", schedule, screen)
         report = judge(whole, broken, schedule) | {"seed": args.seed, "processes": procs, "steps": args.steps}
@@ -132,7 +132,7 @@ def _environment(folder: Path, **extra: str) -> dict[str, str]:
     return mine | {SAMPLES: "1", "TMPDIR": str(folder.parent / "tmp")} | extra
 
 
-def _train_on_hosts(command: list[str], folder: Path, faults: list[str], screen: Screen, count: int) -> Run:
+def _train_on_hosts(command: list[str], folder: Path, faults: list[str], screen: Screen, count: int, procs: int) -> Run:
     """Train on hosts of which all but one come and go."""
     from drivetrain.chaos.hosts import hosts
     from drivetrain.runs import Run
@@ -140,7 +140,7 @@ def _train_on_hosts(command: list[str], folder: Path, faults: list[str], screen:
     run = Run(folder)
     environment = _environment(folder, **{PACE: str(PACED)})
     with hosts(count) as made:
-        training = outages.Outages(made, [*command, "--run-dir", str(folder)], run, environment, lambda text: screen.line("", text))
+        training = outages.Outages(made, procs, [*command, "--run-dir", str(folder)], run, environment, lambda text: screen.line("", text))
         training.train([outages.read(fault, count) for fault in faults])
     return run
 
