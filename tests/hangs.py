@@ -109,7 +109,7 @@ def hang(way: str, place: str) -> subprocess.CompletedProcess[str]:
     Path("stuck.py").write_text(TASK.format(place=place, code=WAYS[way]))
     workers = {"sample": ["plan.workers=0"], "worker": ["plan.workers=1"]}.get(place, [])
     command = ["stuck.py", *workers, "--procs", "2", "--restarts", "0", "--hang-after", "2s"]
-    return drivetrain("train", *command, "--name", f"{way}-{place}", seconds=300)
+    return drivetrain("train", *command, "--name", f"{way}-{place}")
 
 
 def check(way: str, place: str) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
 
 from tests.command import COMMAND, environment, good, write_task
+from tests.patience import until
 from tests.samples import rows, weights
 
 MOMENTS = ["save:1", "written:2", "rename:1", "published:1", "evaluate:1", "start:1", "restore:1", "step:1", "step:9", "rename:3"]
@@ -69,7 +69,7 @@ def left_over(name: str) -> list[str]:
 def break_and_compare(procs: int, loader: bool, kills: int, seed: int) -> str:
     """Kill a training `kills` times, let it end, and compare; gives a log of the moments."""
     words = [*prepare(loader), "--procs", str(procs)]
-    good("train", *words, "--name", "whole", seconds=300)
+    good("train", *words, "--name", "whole")
     rng = random.Random(seed)
     log = [f"seed {seed}"]
     done, number = 0, 0
@@ -99,11 +99,8 @@ def break_and_compare(procs: int, loader: bool, kills: int, seed: int) -> str:
             done += 1
             steps = sorted(p.name for p in Path(f"runs/{name}/checkpoints").glob("step-*"))
             log.append(f"kill {done} of {name}: {fault or f'after {delay:.2f} s'}, last checkpoint {steps[-1] if steps else 'none'}")
-            deadline = time.monotonic() + 3
-            while left_over(name):
-                assert time.monotonic() < deadline, f"{log}: still alive: {left_over(name)}"
-                time.sleep(0.05)
-        good("train", *words, "--name", name, seconds=300)
+            until(lambda name=name: not left_over(name), f"{log}: the end of all workers", 20)
+        good("train", *words, "--name", name)
         assert rows(f"runs/{name}") == rows("runs/whole"), "\n".join(log)
         assert weights(f"runs/{name}") == weights("runs/whole"), "\n".join(log)
         steps_logged = [r["step"] for r in rows(f"runs/{name}")]

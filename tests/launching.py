@@ -9,8 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,14 +111,6 @@ def run(*words: object, folder: Path, **variables: object) -> str:
     """The output of a command that succeeds."""
     with start(*words, folder=folder, **variables) as started:
         return started.succeed()
-
-
-def until(holds: Callable[[], Any], what: str, seconds: float = 180.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (value := holds()):
-        assert time.monotonic() < deadline, f"{what}: not within {seconds:.0f} s"
-        time.sleep(0.05)
-    return value
 
 
 def free_port() -> int:

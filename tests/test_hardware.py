@@ -19,6 +19,7 @@ from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
 from drivetrain.plan.choose import choose
 from tests.command import bad, good
+from tests.patience import Stopwatch
 from tests.samples import Plain
 
 L4 = tuple(Gpu(i, "NVIDIA L4", 24 * 2**30, (8, 9)) for i in range(4))
@@ -83,10 +84,10 @@ def test_a_plan_survives_json() -> None:
 
 
 def test_a_driver_that_never_answers_costs_the_timeout_only() -> None:
-    begun = time.monotonic()
+    watch = Stopwatch()
     with pytest.raises(TimeoutError):
         with_timeout(lambda: time.sleep(30), 0.2)
-    assert time.monotonic() - begun < 1
+    assert watch.seconds < 1
 
 
 # --- machines that are not here ------------------------------------------------------------------

@@ -15,7 +15,8 @@ import pytest
 
 from drivetrain import Problem, rendezvous
 from drivetrain.cli.foreign import first_host, tasks_per_node
-from tests.launching import STEPS, events, free_port, info, is_training, losses, only_run, run, start, until, write_task
+from tests.launching import STEPS, events, free_port, info, is_training, losses, only_run, run, start, write_task
+from tests.patience import until
 
 TRAIN = ("train", "small.py")
 MODULE = ("drivetrain", *TRAIN)

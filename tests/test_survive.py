@@ -23,6 +23,7 @@ from drivetrain.watch.pulse import NUMBER, Beat, Heart, Pulse, open_page
 from tests.command import COMMAND, drivetrain, environment, good, write_task
 from tests.hangs import THIRTY, check
 from tests.killing import left_over
+from tests.patience import Stopwatch, until
 from tests.samples import rows, weights
 
 TORCH = Path(torch.__file__).parent
@@ -60,8 +61,7 @@ def test_what_never_gets_further_is_given_up(folder: Path) -> None:
 def test_nothing_is_left_of_a_front_end_that_is_killed(folder: Path) -> None:
     write_task(change=("return F.cross", "import time; time.sleep(0.05)\n        return F.cross"))
     front = subprocess.Popen([*COMMAND, *WORDS, "--name", "killed", "-q"], env=environment())
-    while not Path("runs/killed/metrics.jsonl").exists():
-        time.sleep(0.1)
+    until(Path("runs/killed/metrics.jsonl").exists, "steps", of=front)
     family = psutil.Process(front.pid).children(recursive=True)
     assert len(family) >= 3, "where workers come from, and two of them"
     os.kill(front.pid, signal.SIGKILL)
@@ -72,9 +72,9 @@ def test_nothing_is_left_of_a_front_end_that_is_killed(folder: Path) -> None:
 
 def test_a_time_limit_leaves_a_run_that_can_go_on(folder: Path) -> None:
     write_task(change=("return F.cross", "import time; time.sleep(0.02)\n        return F.cross"))
-    begun = time.monotonic()
+    watch = Stopwatch()
     done = drivetrain("train", "small.py", "epochs=1000", "plan.compile=off", "--time-limit", "12s", "--name", "limited")
-    assert done.returncode == 200 and time.monotonic() - begun < 30, done.stderr
+    assert done.returncode == 200 and watch.seconds < 30, done.stderr
     saved = Run("runs/limited").steps()
     assert saved and f"after step {saved[-1]:,}, saved" in done.stdout
     assert "write a time" in drivetrain("train", "small.py", "--time-limit", "12").stderr

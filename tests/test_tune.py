@@ -6,8 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +26,12 @@ from drivetrain.tune.table import Table
 from drivetrain.tune.tuner import Order, Tuner
 from drivetrain.watch.screen import Screen
 from tests.command import COMMAND, bad, drivetrain, environment, good, write_task
+from tests.patience import until
 
 pytest.importorskip("optuna")
 
 RATE = "learning_rate=1e-6..1e-1,log"
-SLOW = ("x, y = batch\n        return F.cross", "x, y = batch\n        import time; time.sleep(0.05)\n        return F.cross")
+SLOW = ("return F.cross", "import os, time; time.sleep(0.5 if os.path.exists('slow') else 0.03)\n        return F.cross")
 DIGITS = find_task("digits").settings()
 
 
@@ -128,13 +127,6 @@ def begin(name: str, trials: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen([*COMMAND, "tune", "small.py", *WORDS[name], "--trials", str(trials), "-q"], env=environment())
 
 
-def wait_for(what: Callable[[], bool], tuner: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
-    while not what():
-        assert tuner.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def rows_of(number: int) -> list[dict[str, Any]]:
     return list(read_lines(Path(f"runs/broken/trials/trial-{number:04d}/metrics.jsonl")))
 
@@ -154,10 +146,7 @@ def ended_after(tuner: subprocess.Popen[bytes], number: int) -> int:
     assert len(family) >= 2
     tuner.send_signal(number)
     code = tuner.wait(timeout=240)
-    deadline = time.monotonic() + 5
-    while any(alive(process) for process in family):
-        assert time.monotonic() < deadline, family
-        time.sleep(0.05)
+    until(lambda: not any(alive(process) for process in family), f"the end of {family}", 30)
     return code
 
 
@@ -171,20 +160,25 @@ def alive(process: psutil.Process) -> bool:
 @pytest.mark.system  # it takes its time
 def test_nothing_is_lost_or_repeated_when_the_tuner_dies(folder: Path) -> None:
     write_task(change=SLOW)
+    Path("slow").touch()
     tuner = begin("broken", 3)
-    wait_for(lambda: bool(rows_of(0) and rows_of(1)), tuner)
+    until(lambda: rows_of(0) and rows_of(1), "two trials at work", of=tuner)
     assert ended_after(tuner, signal.SIGTERM) == 200, "the resumable code"
     assert json.loads(Path("runs/broken/tune.json").read_text())["status"] == "stopped"
     first = params()
     assert len(first) == 2 and not told("6"), "both still wait to go on"
 
+    Path("slow").unlink()
     tuner = begin("broken", 3)
-    wait_for(lambda: bool(told("6") and rows_of(2)), tuner)
+    until(lambda: told("6"), "a finished trial", of=tuner)
+    Path("slow").touch()
+    until(lambda: rows_of(2), "the third trial at work", of=tuner)
     assert ended_after(tuner, signal.SIGKILL) == -9
     finished = {row["trial_id"]: row["values"] for row in told("6")}
     kept = {n: Path(f"runs/broken/trials/trial-{n:04d}/run.json").read_bytes() for n in finished}
     second = params()
 
+    Path("slow").unlink()
     result = json.loads(good("tune", "small.py", *WORDS["broken"], "--trials", "3", "--json"))
     assert [t["trial"] for t in result["trials"]] == [0, 1, 2]
     assert {t["state"] for t in result["trials"]} == {"finished"}

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import free_port, until
+from tests.launching import free_port
+from tests.patience import until
 
 NODES = ("n1", "n2", "n3")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "squeue", "sinfo")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from drivetrain.chaos.report import compare_samples
 from drivetrain.outcomes import Problem
 from drivetrain.runs import Run
 from tests.command import COMMAND, TASK, environment, good, write_task
+from tests.patience import Stopwatch, until
 from tests.samples import rows
 
 SLOW = ("return F.cross", "import time; time.sleep(0.05 * model.training)\n        return F.cross")
@@ -70,20 +70,15 @@ def events(kind: str) -> list[dict[str, Any]]:
     return [event for event in Run("runs/both").events() if event["event"] == kind]
 
 
-def until(what: str, holds: Callable[[], Any], seconds: float = 60) -> float:
-    """Wait; gives the seconds it took."""
-    begun = time.monotonic()
-    while not holds():
-        told = "\n".join(f"--- {host}\n{Path(f'{host}.log').read_text()}" for host in ("host1", "host2") if Path(f"{host}.log").exists())
-        assert time.monotonic() - begun < seconds, f"{what}: not within {seconds:.0f} s\n{told}"
-        time.sleep(0.05)
-    return time.monotonic() - begun
-
-
-def clocks() -> tuple[int, int]:
-    """Of all cores since the machine's start: the time that passed, and what was given to other machines of the same host."""
-    ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    return sum(ticks), ticks[7]
+def reached(what: str, holds: Callable[[], Any], seconds: float = 240) -> float:
+    """Wait; gives the seconds it took, with all of the machine."""
+    watch = Stopwatch()
+    try:
+        until(holds, what, seconds)
+    except AssertionError as never:
+        told = "\n".join(f"--- {path.stem}\n{path.read_text()}" for path in sorted(Path().glob("host*.log")))
+        raise AssertionError(f"{never}\n{told}") from None
+    return watch.seconds
 
 
 def step() -> int:
@@ -106,25 +101,23 @@ def test_a_lost_host_costs_seconds_and_comes_back(way: str, pair: list[Host], fo
     good("train", "small.py", STEPS, "plan.threads=1", "plan.compile=off", "--name", "whole", DRIVETRAIN_SAMPLES="1")
     one, two = pair
     first = start(one)
-    until("a host that waits", lambda: "waiting at" in first.output)
+    reached("a host that waits", lambda: "waiting at" in first.output)
     second = start(two)
     try:
-        until("steps of both", lambda: step() >= 15)
-        before = clocks()
+        reached("steps of both", lambda: step() >= 15)
         break_it(way, two, second)
-        took = until("a fresh start", lambda: events("restarted"))
-        passed, stolen = (now - then for now, then in zip(clocks(), before, strict=True))
-        assert took * (1 - stolen / passed) < DETECTED, f"{took:.1f} s"
-        shrunk = until("steps of one", lambda: any(e["world_size"] == 1 for e in events("resumed")))
+        took = reached("a fresh start", lambda: events("restarted"))
+        assert took < DETECTED, f"{took:.1f} s"
+        shrunk = reached("steps of one", lambda: any(e["world_size"] == 1 for e in events("resumed")))
         print(f"{way}: lost for {took:.1f} s, on one host {shrunk:.1f} s later")
         if way == "cable":
             two.mend()
         else:
-            until("no orphans", lambda: not two.processes(), 5)
+            reached("no orphans", lambda: not two.processes(), 20)
             second = start(two)
-        until("steps of both again", lambda: [e["world_size"] for e in events("resumed")][-1] == 2)
-        assert first.process.wait(120) == 0, first.output
-        assert second.process.wait(30) == 0, second.output
+        reached("steps of both again", lambda: [e["world_size"] for e in events("resumed")][-1] == 2)
+        assert first.process.wait(400) == 0, first.output
+        assert second.process.wait(120) == 0, second.output
     finally:
         two.mend()
         for agent in (first, second):
@@ -142,15 +135,15 @@ def test_the_host_that_leads_may_be_started_again(pair: list[Host], folder: Path
     write()
     one, two = pair
     first = start(one)
-    until("a host that waits", lambda: "waiting at" in first.output)
+    reached("a host that waits", lambda: "waiting at" in first.output)
     second = start(two)
     try:
-        until("steps of both", lambda: step() >= 15)
+        reached("steps of both", lambda: step() >= 15)
         first.kill(workers=False)
-        until("a guest that looks for it", lambda: "looking for it again" in second.output)
+        reached("a guest that looks for it", lambda: "looking for it again" in second.output)
         first = start(one)
-        assert first.process.wait(120) == 0, first.output
-        assert second.process.wait(30) == 0, second.output
+        assert first.process.wait(400) == 0, first.output
+        assert second.process.wait(120) == 0, second.output
     finally:
         for agent in (first, second):
             if agent.process.poll() is None:

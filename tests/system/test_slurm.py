@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import STEPS, environment, events, info, is_training, losses, only_run, run, start, until, write_task
+from tests.launching import STEPS, environment, events, info, is_training, losses, only_run, run, start, write_task
+from tests.patience import until
 from tests.system.slurm import Cluster, cluster
 
 pytestmark = pytest.mark.system
@@ -77,7 +78,7 @@ def test_in_a_batch_script_without_srun_one_process_trains(task: Path, own: list
     script.write_text(f"#!/bin/bash\n{' '.join(TRAIN)}\n")
     flags = ("--parsable", "--nodes=2", "--ntasks=2", "--output=job.log", f"--export=ALL,PATH={environment()['PATH']}")
     job = run("sbatch", *flags, script, folder=task, SLURM_CONF=slurm.config).strip()
-    until(lambda: slurm.ask("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").strip() == "COMPLETED", "the job's end", 60)
+    until(lambda: slurm.ask("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").strip() == "COMPLETED", "the job's end")
     trained = only_run(task)
     assert info(trained)["plan"]["world_size"] == 1
     assert "srun" not in (task / "job.log").read_text()

@@ -90,7 +90,7 @@ def test_killed_and_run_again(words: list[str], folder: Path) -> None:
     """kill -9 of everything, while it writes, between a file and its publication, and at a moment of the clock."""
     write_task(change=SLOW)
     command = ["train", "small.py", *SETTINGS, "epochs=8", *words, "--procs", "2"]
-    good(*command, "--name", "whole", seconds=300)
+    good(*command, "--name", "whole")
     for fault in ("save:2", "written:3", "rename:4", ""):
         variables = environment(DRIVETRAIN_FAULTS=f"kill@{fault}") if fault else environment()
         front = subprocess.Popen([*COMMAND, *command, "--name", "broken", "-q"], env=variables, stdin=subprocess.DEVNULL)
@@ -100,7 +100,7 @@ def test_killed_and_run_again(words: list[str], folder: Path) -> None:
         except subprocess.TimeoutExpired:
             kill_tree(front)
         time.sleep(1)
-    good(*command, "--name", "broken", seconds=300)
+    good(*command, "--name", "broken")
     assert rows("runs/broken") == rows("runs/whole")
     assert weights("runs/broken") == weights("runs/whole")
     assert not [name for name in os.listdir("runs/broken/checkpoints") if name.startswith(".")]
