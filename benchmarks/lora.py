@@ -136,7 +136,8 @@ def ours(task: Bench, device: torch.device, window: Window) -> dict[str, Any]:
 
 
 def trainer(task: Bench, device: torch.device, window: Window) -> dict[str, Any]:
-    """As people run it: padded rows, bf16, fused AdamW."""
+    """As people run it: peft's own layers, padded rows, bf16, fused AdamW."""
+    from peft import get_peft_model
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     rows = Bench(**(task.settings() | {"packing": False}))._rows
@@ -144,7 +145,7 @@ def trainer(task: Bench, device: torch.device, window: Window) -> dict[str, Any]
     columns = {"input_ids": rows.tokens, "attention_mask": rows.document > 0, "labels": labels}
     data = [{name: torch.from_numpy(column[i].astype(np.int64)) for name, column in columns.items()} for i in range(len(labels))]
     with device:
-        model: Any = task.model()
+        net = get_peft_model(task._base.model(torch.bfloat16 if device.type == "cuda" else torch.float32), task.adapter())
 
     class Timed(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -157,7 +158,7 @@ def trainer(task: Bench, device: torch.device, window: Window) -> dict[str, Any]
             output_dir=folder, per_device_train_batch_size=task.global_batch, max_steps=100_000, learning_rate=task.learning_rate, bf16=half,
             use_cpu=not half, logging_steps=50, report_to=[], save_strategy="no", disable_tqdm=True, optim="adamw_torch_fused",
         )  # fmt: skip
-        Trainer(model=model.net, args=options, train_dataset=data, callbacks=[Timed()]).train()
+        Trainer(model=net, args=options, train_dataset=data, callbacks=[Timed()]).train()
     return {"memory_gib": round(peak(), 2)}
 
 

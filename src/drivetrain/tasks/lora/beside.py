@@ -20,9 +20,10 @@ class _Beside(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float) -> Tensor:
         rows = x.flatten(0, -2)
-        inner = rows @ down.T
-        out = torch.nn.functional.linear(rows, weight, bias)
-        out.addmm_(inner, up.T, alpha=scale)
+        inner = (rows @ down.T) * scale
+        out = _both(inner, up.T, rows, weight.T)
+        if bias is not None:
+            out += bias
         ctx.save_for_backward(rows, weight, down, up, inner)
         ctx.scale = scale
         return out.view(*x.shape[:-1], out.shape[1])
@@ -34,10 +35,27 @@ class _Beside(torch.autograd.Function):
         thin = (wide @ up) * ctx.scale
         before = None
         if ctx.needs_input_grad[0]:
-            before = wide @ weight
-            before.addmm_(thin, down)
+            before = _both(thin, down, wide, weight)
             before = before.view(*given.shape[:-1], before.shape[1])
-        return before, None, None, thin.T @ rows, (wide.T @ inner) * ctx.scale, None
+        return before, None, None, thin.T @ rows, wide.T @ inner, None
+
+
+def _added(small: Tensor, up: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    """small up + rows weight: the small product is written first, and the large one reads it where it would have written anyway."""
+    return torch.mm(small, up).addmm_(rows, weight)
+
+
+# A compiler makes a product of its own and a copy of addmm_: it is not shown what is inside.
+_unseen = torch.library.custom_op("drivetrain::added_products", _added, mutates_args=())
+
+
+@_unseen.register_fake
+def _(small: Tensor, up: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[1])
+
+
+def _both(small: Tensor, up: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    return _unseen(small, up, rows, weight) if torch.compiler.is_compiling() else _added(small, up, rows, weight)
 
 
 class Beside(Linear):  # type: ignore[misc]
