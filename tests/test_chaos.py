@@ -43,6 +43,13 @@ def test_one_fault_of_each_kind(folder: Path) -> None:
     assert "passed" in output and "none lost, none repeated" in output
 
 
+def test_no_room_for_the_last_checkpoint(folder: Path) -> None:
+    """The command ends, and says what to do; repeated, it finishes."""
+    write_task(change=("return F.cross", "import time; time.sleep(0.1 * model.training)\n        return F.cross"))
+    output = good("chaos", "small.py", "--schedule", "full@save:24:rank=0", "--steps", "24")
+    assert "the command ended after full@save:24" in output and "passed" in output
+
+
 def test_a_step_that_is_replayed_as_a_graph_is_struck_too() -> None:
     """It tells no moment between its beginning and its end."""
     for fault, strikes in (("slow@step:2", True), ("oom@step:2", False), ("slow@step:3", False), ("slow@update:2", False)):

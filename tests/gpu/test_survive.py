@@ -5,6 +5,7 @@ python -m pytest -m gpu tests/gpu/test_survive.py
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,38 @@ from tests.command import drivetrain, good, write_task
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
+WIDE = """\
+import time
+import torch
+from torch import nn
+from torch.nn import functional as F
+from drivetrain import Task
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, i):
+        time.sleep({pause})
+        return torch.full((4096,), i % 7), i % 10
+
+
+class Wide(Task):
+    steps: int = 600
+    global_batch: int = 64
+    precision: str = "fp32"
+
+    def model(self):
+        return nn.Sequential(nn.Linear(4096, 8192), *(nn.Sequential(nn.ReLU(), nn.Linear(8192, 8192)) for _ in range(6)), nn.Linear(8192, 10))
+
+    def train_data(self):
+        return Rows()
+
+    def loss(self, model, batch):
+        x, y = batch
+        return F.cross_entropy(model(x.float()), y)
+"""
 STUCK = """\
 x, y = batch
         self.calls = getattr(self, "calls", 0) + model.training
@@ -30,6 +63,20 @@ def test_a_kernel_that_never_ends_is_told_by_its_power(folder: Path) -> None:
     print(done.stderr)
     assert "rank 0 hangs" in done.stderr and "without a sign of life" in done.stderr
     assert "busy at" in done.stderr and "it waits in a kernel" in done.stderr
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_where_the_time_goes_is_asked_of_the_device(slow: bool, folder: Path) -> None:
+    """Batches of a megabyte, whose samples take their time or do not, and a net that is work for any GPU."""
+    Path("wide.py").write_text(WIDE.format(pause=0.004 if slow else 0.0))
+    out = good("train", "wide.py", "plan.workers=2", "--name", "wide")
+    spent = json.loads(Path("runs/wide/time.json").read_text())
+    (rank,) = spent["ranks"]
+    parts = {part: seconds for part, seconds in rank.items() if part != "start"}
+    print(slow, {part: round(seconds, 3) for part, seconds in rank.items()}, spent["steps"])
+    assert rank["copy"] > 0
+    assert max(parts, key=parts.__getitem__) == ("data" if slow else "compute")
+    assert ("data loading is" in out) == slow, out
 
 
 def test_faults_change_nothing(folder: Path) -> None:

@@ -42,7 +42,7 @@ MOST_HOSTS = 8
 LOST = 3  # hosts that are lost, where nothing else is said
 PACED = 0.15  # seconds before every step, so that a run on hosts is not over before they are back
 SAVES = 12  # checkpoints in the whole run
-AGAIN = ("agent", "preempt", "nan")  # faults after which the command is repeated, as a launcher would
+AGAIN = ("agent", "preempt", "nan", "full")  # faults after which the command is repeated, as a launcher would
 USUAL = [kind for kind in ACTIONS if kind != "oom"]  # which changes the plan, and with it the order of sums and dropout's masks
 
 
@@ -77,7 +77,8 @@ def run(verb: str, words: list[str]) -> int:
         every = procs * (args.hosts or 1)
         screen.line("chaos", f"{args.steps} steps on {every} process{'' if every == 1 else 'es'}, left alone")
         whole = _train([*command, "--procs", str(every)], folder / "whole", [], screen)
-        screen.line("chaos", f"the same{f' on {args.hosts} hosts' if args.hosts else ''} with {len(schedule)} faults (seed {args.seed})")
+        where, plural = f" on {args.hosts} hosts" if args.hosts else "", "" if len(schedule) == 1 else "s"
+        screen.line("chaos", f"the same{where} with {len(schedule)} fault{plural} (seed {args.seed})")
         command += ["--procs", str(procs)]
         if args.hosts:
             broken = _train_on_hosts(command, folder / "broken", schedule, screen, args.hosts, procs)
@@ -160,7 +161,7 @@ def _train(command: list[str], folder: Path, faults: list[str], screen: Screen) 
             return run
         struck = injected(run)[begun:]
         expected = [-9, Outcome.PREEMPTED.code, Outcome.NAN.code]
-        if any(fault.startswith("preempt") for fault in struck):  # while something else was wrong too: its word, and it is repeated
+        if any(fault.startswith(("preempt", "full")) for fault in struck):  # a last save for which there was no room, or else was wrong
             expected += [code for outcome, code in EXIT_CODES.items() if outcome.retryable]
         if done.returncode not in expected or not struck:
             word = next((o for o, code in EXIT_CODES.items() if code == done.returncode), Outcome.INFRA)

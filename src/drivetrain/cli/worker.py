@@ -241,8 +241,9 @@ def main() -> None:
     stop.install(job.get("stop_at"))
     os.chdir(job["folder"]) if os.path.isdir(job["folder"]) else None
 
+    from drivetrain.engine.deviceclock import DeviceClock
     from drivetrain.engine.group import join
-    from drivetrain.watch.pulse import Heart
+    from drivetrain.watch.pulse import PARTS, Heart
     from drivetrain.watch.screen import Wire
 
     wire, heart = Wire(handle), Heart(page)
@@ -255,6 +256,8 @@ def main() -> None:
     except Exception as error:  # of the machine: a busy GPU, a process that died meanwhile
         result = {"outcome": Outcome.INFRA, "message": f"could not join the other processes: {str(error).splitlines()[0]}"}
     else:
+        if group.runs_ahead:
+            heart.device = DeviceClock(len(PARTS))
         result = work(job, group, wire, stop, [heart])
     wire.send("result", result)
     sys.stdout.flush()

@@ -49,7 +49,9 @@ class TensorFeed(OrderedFeed):
         for ids, weight, position in self.spans(epoch, index):
             given = None
             if self._move:
-                rows = [placed(column.index_select(0, ids), self.group.device) for column in self.columns]
+                chosen = [column.index_select(0, ids) for column in self.columns]
+                self.moment("copy")
+                rows = [placed(column, self.group.device) for column in chosen]
                 given, ids = self.data.batch(rows), placed(ids, self.group.device)
             yield Micro(given, ids, weight, position)
 

@@ -58,6 +58,8 @@ class Feed:
     """Samples of a full global batch that a rank takes at most."""
     notice: Callable[[str], None] = staticmethod(lambda text: None)
     """Tells the user something."""
+    moment: Callable[[str], None] = staticmethod(lambda name: None)
+    """Tells whoever watches that a batch is here, and is now copied to the device."""
     version: int = 0
     """Changes whenever the samples on the device have moved to another place."""
 

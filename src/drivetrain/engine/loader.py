@@ -66,6 +66,7 @@ class LoaderFeed(OrderedFeed):
             begun = time.perf_counter()
             batch = next(self._batches)
             self.waited += time.perf_counter() - begun
+            self.moment("copy")
             yield Micro(self._arrive(batch), placed(ids, self.group.device), weight, position)
 
     def _arrive(self, batch: Any) -> Any:

@@ -60,7 +60,7 @@ class Training:
         self.model: nn.Module = build_model(task, plan, run, group, observer)
         data, test = task.train_data(), task.eval_data()
         self.feed: Feed = train_feed(task, data, plan, group)
-        self.feed.notice = observer.notice
+        self.feed.notice, self.feed.moment = observer.notice, observer.moment
         self.test: OrderedFeed | None = None if test is None else eval_feed(task, test, plan, group)
         if task.patience and not task.best:
             raise Problem(f"patience={task.patience} needs a metric that gets better: say best=NAME of one the evaluation gives")

@@ -8,9 +8,12 @@ import os
 import struct
 import tempfile
 import time
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from drivetrain.engine.observe import Observer
+
+if TYPE_CHECKING:
+    from drivetrain.engine.deviceclock import DeviceClock
 
 RECORD = struct.Struct("<qqdd")  # step, place, since, longest
 # The moments of the training's own thread: what it does from each one on, and as which part of the time that counts.
@@ -21,6 +24,7 @@ PLACES = {
     "step": ("beginning a step", "loop"),
     "take": ("beginning a step", "loop"),
     "fetch": ("waiting for data", "data"),
+    "copy": ("copying data to the device", "copy"),
     "fetched": ("forward pass", "compute"),
     "backward": ("backward pass", "compute"),
     "reduce": ("summing gradients over ranks", "communication"),
@@ -37,6 +41,7 @@ PLACES = {
 }
 NUMBER = {name: number for number, name in enumerate(PLACES)}
 PARTS = tuple(dict.fromkeys(part for _, part in PLACES.values()))
+OF_STEPS = [PARTS.index(part) for part in ("loop", "data", "copy", "compute", "communication", "optimizer")]
 OF_PLACE = [PARTS.index(part) for _, part in PLACES.values()]
 SPENT = struct.Struct(f"<q{len(PARTS)}d")  # steps, and the seconds they took by part
 
@@ -95,6 +100,8 @@ class Heart(Observer):
         self._first = [0.0] * len(PLACES)
         """In the first step, which sets things up: no measure of the others, but better than none."""
         self._spent = [0.0] * len(PARTS)
+        self.device: DeviceClock | None = None
+        """Where the host runs ahead of a GPU, its own clock says little about what a step is made of."""
 
     def resumed(self, step: int) -> None:
         self._step = step
@@ -103,6 +110,8 @@ class Heart(Observer):
         place = NUMBER.get(name)
         if place is None:
             return  # another thread's
+        if self.device is not None:
+            self.device.moment(name, OF_PLACE[place])
         now = time.monotonic()
         took = now - self._since
         measured = self._first if self._steps_here == 1 else self._longest
@@ -114,7 +123,18 @@ class Heart(Observer):
             self._step += 1
             self._steps_here += 1
         if name in ("step", "finish"):
-            self._page[RECORD.size : RECORD.size + SPENT.size] = SPENT.pack(max(0, self._steps_here - 1), *self._spent)
+            self._page[RECORD.size : RECORD.size + SPENT.size] = SPENT.pack(max(0, self._steps_here - 1), *self._by_part())
         self._place, self._since = place, now
         # At once: pack_into would blank the page first, for the other side to see.
         self._page[: RECORD.size] = RECORD.pack(self._step, place, now, self._longest[place] or self._first[place])
+
+    def _by_part(self) -> list[float]:
+        """Seconds by part: those of steps are the host's in all, shared out as the device spends them."""
+        whole = 0.0 if self.device is None else sum(self.device.seconds[part] for part in OF_STEPS)
+        if self.device is None or not whole:
+            return self._spent
+        steps = sum(self._spent[part] for part in OF_STEPS)
+        return [
+            steps * device / whole if part in OF_STEPS else host
+            for part, (host, device) in enumerate(zip(self._spent, self.device.seconds, strict=True))
+        ]

@@ -9,7 +9,7 @@ from drivetrain.plan import HOST_WAITS, Plan
 from drivetrain.watch.pulse import PARTS
 
 ENOUGH = 2.0  # seconds of training before anything is said
-TOO_MUCH = {"data": 0.25, "communication": 0.35, "saving": 0.15, "evaluation": 0.5}
+TOO_MUCH = {"data": 0.25, "copy": 0.2, "communication": 0.35, "saving": 0.15, "evaluation": 0.5}
 TINY = 2e-3  # seconds: of a step that takes less, most is spent on beginning it
 FEW = 16  # samples a process
 
@@ -62,6 +62,8 @@ class Spent:
             more = max(plan.workers + 1, min(threads, 4 * max(1, plan.workers)))
             how = f"raise plan.workers from {plan.workers} to {more}, or " if plan.data == "loader" else ""
             return f"data loading is {share}: {how}do less for each sample (augment() works on whole batches, on the device)"
+        if worst == "copy":
+            return f"copying batches to the GPU is {share}: give them smaller (uint8 images, made floats in augment()), or as Tensors that fit there"
         if worst == "communication":
             return f"summing gradients over processes is {share}: raise global_batch, so that there are fewer steps, or use fewer processes"
         if worst == "saving":
