@@ -71,6 +71,7 @@ def stop_at_random(procs: int, times: int, rng: random.Random) -> tuple[list[tup
             raise SystemExit(f"ended with {code} after a signal at {moment:.1f} s")
         empty += code == -signal.SIGTERM
         stops.append((moment, time.monotonic() - begun))
+        print(f"{procs} processes: signal after {moment:.1f} s, ended {stops[-1][1]:.2f} s later", file=sys.stderr, flush=True)
     return stops, empty
 
 
