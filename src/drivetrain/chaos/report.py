@@ -144,7 +144,7 @@ def show(report: dict[str, Any], screen: Screen) -> int:
         screen.line(name, yes if fine else f"NOT SO: {no}")
     for kind, seconds in sorted(report["seconds"].items()):
         middle, worst = statistics.median(seconds), max(seconds)
-        screen.line("lost", f"{kind:<8} {len(seconds):>3} times, {middle:.1f} s each to the next step (worst {worst:.1f} s)")
+        screen.line("lost", f"{kind:<8} {len(seconds):>3} x, {middle:.1f} s each to the next step (worst {worst:.1f} s)")
     for fault in report["missed"]:
         screen.line("missed", f"{fault} did not strike (it came after the last save, or cannot be had in a step that is replayed)")
     passed = bool(report["struck"]) and all(fine for fine, _, _ in checks.values())
