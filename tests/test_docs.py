@@ -15,7 +15,7 @@ from tests.command import environment
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(?P<why><!-- not run[^>]*: [^>]+ -->\n)?```(?P<kind>\w*)\n(?P<text>.*?)```", re.S)
-SLOW = ("tune.md", "export.md", "survive.md")  # pages whose commands take half a minute and more
+SLOW = ("tune.md", "export.md", "survive.md", "lora.md", "rl.md")  # pages whose commands take half a minute and more
 
 
 @pytest.mark.timeout(1200)

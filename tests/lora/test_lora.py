@@ -16,9 +16,11 @@ from drivetrain.engine.group import Group
 from drivetrain.engine.rand import permutation, seed_everything
 from drivetrain.outcomes import Problem
 from drivetrain.tasks.lora import head
+from drivetrain.tasks.lora.base import find
 from drivetrain.tasks.lora.lora import Lora, generate
 from tests.command import bad, good
 from tests.lora.models import sentences, write_jsonl, write_model
+from tests.patience import Stopwatch
 from tests.samples import TASKS, rows, training
 
 
@@ -196,16 +198,29 @@ def test_micro_batches_and_processes_change_no_loss(place: Path) -> None:
 
 
 def test_what_cannot_be_used_is_named(place: Path) -> None:
-    words = ["train", "lora", "data=texts.jsonl", "steps=1"]
-    assert "linear layers of this model: down_proj, gate_proj" in bad(*words, "base=model", "targets=query", lines=3)
-    assert "there is no such folder" in bad(*words, "base=./nowhere")
-    assert "has no config.json" in bad(*words, "base=.")
-    assert "the shapes are tiny" in bad(*words, "base=shape:big")
+    with pytest.raises(Problem, match="linear layers of this model: down_proj, gate_proj"):
+        small(targets="query").model()
+    for name, why in (("./nowhere", "there is no such folder"), (".", "has no config.json"), ("shape:big", "the shapes are tiny")):
+        with pytest.raises(Problem, match=why):
+            find(name)
     write_model(place / "plain", template=None)
     write_jsonl(place / "chats.jsonl", [{"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]}])
     assert "no chat template" in bad("train", "lora", "base=plain", "data=chats.jsonl", "steps=1")
-    message = bad(*words, "base=nobody/no-such-model", lines=3, HF_HUB_OFFLINE="1")
+    watch = Stopwatch()
+    message = bad("train", "lora", "data=texts.jsonl", "steps=1", "base=nobody/no-such-model", lines=3, HF_ENDPOINT="http://127.0.0.1:9")
+    assert watch.seconds < 30, "the hub's client would try again and again"
     assert "could not be fetched from the hub" in message and "hf download nobody/no-such-model" in message
+
+
+def test_what_was_fetched_once_needs_no_network(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = place / "hub" / "models--some--model"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("1" * 40)
+    write_model(kept / "snapshots" / ("1" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(place / "hub"))
+    monkeypatch.setattr("drivetrain.tasks.lora.base.hub_answers", lambda: False)
+    base = find("some/model")
+    assert base.tokenizer().vocab_size and sum(p.numel() for p in base.model(torch.float32).parameters())
 
 
 def test_another_base_is_not_taken_for_the_first(place: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import json
 import os
 import shutil
+import socket
+import urllib.parse
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,12 +82,33 @@ class Base:
                 found.update(hashlib.file_digest(stream, "sha256").digest())
         return found.digest()
 
+    def _kept(self) -> str:
+        """The folder that an earlier download left."""
+        from huggingface_hub import snapshot_download
+
+        return snapshot_download(self.place, local_files_only=True)
+
     def _reading(self, kind: Any, **options: Any) -> Any:
         options |= {"gguf_file": self.gguf} if self.gguf else {}
         try:
-            return kind.from_pretrained(self.place, **options)
+            return kind.from_pretrained(self.place if Path(self.place).is_dir() or hub_answers() else self._kept(), **options)
         except (OSError, ValueError, ImportError) as error:
             raise Problem(_why(self, error)) from error
+
+
+@functools.cache
+def hub_answers() -> bool:
+    """Whether there is somebody to ask: the hub's own client would try for a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or urllib.request.getproxies().get("https"):
+        return not constants.HF_HUB_OFFLINE
+    address = urllib.parse.urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((address.hostname or "", address.port or (443 if address.scheme == "https" else 80)), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def _why(base: Base, error: Exception) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from drivetrain.outcomes import Problem
-from drivetrain.tasks.lora.base import cache, vocabulary
+from drivetrain.tasks.lora.base import cache, hub_answers, vocabulary
 
 FORMAT = 1
 TOGETHER = 1000  # texts that are tokenised in one call
@@ -134,11 +134,11 @@ def read_row(row: Any) -> Any:
 def _of_hub(name: str) -> Iterator[Any]:
     repository, _, config = name.partition(":")
     try:
-        from datasets import load_dataset
+        from datasets import DownloadConfig, load_dataset
     except ImportError:
         raise Problem(f"data={name} is neither a file nor {TOPICS}; for a data set of the hub: pip install 'drivetrain[lora]'") from None
     try:
-        rows = load_dataset(repository, config or None, split="train")
+        rows = load_dataset(repository, config or None, split="train", download_config=DownloadConfig(local_files_only=not hub_answers()))
     except Exception as error:
         raise Problem(
             f"data={name}: neither a file here nor a data set that could be fetched from the hub"
