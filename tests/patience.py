@@ -27,7 +27,7 @@ class Stopwatch:
 
     @property
     def share(self) -> float:
-        """Of the time since then, what the machine was ours."""
+        """Of the time that was wanted since then, what we got."""
         passed, stolen = (now - then for now, then in zip(_ticks(), self._ticks, strict=True))
         return 1 - stolen / max(passed, 1)
 
@@ -37,6 +37,6 @@ class Stopwatch:
 
 
 def _ticks() -> tuple[int, int]:
-    """Of all cores since the machine's start: the time that passed, and what was given to other machines of the same host."""
-    ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    return sum(ticks), ticks[7]
+    """Of all cores since the machine's start: the time they were wanted, and what of it went to other machines of the same host."""
+    user, nice, system, _idle, _disk, *interrupts, stolen = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:9])
+    return user + nice + system + sum(interrupts) + stolen, stolen

