@@ -14,7 +14,6 @@ import gc
 import json
 import platform
 import statistics
-import sys
 import tempfile
 import time
 import warnings
@@ -231,7 +230,7 @@ def write(path: str, device: torch.device, rows: list[dict[str, Any]]) -> None:
         "date": datetime.now(UTC).date().isoformat(), "hardware": torch.cuda.get_device_name() if device.type == "cuda" else f"{cpu_cores()} CPU cores",
         "torch": torch.__version__, "python": platform.python_version(), "drivetrain": __version__,
         "transformers": transformers.__version__, "peft": peft.__version__,
-        "command": " ".join(["python", "benchmarks/lora.py", *sys.argv[1:]]), "rows": rows,
+        "command": "python benchmarks/lora.py" + (" --cpu" if device.type == "cpu" else ""), "rows": rows,
     }  # fmt: skip
     Path(path).write_text(json.dumps(facts, indent=1) + "\n")
 
@@ -240,7 +239,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="a tiny shape on the CPU")
     parser.add_argument("--only", nargs="*", metavar="SHAPE", help="just these: 135m, 1.7b")
-    parser.add_argument("--steps", type=int, default=20, help="steps of a window, and of the warm-up (default 20)")
+    parser.add_argument("--steps", type=int, default=10, help="steps of a window, and of the warm-up (default 10)")
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")

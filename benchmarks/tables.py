@@ -85,6 +85,21 @@ def rl(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def lora(result: dict[str, Any]) -> list[str]:
+    lines = [
+        "| SmolLM2's shape, batch x tokens | Trainer + peft, tokens/s | memory | drivetrain, tokens/s | memory | of the peak | |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in result["rows"]:
+        peer, ours = row["trainer"], row["drivetrain"]
+        texts = "" if row["texts"] == "full rows" else f", texts of {row['texts']}"
+        lines.append(
+            f"| {row['shape'].upper()}, {row['batch']} x {row['context']:,}{texts} | {peer['tokens_per_second']:,} | {peer['memory_gib']:.1f} GiB |"
+            f" {ours['tokens_per_second']:,} | {ours['memory_gib']:.1f} GiB | {ours['mfu_percent']:.0f} % | **{row['ratio']:.1f}x** |"
+        )
+    return lines
+
+
 MAKERS = {
     "plan-h200": plan,
     "vision-h200": vision,
@@ -92,6 +107,7 @@ MAKERS = {
     "accuracy-h200": accuracy,
     "vision-cpu": vision,
     "rl-h200": rl,
+    "lora-h200": lora,
 }
 
 
@@ -106,7 +122,7 @@ def filled(text: str) -> str:
 
 
 def main() -> None:
-    for page in (ROOT / "README.md", ROOT / "docs" / "speed.md", ROOT / "docs" / "plan.md", ROOT / "docs" / "rl.md"):
+    for page in (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("speed", "plan", "rl", "lora"))):
         old = page.read_text()
         new = filled(old)
         if old != new:
