@@ -17,8 +17,8 @@ import torch
 from drivetrain.engine.observe import Observers
 from drivetrain.runs import Run
 from drivetrain.supervise import Policy
-from drivetrain.supervise.stacks import read
-from drivetrain.supervise.verdict import UNKNOWN, Watchman
+from drivetrain.supervise.stacks import read, state_of
+from drivetrain.supervise.verdict import UNKNOWN, Rank, Watchman
 from drivetrain.watch.pulse import NUMBER, Beat, Heart, Pulse, open_page
 from tests.command import COMMAND, drivetrain, environment, good, write_task
 from tests.hangs import THIRTY, check
@@ -103,7 +103,27 @@ def test_a_hang_in_the_second_step_is_found(folder: Path) -> None:
     write_task()
     faults = "hang@step:2:rank=1,stop@step:3:rank=0"
     output = good(*WORDS, "--name", "early", DRIVETRAIN_FAULTS=faults)
-    assert "rank 1 hangs in step 2" in output and "rank 0 is stopped (state T) in step 3" in output
+    found = [event["why"] for event in events("early", "restarted")]
+    assert "rank 1 hangs in step 2" in output and "rank 0 is stopped (state T) in step 3" in output, output
+    assert found == ["hang", "hang"]
+
+
+def test_who_is_stopped_is_not_asked_before_its_time(tmp_path: Path) -> None:
+    """To be asked it must go on for a moment: that would be another step, if it were not settled yet that it hangs."""
+    sleepers = [subprocess.Popen(["sleep", "100"]) for _ in range(2)]
+    try:
+        sleepers[0].send_signal(signal.SIGSTOP)
+        until(lambda: state_of(sleepers[0].pid) == "T", "a stopped process")
+        watchman, now = Watchman(floor=10), time.monotonic()
+        beats = [Beat(3, NUMBER["step"], now - ago, 0.1) for ago in (9.5, 10.5)]
+        ranks = [Rank(i, p.pid, b, tmp_path / "stacks", lambda b=b: b) for i, (p, b) in enumerate(zip(sleepers, beats, strict=True))]  # type: ignore[misc]
+        assert watchman.look(ranks, alone=True) is None and state_of(sleepers[0].pid) == "T"
+        verdict = until(lambda: watchman.look(ranks, alone=True), "a verdict")
+        assert verdict.ranks == [0] and "rank 0 is stopped (state T) in step 3" in verdict.message
+    finally:
+        for sleeper in sleepers:
+            sleeper.kill()
+            sleeper.wait()
 
 
 def test_a_pulse_is_never_half_written() -> None:

@@ -17,7 +17,8 @@ from typing import TextIO
 from drivetrain.source import is_users
 
 ASK = signal.SIGUSR2 if hasattr(signal, "SIGUSR2") else None
-ANSWER_SECONDS = 1.5
+ANSWER_SECONDS = 5.0
+SETTLED = 0.2  # seconds in which no more is written: on a busy machine an answer comes in pieces
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 WAITS = (
     "/torch/distributed/",
@@ -155,18 +156,16 @@ def ask(pid: int, file: Path) -> Stack:
             os.kill(pid, signal.SIGCONT)
     except (ProcessLookupError, PermissionError, AssertionError):
         return Stack([], "it is gone", stopped)
-    deadline, text = time.monotonic() + ANSWER_SECONDS, ""
-    while time.monotonic() < deadline:
-        time.sleep(0.005 if stopped and not text else 0.02)
+    changed, text = time.monotonic(), ""
+    while time.monotonic() - changed < (SETTLED if text else ANSWER_SECONDS):
+        time.sleep(0.005)
         if stopped and text:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)  # as it was: it must not go on training meanwhile
         with contextlib.suppress(OSError), open(file) as answers:
             answers.seek(before)
-            now = answers.read()
-            if now and now == text:  # no more comes
-                break
-            text = now
+            if (now := answers.read()) != text:
+                changed, text = time.monotonic(), now
     return read(text, stopped)
 
 

@@ -61,12 +61,12 @@ class Watchman:
             self._excused = now
         self._seen = now
         silent = {r.rank: now - max(r.beat.since, self._excused) for r in ranks}
-        over = [r for r in ranks if silent[r.rank] > self.limit(r.beat) or (silent[r.rank] > self.floor and state_of(r.pid) == "T")]
-        if not over or now - self._looked < AGAIN:
+        stopped = [r for r in ranks if state_of(r.pid) == "T"]
+        over = [r for r in ranks if silent[r.rank] > (self.floor if r in stopped else self.limit(r.beat))]
+        if not over or now - self._looked < AGAIN or any(r not in over for r in stopped):
             return None
         self._looked = now
-        stopped = [r for r in over if state_of(r.pid) == "T"]
-        # Those that are stopped come last: to be asked, they must go on.
+        # Those that are stopped come last: to be asked, they must go on, which they do only once it is settled that they hang.
         stacks = {r.rank: ask(r.pid, r.answers) for r in sorted(ranks, key=lambda r: r in stopped)}
         stuck = stopped or [r for r in over if not stacks[r.rank].waits]
         if not stuck:
