@@ -36,13 +36,20 @@ lint: .venv/.ready-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Tests that failed beside others run once more, by themselves: many start trainings and kill them, and on a machine
+# whose cores are elsewhere one of a thousand comes too late. What fails again, fails.
+define pytest
+$(BIN)/python -m pytest -m '$(1)' $(2) --durations=10 || \
+	{ echo "once more, by themselves:"; $(BIN)/python -m pytest -m '$(1)' --last-failed --last-failed-no-failures=none --maxfail=1; }
+endef
+
 test: lint
-	$(BIN)/python -m pytest -m 'not system and not gpu' --numprocesses=2 --dist=worksteal --durations=10
+	$(call pytest,not system and not gpu,--numprocesses=2 --dist=worksteal)
 
 test-system: .venv/.ready-dev
 	tests/system/install
-	$(BIN)/python -m pytest -m 'system and not alone' --numprocesses=2 --dist=loadfile --durations=10
-	$(BIN)/python -m pytest -m 'system and alone' --durations=10
+	$(call pytest,system and not alone,--numprocesses=2 --dist=loadfile)
+	$(call pytest,system and alone)
 
 test-gpu: .venv/.ready-dev
 	$(BIN)/python -m pytest -m gpu tests/gpu

@@ -29,7 +29,7 @@ class Rows(torch.utils.data.Dataset):
         x, y = self.data[i]
         return x + 0.1 * torch.randn(8, 8), y
 """
-SETTINGS = ["epochs=60", "save_every=7", "eval_every=25", "log_every=1", "clip=1"]
+SETTINGS = ["epochs=24", "save_every=7", "eval_every=25", "log_every=1", "clip=1"]
 
 
 def prepare(loader: bool) -> list[str]:

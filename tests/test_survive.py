@@ -21,7 +21,6 @@ from drivetrain.supervise.stacks import read, state_of
 from drivetrain.supervise.verdict import UNKNOWN, Rank, Watchman
 from drivetrain.watch.pulse import NUMBER, Beat, Heart, Pulse, open_page
 from tests.command import COMMAND, drivetrain, environment, good, write_task
-from tests.hangs import THIRTY, check
 from tests.killing import left_over
 from tests.patience import Stopwatch, until
 from tests.samples import rows, weights
@@ -78,12 +77,6 @@ def test_a_time_limit_leaves_a_run_that_can_go_on(folder: Path) -> None:
     saved = Run("runs/limited").steps()
     assert saved and f"after step {saved[-1]:,}, saved" in done.stdout
     assert "write a time" in drivetrain("train", "small.py", "--time-limit", "12").stderr
-
-
-@pytest.mark.parametrize("case", [0, 11, 22])
-def test_a_hang_is_found_and_named(case: int, folder: Path) -> None:
-    """Ten more, drawn from the thirty, are in tests/system/test_hangs.py."""
-    check(*THIRTY[case])
 
 
 def test_the_pulse_costs_next_to_nothing() -> None:

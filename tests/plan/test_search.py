@@ -10,9 +10,7 @@ from drivetrain.outcomes import Problem
 from drivetrain.plan.fit import Fit, Point, next_to_measure, worth_measuring
 from drivetrain.plan.predict import Candidate, memory
 from drivetrain.plan.profile import staging
-from tests.plan.golden import FILE, MACHINES, plan, profile, text
-
-IN_BF16 = [words for words in MACHINES if "T4" not in words and "cpu" not in words]
+from tests.plan.golden import FILE, IN_BF16, plan, profile, text
 
 
 @pytest.mark.system  # it looks at models in three number formats, which takes a minute

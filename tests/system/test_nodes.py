@@ -1,4 +1,7 @@
-"""Two hosts, each with its own command: one dies, its command dies, the cable is cut; the run shrinks, and grows back."""
+"""Two hosts, each with its own command: one dies, the cable is cut; the run shrinks, and grows back.
+
+A command that dies without its workers is one of the faults of `chaos --hosts` (test_chaos.py).
+"""
 
 from __future__ import annotations
 
@@ -88,14 +91,12 @@ def step() -> int:
 def break_it(way: str, host: Host, second: Agent) -> None:
     if way == "host":
         second.kill(workers=True)
-    elif way == "agent":
-        second.kill(workers=False)
     else:
         host.cut()
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("way", ["host", "agent", "cable"])
+@pytest.mark.parametrize("way", ["host", "cable"])
 def test_a_lost_host_costs_seconds_and_comes_back(way: str, pair: list[Host], folder: Path) -> None:
     write()
     good("train", "small.py", STEPS, "plan.threads=1", "plan.compile=off", "--name", "whole", DRIVETRAIN_SAMPLES="1")

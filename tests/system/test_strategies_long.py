@@ -1,6 +1,6 @@
 """The strategies once more: every stage at every size, and kill -9 through the command line.
 
-Each kind of task meets every other strategy, and each strategy every other kind; DRIVETRAIN_EVERY=1 takes all pairs.
+Each kind of task meets every third strategy, and each strategy every third kind; DRIVETRAIN_EVERY=1 takes all pairs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 
 
 def pairs(one: list[Any], other: list[Any]) -> list[tuple[Any, Any]]:
-    return [(a, b) for i, a in enumerate(one) for j, b in enumerate(other) if EVERY or (i + j) % 2 == 0]
+    return [(a, b) for i, a in enumerate(one) for j, b in enumerate(other) if EVERY or (i + j) % 3 == 0]
 
 
 @pytest.mark.parametrize(("precision", "pins"), pairs(["fp32", "bf16"], [{}, *ALL]), ids=label)
