@@ -1,4 +1,4 @@
-"""Thirty mixed faults on one, two and four processes; two hundred are `make chaos`, whose report is in benchmarks/results."""
+"""Sixty mixed faults on one to four processes; two hundred are `make chaos`, whose report is in benchmarks/results."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 
 from tests.command import good, write_task
 
-FAULTS = 10
+FAULTS = 15
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("procs", [1, 2, 4])
+@pytest.mark.parametrize("procs", [1, 2, 3, 4])
 def test_mixed_faults_change_nothing(procs: int, folder: Path) -> None:
     write_task()
     words = ["small.py", "--procs", str(procs), "--faults", str(FAULTS), "--steps", "60", "--seed", str(procs), "--keep", "kept"]
