@@ -30,17 +30,19 @@ def test_the_front_end_never_imports_torch(words: list[str], folder: Path) -> No
 
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["train", "small.py", "--help"]])
 def test_help_answers_within_150_ms(words: list[str], folder: Path) -> None:
+    """Of the processor's time: what other programs have of it must not decide."""
     write_task()
     script = Path(sys.executable).with_name("drivetrain")
     compiled = environment(PYTHONPYCACHEPREFIX=str(folder / "compiled"), PYTHONDONTWRITEBYTECODE="")  # as after the first time
 
     def once() -> float:
-        begun = time.perf_counter()
+        before = os.times()
         subprocess.run([script, *words], capture_output=True, check=True, env=compiled)
-        return time.perf_counter() - begun
+        after = os.times()
+        return after.children_user + after.children_system - before.children_user - before.children_system
 
     times = [once()]
-    while len(times) < 40 and min(times) >= 0.150:  # of an idle core: other tests and machines must not decide
+    while len(times) < 40 and min(times) >= 0.150:
         times.append(once())
     assert min(times) < 0.150, f"{min(times) * 1000:.0f} ms"
 
