@@ -188,16 +188,22 @@ def test_stacks_are_read() -> None:
     assert not read("").frames and read("").text == "no answer"
 
 
-def test_signals_reach_a_worker_that_is_not_there_yet(folder: Path) -> None:
-    """A front end that is asked to stop while torch is still being imported stops its workers all the same."""
-    write_task()
-    front = subprocess.Popen([*COMMAND, *WORDS, "--name", "early"], env=environment(), stdout=subprocess.PIPE, text=True)
-    while not Path("runs/early/logs/rank-0.log").exists():
-        time.sleep(0.01)
-    front.terminate()
-    front.communicate(timeout=240)
-    assert front.returncode == 200, "after a first step, saved"
-    assert json.loads(Path("runs/early/run.json").read_text())["outcome"] == "preempted" and Run("runs/early").steps()
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_has_not_begun_its_first_step_stops_at_once(number: int, folder: Path) -> None:
+    """While torch is still being imported, or the task loads for an hour."""
+    loads = "import os, time; open('loading', 'w'); time.sleep(float(os.environ.get('SLEEP', 0)))"
+    write_task(change=("def train_data(self):", f"def train_data(self):\n        {loads}"))
+    for seconds, sign in (("0", "runs/early/logs/rank-0.log"), ("3600", "loading")):
+        front = subprocess.Popen([*COMMAND, *WORDS, "--name", "early"], env=environment(SLEEP=seconds), stdout=subprocess.PIPE, text=True)
+        until(Path(sign).exists, sign, of=front)
+        watch = Stopwatch()
+        front.send_signal(number)
+        output, _ = front.communicate(timeout=240)
+        assert watch.seconds < 10, f"{watch.seconds:.1f} s"
+        assert front.returncode == (200 if number == signal.SIGTERM else 130), output
+        assert "before its first step; go on with: drivetrain resume early" in output
+        assert json.loads(Path("runs/early/run.json").read_text())["outcome"] == "preempted" and not left_over("early")
+    assert "done    56 steps" in good(*WORDS, "--name", "early")
 
 
 @pytest.mark.parametrize("procs", [1, 2])

@@ -130,6 +130,11 @@ class Run:
         found = (re.fullmatch(r"step-(\d+)", p.name) for p in self.checkpoints.glob("step-*"))
         return sorted(int(m[1]) for m in found if m)
 
+    @property
+    def last_step(self) -> int:
+        """The newest of them; 0 where there is none."""
+        return max(self.steps(), default=0)
+
     def disk_bytes(self) -> int:
         return sum(f.lstat().st_size for f in self.path.rglob("*") if f.is_file())
 

@@ -90,7 +90,8 @@ def footer(run: Run, ended: Ended, screen: Screen) -> None:
             screen.line("time", held_up)
         screen.line("run", f"{shown(run)}   next: drivetrain eval {run.name} | drivetrain status {run.name}")
     elif ended.outcome is Outcome.PREEMPTED:
-        screen.line("stopped", f"after step {result['step']:,}, saved; go on with: drivetrain resume {run.name}")
+        where = f"after step {result['step']:,}, saved" if result["step"] else "before its first step"
+        screen.line("stopped", f"{where}; go on with: drivetrain resume {run.name}")
     elif ended.interrupted:
         screen.line("stopped", f"at once; go on with: drivetrain resume {run.name}")
 

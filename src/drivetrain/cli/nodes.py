@@ -75,7 +75,7 @@ def _lead(host: Host, recipe: Recipe, request: Request, machine: Machine, screen
                 try:
                     ended = rendezvous.lead(host, supervisor, crew, plan_for, lambda plan: offer | {"plan": plan.to_json()})
                 except Problem as problem:  # machines that did not come back
-                    ended = Ended(problem.outcome, str(problem), {"step": (opened.run.steps() or [0])[-1]})
+                    ended = Ended(problem.outcome, str(problem), {"step": opened.run.last_step})
             ending.finish(opened.run, opened.before, recipe, supervisor.plan, ended, screen)
             return opened.run, ended
     except Problem as problem:

@@ -116,7 +116,7 @@ class Supervisor:
         self.attempt: Attempt | None = None
         self.nursery: Nursery | None = None
         self.interrupts, self.stopped = 0, False
-        self._fruitless, self._reached = 0, self._step()
+        self._fruitless, self._reached = 0, self.run_dir.last_step
         self._before, self._noted = Spent([], 0), time.monotonic()
 
     def run(self) -> Ended:
@@ -146,7 +146,7 @@ class Supervisor:
             self.attempt = Attempt(self.job, file, self.place, self.screen, watchman, self.verbose)
             self.attempt.each_look, self.attempt.on_verdict = self._each_look, self._note_hang
             if self.stopped:
-                return Ended(Outcome.PREEMPTED, result={"step": self._step()}, interrupted=self.interrupts > 0, stopped=True)
+                return Ended(Outcome.PREEMPTED, result={"step": self.run_dir.last_step}, interrupted=self.interrupts > 0, stopped=True)
             self.attempt.run(self._nursery())
             ended = self.attempt.ended()
         self._before = self._spent()
@@ -235,9 +235,6 @@ class Supervisor:
 
     # --- whether to start anew ---
 
-    def _step(self) -> int:
-        return (self.run_dir.steps() or [0])[-1]
-
     def again(self, ended: Ended) -> str | None:
         """Why another attempt is made, with the plan that is then in force; None where this was the end."""
         whole = self.leads  # else the other machines' processes are not ours to start
@@ -249,7 +246,7 @@ class Supervisor:
             return f"{ended.message.splitlines()[0]} Every module is looked at now; "
         if not ended.lost or self.stopped or not whole or not self.policy.restarts:
             return None
-        step = self._step()
+        step = self.run_dir.last_step
         self._fruitless = 1 if step > self._reached else self._fruitless + 1
         self._reached = step
         if self._fruitless > self.policy.restarts:
@@ -269,7 +266,7 @@ class Supervisor:
                 ended.message = str(problem)
                 return None
         if better is not None and better.sentence() != self.plan.sentence():
-            self.run_dir.event("oom", step=self._step())
+            self.run_dir.event("oom", step=self.run_dir.last_step)
             with contextlib.suppress(OSError):  # a full disk
                 self.run_dir.update(plan=better.to_json())
             self.run_dir.event("replanned", why="the task is known by now", strategy=better.strategy, micro_batch=better.micro_batch)
@@ -315,9 +312,10 @@ class Supervisor:
                 if self.attempt is not None:
                     self.attempt.kill()
                 return
-            self.screen.notice("stopping after this step and saving (Ctrl-C again ends at once)")
         if self.attempt is not None:
             self.attempt.stop()
+        if number == signal.SIGINT and not (self.attempt is not None and self.attempt.left):
+            self.screen.notice("stopping after this step and saving (Ctrl-C again ends at once)")
 
 
 def _alive(pid: int) -> bool:

@@ -79,6 +79,8 @@ class Attempt:
         self.workers: list[_Worker] = []
         self.verdict: Verdict | None = None
         self.aborted = ""
+        self.left = False
+        """Whether it was asked to stop before any rank had begun its first step."""
         self.each_look: Callable[[], object] = lambda: None
         self.on_verdict: Callable[[Verdict], object] = lambda verdict: None
         self._end_by = math.inf
@@ -98,10 +100,12 @@ class Attempt:
                 self._listen(0.2, nursery)
                 self.each_look()
                 self._watch()
+                if self.left:
+                    break
             self._drain(nursery)
         finally:
             self.kill()
-            deadline = time.monotonic() + DYING
+            deadline = time.monotonic() + (0.0 if self.left else DYING)
             while any(w.child.poll() is None for w in self.workers):
                 self._listen(0.1, nursery)
                 if time.monotonic() > deadline:  # held by a driver or a disk, or not born yet
@@ -168,7 +172,10 @@ class Attempt:
         return Spent([parts for _, parts in told], max((steps for steps, _ in told), default=0))
 
     def stop(self) -> None:
-        """Ask them to end after their step."""
+        """Ask them to end after their step, or where none has begun one: at once, for there is nothing to save."""
+        alone = self.place.local_procs == self.place.world_size
+        if self.watches and alone and not any(w.pulse.read().begun for w in self.workers):
+            self.left, self._end_by = True, 0.0
         self._tell(lambda child: child.signal(signal.SIGTERM))
 
     def _tell(self, say: Callable[[Child], None]) -> None:
@@ -238,6 +245,8 @@ class Attempt:
         """One outcome of all: a cause before its consequences in the other ranks."""
         if self.verdict is not None:
             return Ended(Outcome.HANG, self.verdict.message, lost=not self._undead)
+        if self.left:
+            return Ended(Outcome.PREEMPTED, result={"step": self.run_dir.last_step})
         if self.aborted and any(w.said is None or Outcome(w.said["outcome"]) is Outcome.INFRA for w in self.workers):
             return Ended(Outcome.INFRA, self.aborted, lost=True)
         ends = []

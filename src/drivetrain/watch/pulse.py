@@ -39,6 +39,7 @@ PLACES = {
     "saving": ("saving", "saving"),
     "finish": ("writing the final weights", "start"),
 }
+BEFORE_STEPS = ("begin", "restore", "start")
 NUMBER = {name: number for number, name in enumerate(PLACES)}
 PARTS = tuple(dict.fromkeys(part for _, part in PLACES.values()))
 OF_STEPS = [PARTS.index(part) for part in ("loop", "data", "copy", "compute", "communication", "optimizer")]
@@ -54,6 +55,11 @@ class Beat(NamedTuple):
     """On the machine's monotonic clock."""
     longest: float
     """That it ever took from this place to the next; 0 where that is not known yet."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is anything of its own that could be lost."""
+        return list(PLACES)[self.place] not in BEFORE_STEPS
 
     def __str__(self) -> str:
         return list(PLACES.values())[self.place][0]
