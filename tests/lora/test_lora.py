@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,13 @@ def _copy(model: Any) -> Any:
     import copy
 
     return copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("name", ["peft", "transformers"])
+def test_what_is_not_installed_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
+    with pytest.raises(Problem, match=f"lora needs {name}: pip install 'drivetrain\\[lora\\]'"):
+        Lora(base="shape:tiny").model()
 
 
 def test_the_run_leaves_an_adapter_that_peft_loads(place: Path) -> None:

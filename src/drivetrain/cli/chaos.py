@@ -161,7 +161,7 @@ def _train(command: list[str], folder: Path, faults: list[str], screen: Screen) 
             return run
         struck = injected(run)[begun:]
         expected = [-9, Outcome.PREEMPTED.code, Outcome.NAN.code]
-        if any(fault.startswith(("preempt", "full")) for fault in struck):  # a last save for which there was no room, or else was wrong
+        if any(fault.startswith(("preempt", "full")) for fault in struck):  # it ended early, or without room for its last save
             expected += [code for outcome, code in EXIT_CODES.items() if outcome.retryable]
         if done.returncode not in expected or not struck:
             word = next((o for o, code in EXIT_CODES.items() if code == done.returncode), Outcome.INFRA)

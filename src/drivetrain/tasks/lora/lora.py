@@ -93,19 +93,20 @@ class Lora(Task):
         return self._base.tokenizer()
 
     def model(self) -> nn.Module:
+        base = self._base  # says so where peft is missing
         from peft import get_peft_model
 
         from drivetrain.tasks.lora.beside import set_beside
 
         # Frozen weights are kept as they are multiplied; adapters learn in fp32.
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision, torch.float32)
-        net = self._base.model(half)
+        net = base.model(half)
         try:
             adapted = get_peft_model(net, self.adapter())
         except ValueError as error:
             raise Problem(f"targets={self.targets}: {_candidates(net, error)}") from error
         set_beside(adapted)
-        return Adapted(adapted, self._base.digest())
+        return Adapted(adapted, base.digest())
 
     def adapter(self) -> Any:
         """peft's description of the adapters."""
