@@ -53,10 +53,10 @@ def main() -> None:
     rows = {kind: sorted(s for report in reports for s in report["seconds"].get(kind, [])) for kind in kinds}
     two = reports[1]["seconds"]
     print("\nfault to the first step after the fresh start, seconds\n")
-    print(f"{'fault':<10}{'times':>6}{'median':>8}{'worst':>8}{'median, 2 processes':>22}")
+    print(f"{'fault':<10}{'times':>6}{'median':>8}{'worst':>8}{'2 processes: median':>22}{'worst':>8}")
     for kind, seconds in rows.items():
-        mine = f"{statistics.median(two[kind]):.2f}" if two.get(kind) else "-"
-        print(f"{kind:<10}{len(seconds):>6}{statistics.median(seconds):>8.2f}{max(seconds):>8.2f}{mine:>22}")
+        mine = f"{statistics.median(two[kind]):>22.2f}{max(two[kind]):>8.2f}" if two.get(kind) else ""
+        print(f"{kind:<10}{len(seconds):>6}{statistics.median(seconds):>8.2f}{max(seconds):>8.2f}{mine}")
     if args.json:
         facts = {
             "date": datetime.now(UTC).date().isoformat(), "cores": cpu_cores(), "torch": torch.__version__,

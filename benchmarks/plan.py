@@ -169,13 +169,14 @@ def main() -> None:
     parser.add_argument("--hardware", default="1xH200-141GB", help="how this machine would be described")
     parser.add_argument("--json", help="write the results here")
     parser.add_argument("--only", nargs="*", help="names of task classes to measure")
-    parser.add_argument("--again", help="take what a file of results has measured of the others, and predict it anew")
+    parser.add_argument("--again", help="take what a file of results has measured of the others, and predict it anew (needs no GPU)")
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="at most, for the sweep of one of the five named models; half for others"
     )
     args = parser.parse_args()
     models = []
-    known = {m["model"]: m for m in json.loads(Path(args.again).read_text())["rows"]} if args.again else {}
+    before = json.loads(Path(args.again).read_text()) if args.again else {"rows": []}
+    known = {m["model"]: m for m in before["rows"]}
     for name, task_class in {**NAMED, **FURTHER, **UNSEEN}.items():
         found = {"model": name, "unseen": name in UNSEEN}
         if not args.only or task_class.__name__ in args.only:
@@ -187,7 +188,7 @@ def main() -> None:
         models.append(found)
         _print(found)
         if args.json:
-            _write(args, models)
+            _write(args, models, before)
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -205,13 +206,15 @@ def _print(found: dict[str, Any]) -> None:
     )
 
 
-def _write(args: argparse.Namespace, models: list[dict[str, Any]]) -> None:
-    facts = {
-        "date": date.today().isoformat(), "hardware": torch.cuda.get_device_name(0), "described": args.hardware,
-        "python": platform.python_version(), "torch": torch.__version__, "drivetrain": __version__,
-        "command": " ".join(["python benchmarks/plan.py", *sys.argv[1:]]),
-        "rows": models,
-    }  # fmt: skip
+def _write(args: argparse.Namespace, models: list[dict[str, Any]], before: dict[str, Any]) -> None:
+    measured = {k: v for k, v in before.items() if k != "rows"}
+    if torch.cuda.is_available():
+        measured = {
+            "date": date.today().isoformat(), "hardware": torch.cuda.get_device_name(0), "described": args.hardware,
+            "python": platform.python_version(), "torch": torch.__version__,
+            "command": " ".join(["python benchmarks/plan.py", *sys.argv[1:]]),
+        }  # fmt: skip
+    facts = {**measured, "drivetrain": __version__, "rows": models}
     Path(args.json).write_text(json.dumps(facts, indent=1) + "\n")
 
 

@@ -174,7 +174,7 @@ def test_what_takes_its_time_is_no_hang(folder: Path) -> None:
 
 
 def test_pauses_grow() -> None:
-    assert [Policy(9).pause(n) for n in range(1, 9)] == [0, 1, 2, 4, 8, 16, 30, 30]
+    assert [Policy(9).pause(n) for n in range(1, 9)] == [0, 0.5, 1, 2, 4, 8, 16, 30]
 
 
 def test_stacks_are_read() -> None:

@@ -73,3 +73,22 @@ def test_a_model_may_be_converted_while_it_is_made() -> None:
     assert profile.traced == "fake", "no weights were made for it"
     assert profile.parameters == 3072 * 3072
     assert nn.Linear(2, 2).to(torch.bfloat16).weight.dtype == torch.bfloat16, "torch's own way is back"
+
+
+class Channelwise(Film):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(24, 24, 7, padding=3, groups=24), nn.Flatten(), nn.Linear(24 * 64, 10))
+
+    def train_data(self) -> Tensors:
+        return Tensors(torch.zeros(64, 24, 8, 8, requires_grad=False), torch.zeros(64, dtype=torch.int64))
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return super().loss(model, (batch[0] * model[2].bias.mean(), batch[1]))  # type: ignore[index, union-attr]
+
+
+@pytest.mark.parametrize(("precision", "kind"), [("bf16", "grouped"), ("fp32", "grouped_flat")])
+def test_convolutions_in_groups_are_counted_by_what_each_group_sees(precision: str, kind: str) -> None:
+    forward, backward = (w for w in survey(Channelwise(), precision).plain.work if w.kind == kind)
+    assert forward.flops == (0.0, 2 * 24 * 64 * 49)
+    assert backward.flops == (0.0, 2 * 2 * 24 * 64 * 49), "of the input and of the weights"
+    assert forward.depth == backward.depth == (1.0, 0.0)

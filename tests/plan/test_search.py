@@ -99,7 +99,7 @@ def test_three_sizes_around_the_best_are_worth_measuring() -> None:
     assert worth_measuring([7], 7) == worth_measuring([], 7) == [7]
 
 
-def test_what_lies_between_is_measured_where_the_prediction_fails_there() -> None:
+def test_what_lies_between_is_measured_where_it_is_far_or_the_prediction_fails_there() -> None:
     sizes = [8, 12, 16, 24, 32, 48, 64, 96, 128]
     predicted = {s: s * 1e-3 for s in sizes}
 
@@ -109,6 +109,6 @@ def test_what_lies_between_is_measured_where_the_prediction_fails_there() -> Non
             points.append(Point(size, size < 200, 0, seconds[size] + 0.002, 0.002, "captured"))
         return [p.micro_batch for p in points]
 
-    assert measured({s: 1.3 * t for s, t in predicted.items()}) == [8, 32, 128]
-    assert measured({s: (1.4 if s < 10 else 1.0) * t for s, t in predicted.items()}) == [8, 32, 128, 16, 12]
+    assert measured({s: 1.3 * t for s, t in predicted.items()}) == [8, 32, 128, 16, 64]
+    assert measured({s: (1.4 if s < 10 else 1.0) * t for s, t in predicted.items()}) == [8, 32, 128, 16, 12, 64]
     assert next_to_measure([Point(8, True, 0, 0.1), Point(32, False)], [8, 32, 128], predicted) is None

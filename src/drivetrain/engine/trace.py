@@ -102,8 +102,7 @@ class Recorder(TorchDispatchMode):
     def _note(self, function: Any, name: str, args: Any, kwargs: Any, result: Any, outputs: list[Tensor]) -> None:
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         moved = float(sum(t.numel() * t.element_size() for t in {id(t): t for t in (*inputs, *outputs)}.values()))
-        count = flop_registry.get(function._overloadpacket)
-        flops = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
+        flops = _flops(function, name, args, kwargs, result)
         strided = name in ("clone", "copy_", "_to_copy") and any(not t.is_contiguous() for t in inputs)
         scattered = strided or name.startswith(_SCATTERED)
         kind = "gemm" if name in _GEMM else "conv" if name in _CONV else "scattered" if scattered else "other"
@@ -111,11 +110,14 @@ class Recorder(TorchDispatchMode):
             kind = "embedding"
         if name.startswith("index"):
             kind = "added" if name == "index_add" else "picked"
+        if kind == "conv" and _groups(name, args) > 1:
+            images = inputs[0].dim() == 4 and inputs[0].element_size() == 2  # whose channels lie innermost on a GPU
+            kind = "grouped" if images else "grouped_flat"
         self.multiplies |= name in _GEMM
-        tiles, depth = _shape_of_work(name, args, outputs, flops)
+        tiles, depth = _shape_of_work(name, args, outputs)
         if (summed := _summed(name, args, inputs)) is not None:
             self.sums[self.clock] = summed
-            if kind != "conv":
+            if name not in _CONV:
                 kind, tiles, depth = "summed", float(summed[1]), float(summed[0])
         if name.startswith("native_batch_norm") and inputs[0].dim() in (3, 5) and inputs[0].element_size() == 2:
             kind, depth = "channels", float(inputs[0].shape[1])
@@ -141,17 +143,30 @@ class Recorder(TorchDispatchMode):
         return np.cumsum(change)[: self.clock + 1]
 
 
-def _shape_of_work(name: str, args: Any, outputs: list[Tensor], flops: float) -> tuple[float, float]:
-    """(tiles of the output, length of each sum) of a matrix product or convolution."""
+def _groups(name: str, args: Any) -> int:
+    return int(args[9] if name == "convolution_backward" else args[8])
+
+
+def _flops(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> float:
+    count = flop_registry.get(function._overloadpacket)
+    if count is None:
+        return 0.0
+    if name == "convolution_backward" and _groups(name, args) > 1:  # whose weights torch counts as if each saw all channels
+        gradient, x, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[-1]
+        return float(2 * (x if transposed else gradient).numel() * weight[0].numel() * sum(wanted[:2]))
+    return float(count(*args, **kwargs, out_val=result))
+
+
+def _shape_of_work(name: str, args: Any, outputs: list[Tensor]) -> tuple[float, float]:
+    """(tiles of the output, length of each sum) of a matrix product; the channels that a convolution sums over."""
     if name in _GEMM:
         *batch, rows, columns = outputs[0].shape
         inner = args[-1].shape[-2]
         return float(np.prod(batch or [1])) * -(-rows // TILE) * -(-columns // TILE), float(inner)
     if name == "embedding_dense_backward":
         return 0.0, float(args[1].numel())
-    if name in _CONV and flops:
-        size = next((t.numel() for t in outputs if t is not None), 1)
-        return max(1.0, size / TILE**2), max(1.0, flops / (2.0 * max(1, size)))
+    if name in _CONV:
+        return 0.0, float(args[2 if name == "convolution_backward" else 1].shape[1])
     return 0.0, 0.0
 
 

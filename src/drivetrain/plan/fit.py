@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-SPAN = 4  # from one measured micro-batch to the next
-UNEVEN = 0.03  # the prediction's error changes by more than this from one to the next: what lies between is measured too
+SPAN = 4  # from one of the micro-batches that are measured first to the next
+WIDE = 2  # further apart than this, or with errors of the prediction that differ by more than UNEVEN: what lies between is measured too
+UNEVEN = 0.03
 
 
 def worth_measuring(sizes: Sequence[int], best: int) -> list[int]:
@@ -40,8 +41,9 @@ class Point:
 
 
 def next_to_measure(points: Sequence[Point], wanted: Sequence[int], predicted: Mapping[int, float]) -> int | None:
-    """The wanted micro-batches from the smallest up, until one does not fit; then those halfway between two whose times the
-    prediction (of forward and backward at each) explains so differently that neither tells what lies between."""
+    """The wanted micro-batches from the smallest up, until one does not fit; then those halfway between two that are so far
+    apart, or whose times the prediction (of forward and backward at each) explains so differently, that they do not tell
+    what lies between."""
     if any(not p.fits for p in points):
         return None
     known = {
@@ -51,7 +53,7 @@ def next_to_measure(points: Sequence[Point], wanted: Sequence[int], predicted: M
         return missing[0]
     for low, high in pairwise(known):
         between = [size for size in predicted if low < size < high]
-        if between and abs(math.log(known[high] / known[low])) > UNEVEN:
+        if between and (high > WIDE * low or abs(math.log(known[high] / known[low])) > UNEVEN):
             return min(between, key=lambda size: abs(math.log(size * size / (low * high))))
     return None
 

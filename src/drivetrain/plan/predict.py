@@ -26,6 +26,7 @@ SPLIT = 512  # terms of a long sum that are worth a processor of their own
 SORTED_FROM, SORT = 3072, 40e-6  # rows from which on torch sorts an embedding's gradients, and seconds that takes
 CHANNEL = 4e9  # bytes a second of a norm's channel: each has a processor of its own, and that alone
 WALK = 8e-9  # seconds a row in which it walks over fewer rows, one after the other
+GROUP = 32  # channels that a GPU's matrix units take at once
 OVERLAP = 0.7  # share of FSDP's communication that hides behind the work
 
 
@@ -39,6 +40,10 @@ class Reached:
     added: float = 0.055
     gemm: float = 0.70
     conv: float = 0.17
+    grouped: float = 0.20
+    """Of the fp32 rate, by convolutions with few channels in a group,"""
+    grouped_flat: float = 0.03
+    """and where channels do not lie innermost."""
     attention: float = 0.35
     recurrent: float = 0.42
     recurrent_step: float = 4.5e-6
@@ -184,6 +189,10 @@ def _seconds(work: Work, samples: int, machine: Machine, precision: str) -> floa
         return max(flops / (rate * REACHED.gemm * _busy(tiles, depth, machine.card.processors)), by_bytes) + GPU_FLOOR
     if work.kind == "conv":
         return flops / (rate * REACHED.conv) + 2 * by_bytes + CONV_FLOOR
+    if work.kind in ("grouped", "grouped_flat"):
+        share = REACHED.grouped if work.kind == "grouped" else REACHED.grouped_flat
+        by_flops = flops / max(machine.card.fp32 * 1e12 * share, rate * REACHED.conv * min(1.0, depth / GROUP))
+        return by_flops + 2 * by_bytes + CONV_FLOOR
     if work.kind == "attention":
         return max(flops / (rate * REACHED.attention), by_bytes) + GPU_FLOOR
     if work.kind == "recurrent":

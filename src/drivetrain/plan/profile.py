@@ -19,7 +19,7 @@ class Work(NamedTuple):
 
     times: int
     kind: str
-    """gemm, conv, attention, recurrent, scattered, embedding or other."""
+    """What its speed goes by: gemm, conv, grouped, attention, ... (predict.py has a rule for each)."""
     dtype: str
     flops: tuple[float, float]
     bytes: tuple[float, float]

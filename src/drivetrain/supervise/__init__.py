@@ -56,7 +56,7 @@ class Policy:
 
     def pause(self, fruitless: int) -> float:
         """Seconds before the next start: none after progress, then ever longer."""
-        return 0.0 if fruitless <= 1 else min(LONGEST_PAUSE, 2.0 ** (fruitless - 2))
+        return 0.0 if fruitless <= 1 else min(LONGEST_PAUSE, 2.0 ** (fruitless - 3))
 
 
 def free_port() -> int:
