@@ -152,3 +152,23 @@ def test_under_torchrun_the_smaller_plan_is_left_behind(folder: Path) -> None:
 def test_a_fault_that_nobody_understands(words: str, folder: Path) -> None:
     write_task()
     assert "FAULT@PLACE:STEP[:micro=M][:rank=R]" in bad("train", "small.py", "--procs", "1", DRIVETRAIN_FAULTS=words)
+
+
+HUGE = "torch.empty(1 << 50, dtype=torch.uint8)"
+"""More than any host has: torch's allocator for the CPU says so in words of its own, as cuBLAS and cuDNN do."""
+
+
+def test_the_hosts_memory_runs_out_for_real(folder: Path) -> None:
+    write_task(change=("x, y = batch\n        return F.cross", f"x, y = batch\n        len(x) > 30 and {HUGE}\n        return F.cross"))
+    good("train", "small.py", "plan.micro_batch=25", "--name", "small")
+    output = good("train", "small.py", "plan.micro_batch=100", "--name", "large")
+    assert "out of memory" in output
+    assert [e["micro_batch"] for e in events("large") if e["event"] == "replanned"] == [50, 25]
+    assert rows("runs/large") == rows("runs/small")
+
+
+def test_the_hosts_memory_runs_out_in_an_evaluation(folder: Path) -> None:
+    write_task(change=("x, y = batch\n        return {", f"x, y = batch\n        len(x) > 30 and {HUGE}\n        return {{"))
+    output = good("train", "small.py", "plan.eval_micro_batch=100", "--name", "large")
+    assert "out of memory" in output
+    assert kinds("large")[-1] == "finished"

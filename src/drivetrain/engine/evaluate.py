@@ -15,6 +15,7 @@ from drivetrain.engine.capture import Graphs, form_of
 from drivetrain.engine.control import SupportsBool
 from drivetrain.engine.feed import EVAL, OrderedFeed
 from drivetrain.engine.group import Group
+from drivetrain.engine.memory import shortages
 from drivetrain.engine.precision import Precision
 from drivetrain.engine.rand import host_state, key, seed_model
 from drivetrain.engine.shortage import Short
@@ -90,7 +91,7 @@ def evaluate(
     short = left = False
 
     def compute(inputs: tuple[Any, Tensor]) -> Any:
-        with precision.forward():
+        with shortages, precision.forward():
             return task.metrics(model, feed.assemble(*inputs))
 
     def metrics_of(inputs: tuple[Any, Tensor]) -> Any:

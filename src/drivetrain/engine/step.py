@@ -24,6 +24,7 @@ from drivetrain.engine.figures import FIGURES, NORM, SCALE, SKIPPED, STOP, Figur
 from drivetrain.engine.group import Group
 from drivetrain.engine.ledger import Ledger
 from drivetrain.engine.losses import Part, read_loss
+from drivetrain.engine.memory import shortages
 from drivetrain.engine.optim import Rates, capturable, ready_to_skip
 from drivetrain.engine.precision import LossScale, Precision
 from drivetrain.engine.rand import HostRandom, generator_of, key
@@ -309,13 +310,14 @@ class Step:
 
     def backward(self, inputs: Inputs, form: Form, counts: dict[str, Tensor]) -> None:
         """Add a micro-batch's gradients, and its figures to the tail."""
-        if self.compiled is None:
-            value = self.strategy.run(self.loss_value, *inputs, form.ready)
-        else:
-            value = self.compiled(form, *inputs, form.ready)
-        if self.moment is not None:
-            self.moment("backward")
-        self.strategy.backward(self._objective(value, form.weight, form.size, counts))
+        with shortages:
+            if self.compiled is None:
+                value = self.strategy.run(self.loss_value, *inputs, form.ready)
+            else:
+                value = self.compiled(form, *inputs, form.ready)
+            if self.moment is not None:
+                self.moment("backward")
+            self.strategy.backward(self._objective(value, form.weight, form.size, counts))
 
     def _objective(self, value: Any, weight: int, size: int, counts: dict[str, Tensor]) -> Tensor:
         """This micro-batch's share of the objective; its figures go to the tail."""
