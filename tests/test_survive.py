@@ -206,6 +206,15 @@ def test_a_run_that_has_not_begun_its_first_step_stops_at_once(number: int, fold
     assert "done    56 steps" in good(*WORDS, "--name", "early")
 
 
+def test_time_is_up_while_the_task_still_loads(folder: Path) -> None:
+    write_task(change=("def train_data(self):", "def train_data(self):\n        import time; time.sleep(3600)"))
+    watch = Stopwatch()
+    done = drivetrain(*WORDS, "--name", "early", "--time-limit", "3s")
+    assert done.returncode == 200, done.stdout + done.stderr
+    assert watch.seconds < 20
+    assert "before its first step; go on with: drivetrain resume early" in done.stdout
+
+
 @pytest.mark.parametrize("procs", [1, 2])
 def test_a_long_evaluation_is_left_when_asked_to_stop(procs: int, folder: Path) -> None:
     """What was trained is saved at once; the evaluation is done when the run goes on, and all comes out the same."""

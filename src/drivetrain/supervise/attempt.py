@@ -80,10 +80,11 @@ class Attempt:
         self.verdict: Verdict | None = None
         self.aborted = ""
         self.left = False
-        """Whether it was asked to stop before any rank had begun its first step."""
+        """Whether it was to stop before any rank had begun its first step."""
         self.each_look: Callable[[], object] = lambda: None
         self.on_verdict: Callable[[Verdict], object] = lambda verdict: None
         self._end_by = math.inf
+        self._stop_at = job.get("stop_at") or math.inf
         self._told: list[Callable[[Child], None]] = []
         """What was said to all workers, for those that are still to come."""
         self._undead = False
@@ -152,6 +153,8 @@ class Attempt:
             if self.verdict is not None:
                 self._end_by = 0.0
                 self.on_verdict(self.verdict)
+        if time.time() > self._stop_at:  # which workers see to by themselves once they train
+            self._leave()
         if time.monotonic() > self._end_by:
             self.kill()
 
@@ -173,10 +176,13 @@ class Attempt:
 
     def stop(self) -> None:
         """Ask them to end after their step, or where none has begun one: at once, for there is nothing to save."""
+        self._leave()
+        self._tell(lambda child: child.signal(signal.SIGTERM))
+
+    def _leave(self) -> None:
         alone = self.place.local_procs == self.place.world_size
         if self.watches and alone and not any(w.pulse.read().begun for w in self.workers):
             self.left, self._end_by = True, 0.0
-        self._tell(lambda child: child.signal(signal.SIGTERM))
 
     def _tell(self, say: Callable[[Child], None]) -> None:
         self._told.append(say)
