@@ -80,8 +80,11 @@ def test_a_bad_trial_is_stopped_early_and_recorded(studied: tuple[Path, dict[str
         assert list((run / "checkpoints").glob("step-*"))
 
 
-def test_the_folder_tells_all(studied: tuple[Path, dict[str, Any]]) -> None:
+def test_the_folder_tells_all(studied: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     place, result = studied
+    monkeypatch.chdir(place)
+    listed = next(line for line in good("runs").splitlines() if line.startswith("s "))
+    assert "finished  4 trials  best accuracy 9" in listed
     told = json.loads((place / "runs/s/tune.json").read_text())
     assert (told["format"], told["status"], told["task"]) == (1, "finished", "digits")
     assert (told["metric"], told["direction"], told["search"]["hidden"]) == ("eval/accuracy", "max", "16|64")
@@ -221,6 +224,8 @@ def test_three_failures_end_it_with_the_message(folder: Path) -> None:
     message = bad("tune", "digits", "plan.micro_batch=many", "--search", RATE, "--trials", "9", "--name", "f", lines=3)
     assert "the first 3 trials failed" in message and "micro_batch" in message
     assert len(list(Path("runs/f/trials").iterdir())) == 3
+    good("runs", "rm", "f", "--yes")
+    assert not Path("runs/f").exists()
 
 
 def test_a_folder_in_use_names_the_process(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
@@ -26,13 +27,13 @@ def run(verb: str, words: list[str]) -> int:
 
 def _runs(words: list[str]) -> int:
     parser = Parser(
-        "drivetrain runs", "List the runs in runs/ with their disk use. `rm` deletes runs, `prune` deletes checkpoints of finished ones."
+        "drivetrain runs", "List the runs and studies in runs/ with their disk use. `rm` deletes them, `prune` deletes checkpoints of finished runs."
     )
     parser.add_argument(
         "action",
         nargs="?",
         choices=["rm", "prune"],
-        help="rm RUN ...: delete runs; prune [RUN ...]: keep only the weights of finished runs",
+        help="rm RUN ...: delete runs or studies; prune [RUN ...]: keep only the weights of finished runs",
     )
     parser.add_argument("targets", nargs="*", metavar="RUN")
     parser.add_argument("--yes", action="store_true", help="do not ask")
@@ -43,7 +44,7 @@ def _runs(words: list[str]) -> int:
         return _rm(args.targets, args.yes, args.dry_run)
     if args.action == "prune":
         return _prune(args.targets, args.dry_run)
-    rows = [_facts(r) for r in runs.all_runs()]
+    rows = [_facts(r) for r in runs.all_runs()] + [_study(f.parent) for f in sorted(runs.RUNS.glob("*/tune.json"))]
     if args.json:
         print(json.dumps(rows))
     elif not rows:
@@ -84,6 +85,19 @@ def _facts(found: Run) -> dict[str, Any]:
     }
 
 
+def _study(path: Path) -> dict[str, Any]:
+    """A search by `tune`, whose trials are runs of its own."""
+    facts = {"name": path.name, "task": "?", "status": "unreadable", "trials": len(list(path.glob("trials/*/run.json"))), "metric": ""}
+    facts |= {"bytes": Run(path).disk_bytes(), "created": ""}
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        told = json.loads((path / "tune.json").read_text())
+        facts |= {"task": told["task"], "created": told["created"][:16].replace("T", " ")}
+        facts["status"] = "running" if runs.holder(path) else told["status"]
+        *_, name, value = (path / "best.yaml").read_text().partition("\n")[0].split()
+        facts["metric"] = f"best {_metric(name.removeprefix('eval/'), float(value))}"
+    return facts
+
+
 def _metric(name: str, value: float) -> str:
     return f"{name} {100 * value:.1f} %" if "accuracy" in name else f"{name} {value:.4g}"
 
@@ -94,7 +108,9 @@ def _size(count: float) -> str:
 
 def _table(rows: list[dict[str, Any]]) -> None:
     lines = [["run", "task", "status", "step", "metric", "disk", "begun (UTC)"]]
-    lines += [[r["name"], r["task"], r["status"], f"{r['step']:,}", r["metric"], _size(r["bytes"]), r["created"]] for r in rows]
+    for r in rows:
+        done = f"{r['trials']:,} trials" if "trials" in r else f"{r['step']:,}"
+        lines.append([r["name"], r["task"], r["status"], done, r["metric"], _size(r["bytes"]), r["created"]])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     right = (3, 5)
     for line in lines:
@@ -104,7 +120,7 @@ def _table(rows: list[dict[str, Any]]) -> None:
 
 def _not_running(found: Run) -> None:
     if pid := runs.holder(found.path):
-        raise Problem(f"{found.name} is being trained by process {pid}: stop it first")
+        raise Problem(f"{found.name} is in use by process {pid}: stop it first")
 
 
 def _rm(names: list[str], yes: bool, dry: bool) -> int:
@@ -129,7 +145,9 @@ def _rm(names: list[str], yes: bool, dry: bool) -> int:
 
 
 def _with_stages(name: str) -> list[Run]:
-    """The run of this name, or all stages of a recipe of this name."""
+    """The run or study of this name, or all stages of a recipe of this name."""
+    if (runs.RUNS / name / "tune.json").is_file():
+        return [Run(runs.RUNS / name)]
     stages = sorted((runs.RUNS / name).glob("*/run.json")) if not (runs.RUNS / name / "run.json").is_file() else []
     return [Run(f.parent) for f in stages] or [runs.find(name)]
 
