@@ -288,6 +288,7 @@ def test_a_task_may_say_what_is_searched(folder: Path) -> None:
 def test_mistakes_on_the_command_line(folder: Path) -> None:
     assert "did you mean hidden" in bad("tune", "digits", "--search", "hiden=8..64")
     assert "nothing to search" in bad("tune", "digits")
+    assert "To search it: --search 'hidden=8..64'" in bad("tune", "digits", "hidden=8..64")
     assert "eval/NAME" in bad("tune", "digits", "--search", RATE, "--metric", "train/loss")
     assert not Path("runs").exists(), "a mistake leaves nothing behind"
     Path("hidden").mkdir()

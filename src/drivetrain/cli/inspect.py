@@ -27,7 +27,8 @@ def run(verb: str, words: list[str]) -> int:
 
 def _runs(words: list[str]) -> int:
     parser = Parser(
-        "drivetrain runs", "List the runs and studies in runs/ with their disk use. `rm` deletes them, `prune` deletes checkpoints of finished runs."
+        "drivetrain runs",
+        "List the runs and studies in runs/ with their disk use. `rm` deletes them, `prune` deletes checkpoints of finished runs.",
     )
     parser.add_argument(
         "action",

@@ -59,7 +59,13 @@ def run(verb: str, words: list[str]) -> int:
     from drivetrain.watch.screen import Screen
 
     need_optuna()
-    recipes = load(args.target, args.settings)
+    try:
+        recipes = load(args.target, args.settings)
+    except Problem as problem:
+        ranges = (w for w in args.settings if (".." in w or "|" in w) and str(problem).startswith(f"{w} does not fit"))
+        if (word := next(ranges, None)) is None:
+            raise
+        raise Problem(f"{problem}\nTo search it: --search '{word}'") from None
     if len(recipes) > 1:
         raise Problem(f"{args.target} has stages: tune takes a recipe without")
     recipe = recipes[0]
