@@ -11,13 +11,25 @@ from types import SimpleNamespace
 import pytest
 
 from drivetrain import hardware
-from drivetrain.hardware import Gpu, Hardware, TorchBuild, check_torch_can_use, detect, report, torch_build, visible_gpus, with_timeout
+from drivetrain.hardware import (
+    Gpu,
+    Hardware,
+    TorchBuild,
+    check_torch_can_use,
+    detect,
+    only,
+    report,
+    torch_build,
+    visible_gpus,
+    with_timeout,
+)
 from drivetrain.hardware import activity as activities
 from drivetrain.hardware.cards import of_product
 from drivetrain.hardware.described import parse
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
 from drivetrain.plan.choose import choose
+from drivetrain.plan.predict import Machine
 from tests.command import bad, good
 from tests.patience import Stopwatch
 from tests.samples import Plain
@@ -128,7 +140,9 @@ def test_what_was_said_of_a_machine_counts() -> None:
         ("4xL5", r"no GPU 'L5' in the table \(nearest: .*L4.*give its memory"),
         ("4xH10", "nearest: .*H100"),
         ("4xL4-24GB, blah", "'blah' is neither cores, RAM nor a network's"),
-        ("0xT4-16GB", "at least one machine and one GPU"),
+        ("0xT4-16GB", "at least one machine, and one GPU"),
+        ("1xL4-0GB", "of what it has some"),
+        ("cpu, 0 cores", "of what it has some"),
         ("0 nodes x 2xT4", "at least one machine"),
         ("", "names no GPU"),
         ("4x", "names no GPU"),
@@ -137,6 +151,66 @@ def test_what_was_said_of_a_machine_counts() -> None:
 def test_misspelt_machines_are_told_the_form(words: str, message: str) -> None:
     with pytest.raises(Problem, match=message):
         parse(words)
+
+
+def test_a_known_card_of_another_size_keeps_what_it_can() -> None:
+    found = parse("4xT4-15GB")
+    assert found.gpus[0].compute_capability == (7, 5) and round(found.gpus[0].memory_bytes / 2**30) == 14
+    assert "the table's T4 has 16 GB" in found.gpu_note
+
+
+def test_a_slice_has_its_share_of_the_rates() -> None:
+    whole, part = (
+        Machine.of(Hardware(8, 2**36, (Gpu(0, name, int(gb * 2**30), (8, 0), mig=mig),)), "cuda", 1).card
+        for name, gb, mig in (("NVIDIA A100-SXM4-40GB", 39.4, False), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4.75, True))
+    )
+    assert part.bf16 == pytest.approx(whole.bf16 / 7)
+    assert 0.1 < part.bandwidth / whole.bandwidth < 0.15
+    assert (whole.processors, part.processors) == (108, 15)
+
+
+def test_a_plan_is_for_the_gpus_that_are_used() -> None:
+    """Not for the small or full ones beside them."""
+    gpus = (Gpu(0, "Tesla T4", 15 * 2**30, (7, 5), "GPU-aa"), Gpu(1, "NVIDIA H100 80GB HBM3", 80 * 2**30, (9, 0), "GPU-bb"))
+    both = Hardware(16, 2**37, gpus)
+    for names in (["1"], ["GPU-b"]):
+        assert only(both, names).gpus == gpus[1:]
+    assert only(both, ["0", "1"]) == both
+    assert only(Hardware(4, 2**34), []).gpus == ()
+
+
+def test_torch_is_asked_where_there_is_no_nvml(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    Path("torch.py").write_text(
+        "from types import SimpleNamespace as N\n"
+        "card = N(name='AMD Instinct', total_memory=2**36, major=9, minor=4)\n"
+        "cuda = N(device_count=lambda: 2, get_device_properties=lambda i: card)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setattr(hardware, "has_driver", lambda: True)
+    monkeypatch.setattr(hardware, "_ask_nvml", lambda: 1 / 0)
+    found = detect()
+    assert [(g.index, g.name, g.memory_bytes) for g in found.gpus] == [(0, "AMD Instinct", 2**36), (1, "AMD Instinct", 2**36)]
+    assert "without NVML" in found.gpu_note
+    Path("torch.py").write_text("raise ImportError")
+    assert detect().gpus == () and "no driver" in detect().gpu_note
+
+
+def test_limits_of_every_group_that_a_process_is_in_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As those of a SLURM step or a systemd scope do, which lie below the root."""
+    files = {
+        "proc": "0::/job_7/step_0\n",
+        "g/job_7/memory.max": "1073741824",
+        "g/job_7/step_0/memory.max": "max",
+        "g/job_7/cpu.max": "100000 100000",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    read = hardware._read
+    monkeypatch.setattr(hardware, "CGROUPS", str(tmp_path / "g"))
+    monkeypatch.setattr(hardware, "_read", lambda path: read(str(tmp_path / "proc") if path == "/proc/self/cgroup" else path))
+    assert hardware.memory_bytes() == 2**30
+    assert hardware.cpu_cores() == 1
 
 
 def test_product_names_lead_to_cards() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.command import bad, good, write_task
+from drivetrain.cli import planning
+from tests.command import TASK, bad, good, write_task
 
 CACHE = {"XDG_CACHE_HOME": ""}
 
@@ -113,10 +114,27 @@ def test_the_users_variables_win_and_are_recorded() -> None:
         (["plan.stragety=ddp"], "did you mean strategy"),
         (["--hardware", "1xT4-16GB", "plan.strategy=ddp"], "does not go with 1 process"),
         (["--hardware", "1x0.1GB", "hidden=4000000"], "the model fits nowhere"),
+        (["--hardware", "2 nodes x 4xL4-24GB", "--nodes", "3"], "do not agree"),
+        (["--price", "-1"], "price"),
     ],
 )
 def test_bad_wishes_name_the_fix(words: list[str], message: str) -> None:
     assert message in bad("plan", "small.py", *words, **CACHE)
+
+
+def test_what_is_remembered_of_a_task_goes_with_its_modules_and_data(folder: Path) -> None:
+    write_task("moved.py", ("self.hidden", "widths.HIDDEN"), "import widths\n" + TASK)
+
+    def parameters(width: int) -> float:
+        Path("widths.py").write_text(f"HIDDEN = {width}\n")
+        told = json.loads(good("plan", "moved.py", "--hardware", "1xL4-24GB", "--json", **CACHE))
+        return float(told["plan"]["predicted"]["memory_bytes"]["parameters"])
+
+    assert parameters(3200) > 50 * parameters(32)
+    Path("rows/train").mkdir(parents=True)
+    before = planning._files({"data_dir": "rows", "hidden": 3})
+    Path("rows/train/new").mkdir()
+    assert planning._files({"data_dir": "rows", "hidden": 3}) != before
 
 
 def test_a_model_that_cannot_be_traced_is_said_so() -> None:

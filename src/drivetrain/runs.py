@@ -325,20 +325,26 @@ def _git_state() -> dict[str, Any] | None:
 
 def store_task(run: Run, file: Path) -> None:
     """Copy a task's file, and the modules beside it that it imports, into the run."""
-    import ast
-
     target = run.path / "task"
     shutil.rmtree(target, ignore_errors=True)  # of a start that was killed
     target.mkdir(parents=True)
-    waiting, done = [file], set()
+    for source in modules_of(file):
+        copy = target / source.relative_to(file.parent)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, copy)
+
+
+def modules_of(file: Path) -> list[Path]:
+    """A task's file, and the modules beside it that it imports, and those that they do."""
+    import ast
+
+    waiting: list[Path] = [file]
+    done: dict[Path, None] = {}
     while waiting:
         source = waiting.pop()
         if source in done:
             continue
-        done.add(source)
-        copy = target / source.relative_to(file.parent)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, copy)
+        done[source] = None
         try:
             tree = ast.parse(source.read_text(encoding="utf-8"))
         except (SyntaxError, UnicodeDecodeError):
@@ -353,6 +359,7 @@ def store_task(run: Run, file: Path) -> None:
                     waiting += sorted(top.rglob("*.py"))
                 elif top.with_suffix(".py").is_file() and top != PACKAGE:
                     waiting.append(top.with_suffix(".py"))
+    return list(done)
 
 
 def stop_info(outcome: Outcome, message: str = "") -> dict[str, Any]:

@@ -31,7 +31,6 @@ MACHINES = (
     "2 nodes x 8xA100-40GB, 100Gb/s",
     "32 nodes x 8xH100-80GB, 400Gb/s",
 )
-IN_BF16 = tuple(words for words in MACHINES if "T4" not in words and "cpu" not in words)
 
 
 @cache
@@ -52,7 +51,7 @@ def plan(name: str, words: str, **pins: object) -> Plan:
 def text() -> str:
     lines = []
     for name in TASKS:
-        for words in IN_BF16 if name == "1.7B" else MACHINES:  # to look at it takes long, and once for each number format
+        for words in MACHINES:
             lines.append(f"{name} on {words}")
             try:
                 made = plan(name, words)

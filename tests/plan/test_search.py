@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,9 @@ from drivetrain.outcomes import Problem
 from drivetrain.plan.fit import Fit, Point, next_to_measure, worth_measuring
 from drivetrain.plan.predict import Candidate, memory
 from drivetrain.plan.profile import staging
-from tests.plan.golden import FILE, IN_BF16, plan, profile, text
+from tests.plan.golden import FILE, MACHINES, TASKS, plan, profile, text
+
+IN_BF16 = [words for words in MACHINES if "T4" not in words and "cpu" not in words]
 
 
 @pytest.mark.system  # it looks at models in three number formats, which takes a minute
@@ -54,6 +57,25 @@ def test_a_pin_is_kept_and_the_rest_follows() -> None:
 def test_a_model_that_fits_nowhere_names_the_memory_and_three_ways() -> None:
     with pytest.raises(Problem, match=r"fits nowhere: .* needs \d+ GiB, each .* has .*\nWays out: \(1\) a GPU with \d+ GB .*\(2\).*\(3\)"):
         plan("1.7B", "1x6GB", offload="none")
+
+
+def test_a_pinned_micro_batch_that_does_not_fit_is_named() -> None:
+    with pytest.raises(Problem, match=r"at micro-batch 64 needs \d+ GiB.*\nWays out: .*leave out plan.micro_batch=64"):
+        plan("135M", "1xL4-24GB", micro_batch=64, strategy="single", activation_checkpointing="false", offload="none")
+
+
+@pytest.mark.parametrize("words", ["8xH100-80GB", "1xL4-24GB"])
+def test_several_machines_that_do_not_tell_of_their_network_can_be_planned(words: str) -> None:
+    """As those can not that `train --nodes 2` runs on: only this one is looked at."""
+    from drivetrain.hardware.described import parse
+    from drivetrain.plan.choose import choose
+
+    here = parse(words)
+    procs = len(here.gpus)
+    where: dict[str, Any] = {"device": "cuda", "world_size": 2 * procs, "local_procs": procs, "nodes": 2}
+    settings = TASKS["135M"][0](global_batch=512).settings()
+    made = choose(settings, here, **where, profile=profile("135M", "bf16"))
+    assert made.predicted["seconds_by_part"]["communication"] > 0
 
 
 def test_more_processes_than_samples_is_refused() -> None:

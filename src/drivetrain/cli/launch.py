@@ -91,7 +91,8 @@ def look_at_machine(request: Request) -> Machine:
         )
     if device == "mps" and procs > 1:
         raise Problem("--device mps runs one process")
-    return Machine(found, device, gpus[:procs] if gpus else [], procs)
+    used = gpus[:procs]
+    return Machine(hardware.only(found, used), device, used, procs)
 
 
 # --- the run's directory -----------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from argparse import Namespace
 from typing import Any
@@ -34,7 +35,7 @@ def run(verb: str, words: list[str]) -> int:
     parser.add_argument("--measure", action="store_true", help="measure a few micro-batches on this machine")
     parser.add_argument("--planner", choices=["auto", "table", "off"], default="auto", help="table: guide 004's; off: nothing is looked at")
     parser.add_argument("--compare", action="store_true", help="show where the guide's table differs, and by how much")
-    parser.add_argument("--price", type=float, metavar="USD", help="of one GPU for an hour: the cost of the whole run")
+    parser.add_argument("--price", type=_price, metavar="USD", help="of one GPU for an hour: the cost of the whole run")
     parser.add_argument("--fresh", action="store_true", help="forget what is remembered of this task")
     parser.add_argument("--json", action="store_true", help="the plan as JSON, for --plan FILE and for other programs")
     add_placement(parser)
@@ -75,6 +76,12 @@ def _plan(recipe: Any, args: Namespace, screen: Any) -> dict[str, Any]:
     return told
 
 
+def _price(text: str) -> float:
+    if not 0 <= (price := float(text)) < math.inf:
+        raise ValueError
+    return price
+
+
 def _place(args: Namespace) -> Any:
     from drivetrain.cli.planning import Place
     from drivetrain.outcomes import Problem
@@ -93,6 +100,8 @@ def _place(args: Namespace) -> Any:
     procs = args.procs or max(1, len(hardware.gpus))
     if hardware.gpus and procs > len(hardware.gpus):
         raise Problem(f"--procs {procs}: {args.hardware} has {len(hardware.gpus)} GPUs a machine; one process each at most")
+    if hardware.nodes > 1 and args.nodes[1] not in (1, hardware.nodes):
+        raise Problem(f"--nodes {args.nodes[1]} and {args.hardware!r} do not agree: leave out one of them")
     nodes = max(args.nodes[1], hardware.nodes)
     device = args.device or ("cuda" if hardware.gpus else "cpu")
     return Place(hardware, device, procs * nodes, procs, nodes)
@@ -130,6 +139,8 @@ def _show(plan: Any, total: dict[str, Any], place: Any) -> None:
     if total:
         cost = f", ${total['cost']:,.2f} at ${total['price']:g} a GPU-hour" if "cost" in total else ""
         _line("run", f"{total['steps']:,} steps over {total['samples']:,} samples: {_duration(total['seconds'])}{cost}")
+    if place.hardware.gpus and place.hardware.gpu_note:
+        _line("note", place.hardware.gpu_note)
     if "predicted" in plan.reasons:
         _line("note", f"{plan.reasons['predicted']}; --measure on the machine itself tells")
     print()

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from drivetrain import __version__
+from drivetrain import __version__, runs
 from drivetrain.hardware import Hardware
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
@@ -68,7 +68,7 @@ def plan_for(
 
 def _users_variables() -> dict[str, str]:
     """What the user has set for the libraries below: it wins, reaches every worker, and is recorded."""
-    names = ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "PYTORCH_CUDA_ALLOC_CONF")
+    names = ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     return {k: v for k, v in sorted(os.environ.items()) if k in names or k.startswith(("NCCL_", "GLOO_", "TORCH_"))}
 
 
@@ -246,7 +246,7 @@ class _Remembered:
 
     def __init__(self, kind: str, recipe: Recipe, more: dict[str, Any]) -> None:
         settings = {k: v for k, v in recipe.settings.items() if k not in ALIKE}
-        words = [kind, recipe.task.class_name, recipe.task.digest(), settings, more, __version__, _torch_version()]
+        words = [kind, recipe.task.class_name, _code(recipe), settings, _files(settings), more, __version__, _torch_version()]
         key = hashlib.sha256(json.dumps(words, sort_keys=True, default=str).encode()).hexdigest()[:24]
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         self.path = Path(base) / "drivetrain" / "plans" / f"{kind}-{key}.json"
@@ -262,6 +262,25 @@ class _Remembered:
             hidden = self.path.with_name(f".{self.path.name}.{os.getpid()}")
             hidden.write_text(json.dumps(value))
             hidden.replace(self.path)
+
+
+def _code(recipe: Recipe) -> list[str]:
+    """The task's file and the modules beside it that it imports."""
+    if recipe.task.built_in or recipe.task.pickled:
+        return [recipe.task.digest()]
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in runs.modules_of(Path(recipe.task.path))]
+
+
+def _files(settings: dict[str, Any]) -> list[Any]:
+    """When the files and folders that settings name were last changed; of a folder two levels, where data sets have their classes."""
+    found = []
+    for value in settings.values():
+        if isinstance(value, str) and value:
+            with contextlib.suppress(OSError, ValueError):
+                top = Path(value).expanduser()
+                below = [top, *top.glob("*/"), *top.glob("*/*/")] if top.is_dir() else [top]
+                found += [[str(path), path.stat().st_mtime_ns, path.stat().st_size] for path in sorted(below)]
+    return found
 
 
 def _torch_version() -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import os
 import platform
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +20,9 @@ from typing import Any, TypeVar
 from drivetrain.outcomes import Problem
 
 NVML_TIMEOUT = 5.0  # a wedged driver never answers; a healthy one does in milliseconds
+TORCH_TIMEOUT = 60.0  # it is imported first
+NETWORK = 25.0  # Gb/s between machines that do not say
+CGROUPS = "/sys/fs/cgroup"
 T = TypeVar("T")
 
 
@@ -77,13 +83,12 @@ def detect() -> Hardware:
 def cpu_cores() -> int:
     """Cores this process may use: affinity and the container's quota, not the host's count."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _read("/sys/fs/cgroup/cpu.max").split()
-    if len(quota) == 2 and quota[0] != "max":
-        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
-    else:
-        used, period = _read("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), _read("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
-        if used and int(used) > 0 and period:
-            cores = min(cores, max(1, int(used) // int(period)))
+    for group in _groups("cpu"):
+        quota, _, period = _read(f"{group}/cpu.max").partition(" ")
+        if not quota:
+            quota, period = _read(f"{group}/cpu.cfs_quota_us"), _read(f"{group}/cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit() and int(quota) and int(period):
+            cores = min(cores, max(1, int(quota) // int(period)))
     return cores
 
 
@@ -91,11 +96,23 @@ def memory_bytes() -> int:
     import psutil
 
     total = int(psutil.virtual_memory().total)
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        limit = _read(file)
+    for group in _groups("memory"):
+        limit = _read(f"{group}/memory.max") or _read(f"{group}/memory.limit_in_bytes")
         if limit.isdigit():
             total = min(total, int(limit))
     return total
+
+
+def _groups(controller: str) -> list[str]:
+    """The folders of this process's control group and of those it is in: each may limit it."""
+    found = [CGROUPS, f"{CGROUPS}/{controller}"]
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, names, path = line.split(":", 2)
+        if not names or controller in names.split(","):
+            base = f"{CGROUPS}/{controller}" if names else CGROUPS
+            parts = [p for p in path.split("/") if p not in ("", "..")]
+            found += ["/".join((base, *parts[:count])) for count in range(1, len(parts) + 1)]
+    return found
 
 
 def _read(path: str) -> str:
@@ -133,13 +150,33 @@ def has_driver() -> bool:
 
 def _gpus() -> tuple[tuple[Gpu, ...], str, str, tuple[int, int]]:
     if not has_driver():
-        return (), "no driver", "", (0, 0)
+        return (_ask_torch() if Path("/dev/kfd").exists() else ()), "no driver", "", (0, 0)
     try:
         return with_timeout(_ask_nvml, NVML_TIMEOUT)
     except TimeoutError:
         return (), f"the NVIDIA driver did not answer within {NVML_TIMEOUT:.0f} s", "", (0, 0)
     except Exception as error:  # NVML's errors are of a class that exists only where the library loads
-        return (), f"no driver: {error}", "", (0, 0)
+        found = _ask_torch()
+        return found, f"without NVML, by torch: {error}" if found else f"no driver: {error}", "", (0, 0)
+
+
+_LIST = """\
+import json, torch
+found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+print(json.dumps([[p.name, p.total_memory, p.major, p.minor] for p in found]))
+"""
+
+
+def _ask_torch() -> tuple[Gpu, ...]:
+    """The GPUs that torch finds where there is no NVML (ROCm, some containers and boards): in a process of its own,
+    because this one must not touch them."""
+    everything = {k: v for k, v in os.environ.items() if not k.endswith("_VISIBLE_DEVICES")}
+    try:
+        told = subprocess.run([sys.executable, "-c", _LIST], capture_output=True, text=True, timeout=TORCH_TIMEOUT, env=everything)
+        listed = json.loads(told.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return ()
+    return tuple(Gpu(i, name, memory, (major, minor), free_bytes=memory) for i, (name, memory, major, minor) in enumerate(listed))
 
 
 def _ask_nvml() -> tuple[tuple[Gpu, ...], str, str, tuple[int, int]]:
@@ -237,6 +274,12 @@ def visible_gpus(hardware: Hardware, environment: Mapping[str, str], wanted: str
             raise Problem(f"--gpus {wanted}: there is no GPU {text!r} here ({have}; see `nvidia-smi`)")
         chosen.append(names[int(text)])
     return chosen
+
+
+def only(hardware: Hardware, names: list[str]) -> Hardware:
+    """The same machine with those GPUs alone that a run uses: the others' size, kind and load do not concern its plan."""
+    used = tuple(g for g in hardware.gpus if str(g.index) in names or (g.uuid and any(g.uuid.startswith(n) for n in names)))
+    return replace(hardware, gpus=used) if used else hardware
 
 
 def check_torch_can_use(hardware: Hardware, build: TorchBuild, environment: Mapping[str, str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from drivetrain.outcomes import Problem
@@ -33,6 +33,17 @@ class Card:
     def memory_bytes(self) -> int:
         """What the driver lists: makers count in 1,000s or 1,024s, and some is kept back; a little under the name's figure."""
         return int(self.memory_gb * 0.96 * 2**30)
+
+    def slice(self, product: str, memory_bytes: int) -> Card:
+        """A part of it: "NVIDIA A100-SXM4-40GB MIG 1g.5gb" has one of seven parts of its processors, and the memory's share of its bandwidth."""
+        memory = memory_bytes / self.memory_bytes
+        of_seven = re.search(r"MIG (\d)[cg]\b", product)
+        share = int(of_seven[1]) / 7 if of_seven else memory
+        rates = {rate: getattr(self, rate) * share for rate in ("bf16", "fp16", "tf32", "fp32")}
+        return replace(
+            self, memory_gb=self.memory_gb * memory, bandwidth=self.bandwidth * min(1.0, memory), nvlink=0.0,
+            processors=max(1, round(self.processors * share)), **rates,
+        )  # fmt: skip
 
 
 _PASCAL, _VOLTA, _TURING, _AMPERE, _GA10X, _ADA, _HOPPER, _BLACKWELL = (6, 0), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0)
@@ -69,6 +80,14 @@ def find(name: str, memory_gb: float | None) -> Card | None:
     if memory_gb is None:
         return max(same, key=lambda c: c.memory_gb, default=None)
     return next((c for c in same if abs(c.memory_gb - memory_gb) <= 0.06 * memory_gb), None)
+
+
+def other_size(name: str, memory_gb: float) -> Card | None:
+    """A card of the table with another memory than the table knows of it."""
+    same = [c for c in CARDS if _plain(c.name) == _plain(name)]
+    nearest = min(same, key=lambda c: abs(c.memory_gb - memory_gb), default=None)
+    known = nearest and f"the table's {nearest.name} has {nearest.memory_gb:g} GB; its rates are taken"
+    return nearest and replace(nearest, memory_gb=memory_gb, source=known or "")
 
 
 def of_product(product: str, memory_bytes: int) -> Card | None:

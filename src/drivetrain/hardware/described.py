@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 
-from drivetrain.hardware import Gpu, Hardware
-from drivetrain.hardware.cards import Card, find, generic, unknown
+from drivetrain.hardware import NETWORK, Gpu, Hardware
+from drivetrain.hardware.cards import Card, find, generic, other_size, unknown
 from drivetrain.outcomes import Problem
 
 FORM = '"4xL4-24GB", "2 nodes x 8xA100-40GB, 100Gb/s", "1x6GB", or "cpu, 16 cores, 64GB RAM"'
 CORES_A_GPU, RAM_A_GPU = 8, 64 * 2**30  # of a described machine that does not say
-NETWORK = 25.0  # Gb/s between machines that do not say
 
 _NODES = re.compile(r"(\d+)\s*(?:nodes?|machines?)\s*[x×*]\s*", re.I)
 _GPUS = re.compile(r"(?:(\d+)\s*[x×*]\s*)?([A-Za-z][\w ]*?)?\s*-?\s*(?:(\d+(?:\.\d+)?)\s*G(?:i?B)?)?$", re.I)
@@ -36,10 +35,10 @@ def parse(text: str) -> Hardware:
             network = float(match[1])
         else:
             raise Problem(f"--hardware {text!r}: {part!r} is neither cores, RAM nor a network's Gb/s; write it as {FORM}")
-    if not nodes or (card is not None and not count):
-        raise Problem(f"--hardware {text!r}: at least one machine and one GPU; write it as {FORM}")
+    if not nodes or (card is not None and not (count and card.memory_gb)) or cores == 0 or ram == 0 or network == 0:
+        raise Problem(f"--hardware {text!r}: at least one machine, and one GPU, of what it has some; write it as {FORM}")
     gpus = tuple(Gpu(i, card.name, card.memory_bytes, card.compute_capability) for i in range(count)) if card else ()
-    note = "described without one" if card is None else card.source if card.source.startswith("not in") else ""
+    note = "described without one" if card is None else card.source if card.source.startswith(("not in", "the table")) else ""
     return Hardware(
         cpu_cores=cores or max(1, count) * CORES_A_GPU,
         memory_bytes=ram or max(1, count) * RAM_A_GPU,
@@ -59,4 +58,4 @@ def _read_gpus(words: str, whole: str) -> tuple[Card, int]:
     card = find(name, memory) if name else None
     if card is None and memory is None:
         raise unknown(name)
-    return card or generic(name, float(memory or 0)), count
+    return card or other_size(name, float(memory or 0)) or generic(name, float(memory or 0)), count

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from drivetrain.hardware import Hardware
+from drivetrain.hardware import NETWORK, Hardware
 from drivetrain.hardware.cards import Card, generic, of_product
 from drivetrain.plan.profile import Pass, Profile, Work, staging
 
@@ -65,19 +65,21 @@ class Machine:
     link: float
     """Bytes a second between the processes of one machine."""
     network: float
-    """Bytes a second between machines; 0 where there is one."""
+    """Bytes a second between machines."""
     cores: int
 
     @staticmethod
     def of(hardware: Hardware, device: str, local_procs: int) -> Machine:
         host = hardware.memory_bytes // max(1, local_procs)
-        network = hardware.network_gbps * 1e9 / 8 * LINK if hardware.nodes > 1 else 0.0
+        network = (hardware.network_gbps or NETWORK) * 1e9 / 8 * LINK
         cores = max(1, hardware.cpu_cores // max(1, local_procs))
         if device != "cuda" or not hardware.gpus:
             card = Card("CPU", host / 2**30, CPU_BANDWIDTH * cores / 1e9, 0, 0, 0, CPU_FLOPS * cores / 1e12, 0, (0, 0), 1, "a guess")
             return Machine(card, False, int(host * SLACK), host, 4e9, network, cores)
         weakest = min(hardware.gpus, key=lambda g: g.memory_bytes)
         card = of_product(weakest.name, weakest.memory_bytes) or generic(weakest.name, weakest.memory_bytes / 2**30)
+        if weakest.mig:
+            card = card.slice(weakest.name, weakest.memory_bytes)
         free = min(g.free_bytes or g.memory_bytes for g in hardware.gpus)
         link = card.nvlink * 1e9 / 2 * LINK if card.nvlink else PCIE
         return Machine(card, True, int((free - CONTEXT) * SLACK), host, link, network, cores)

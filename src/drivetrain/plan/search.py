@@ -224,8 +224,13 @@ class Search:
             asked = ", ".join(f"plan.{k}={v}" for k, v in pin.items())
             return Problem(f"no way to run goes with {asked} on {self.world_size} process{'es' if self.world_size > 1 else ''}")
         on_gpu = self.machine.on_gpu
-        least = min(ways, key=lambda w: smallest(self.profile, w, on_gpu))
-        need = smallest(self.profile, least, on_gpu)
+        pinned = pin.get("micro_batch")
+
+        def bytes_of(way: Candidate) -> int:
+            return smallest(self.profile, way, on_gpu) if pinned is None else self.rate(way, pinned).bytes
+
+        least = min(ways, key=bytes_of)
+        need = bytes_of(least)
         rated = self.rate(least, min(self.micro_batches(pin)))
         where = f"each {self.machine.card.name} has {gib(self.machine.usable_bytes)} to use"
         if rated.bytes <= rated.usable:
@@ -234,14 +239,16 @@ class Search:
         ways_out = [f"a GPU with {need / SIZE:,.0f} GB or more" if on_gpu else f"{gib(need)} of RAM"]
         more = self._more_processes(freer)
         ways_out += [f"{more} GPUs with plan.strategy=fsdp"] if more else []
+        ways_out += [f"leave out plan.micro_batch={pinned}"] if pinned is not None else []
         if smallest(self.profile, freer, on_gpu) < smallest(self.profile, least, on_gpu):
             ways_out.append(f"leave out the pinned choices: {freer.name()} needs {gib(smallest(self.profile, freer, on_gpu))}")
         if self.profile.precision == "fp32":
             ways_out.append("precision=bf16, which halves activations")
-        ways_out.append("a smaller model or shorter samples")
+        ways_out += ["shorter or smaller samples", "a smaller model"]
         numbered = "; ".join(f"({i}) {text}" for i, text in enumerate(ways_out[:3], 1))
         return Problem(
-            f"the model fits nowhere: {least.name()} at micro-batch 1 needs {gib(need)}, {where}.\nWays out: {numbered}", Outcome.USAGE
+            f"the model fits nowhere: {least.name()} at micro-batch {pinned or (2 if self.profile.batchnorm else 1)} needs {gib(need)}, {where}.\nWays out: {numbered}",
+            Outcome.USAGE,
         )
 
     def _more_processes(self, way: Candidate) -> int | None:
