@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from drivetrain.chaos import outages, read
+from drivetrain.chaos.report import show
 from drivetrain.cli.chaos import USUAL, draw
 from drivetrain.outcomes import Problem
+from drivetrain.watch.screen import Screen
 from tests.command import bad, drivetrain, good, write_task
 
 
@@ -82,3 +84,19 @@ def test_mistakes_are_told(folder: Path) -> None:
     assert "--hosts 1: from 2 to 8" in bad("chaos", "small.py", "--hosts", "1")
     assert "a host from 2 to 2" in bad("chaos", "small.py", "--hosts", "2", "--schedule", "cut@step:20:host=1")
     assert "write kill@MOMENT:COUNT" in bad("chaos", "small.py", "--schedule", "flood@step:3", "--steps", "12", lines=4)
+
+
+@pytest.mark.parametrize(("apart", "code"), [(1e-6, 0), (130.0, 1)])
+def test_a_plan_that_changed_excuses_small_differences_alone(apart: float, code: int) -> None:
+    told: dict[str, Any] = {"weights_equal": False, "rows_equal": False, "replanned": True, "resized": False, "losses_apart": apart}
+    told |= {
+        "samples_lost": 0,
+        "samples_repeated": 0,
+        "processes_left": [],
+        "files_left": [],
+        "seconds": {},
+        "missed": [],
+        "struck": 1,
+        "faults": 1,
+    }
+    assert show(told, Screen(quiet=True)) == code

@@ -16,7 +16,8 @@ from drivetrain.plan import HOST_WAITS, Plan
 from drivetrain.runs import Run
 from drivetrain.watch.pulse import PARTS
 from drivetrain.watch.spent import Spent
-from tests.command import bad, drivetrain, good, write_task
+from tests.command import TASK, bad, drivetrain, good, write_task
+from tests.launching import free_port
 
 HEALTHY = {"compute": 8.0, "data": 0.5, "optimizer": 0.5, "loop": 0.2, "communication": 0.3, "evaluation": 0.5}
 
@@ -163,6 +164,14 @@ def test_a_rank_out_of_step_is_named(folder: Path) -> None:
     assert "rank 1 is out of step: it is in broadcast(float32[3]) at small.py:" in message and "the others in all_" in message
 
 
+def test_a_collective_that_the_task_took_by_name_is_checked_too(folder: Path) -> None:
+    text = TASK.replace("import torch\n", "import torch, os\nfrom torch.distributed import all_gather\n", 1)
+    gather = "kind = torch.float64 if os.environ['RANK'] == '1' else torch.float32; all_gather([torch.zeros(1, dtype=kind) for _ in '12'], torch.zeros(1, dtype=kind))"
+    write_task(change=("return F.cross", f"{gather}\n        return F.cross"), text=text)
+    message = bad("train", "small.py", "--procs", "2", "--check-collectives", code=1)
+    assert "out of step: it is in all_gather(float" in message and "at small.py:" in message
+
+
 def test_checked_collectives_change_nothing(folder: Path) -> None:
     write_task()
     good("train", "small.py", "--procs", "2", "--name", "plain")
@@ -179,6 +188,21 @@ def test_a_profile(folder: Path) -> None:
     assert "profile of 5 steps:" in output and "most of it aten::" in output
     assert json.loads(Path("runs/seen/logs/profile.json").read_text())["traceEvents"]
     assert "aten::addmm" in Path("runs/seen/logs/profile.txt").read_text()
+
+
+def test_a_profile_under_another_launcher_and_of_too_short_a_run(folder: Path) -> None:
+    write_task()
+    alone = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    assert "profile of 5 steps:" in good("train", "small.py", "--profile", "5", "--name", "seen", **alone)
+    assert Path("runs/seen/logs/profile.txt").is_file()
+    assert "no profile: it begins with step 12" in good("train", "small.py", "steps=4", "--profile", "5", "--name", "short")
 
 
 def test_what_a_save_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

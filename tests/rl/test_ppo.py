@@ -166,6 +166,11 @@ def test_a_world_of_ones_own_is_learned(folder: Path) -> None:
         (("there.float() - 0.05, there", "there.float()[:, None], there"), "Corridor.step() gave a reward of shape [32, 1], not [32]"),
         (("there.float() - 0.05, there", "there.float(), there.float()"), "must be true or false"),
         (("one_hot(state[\"place\"], 7)", "one_hot(state[\"place\"], 9)"), "Corridor.observe() gave [32, 9], not [32, 7]"),
+        (("there.float() - 0.05, there", "0.5, there"), "Corridor.step() gave a reward as a float"),
+        ((", there.float() - 0.05, there", ", there"), "Corridor.step() gave 2 values: it must return (state, reward, ended)"),
+        (("{\"place\": place.clamp(max=6)}", "{\"place\": place.clamp(max=6), \"new\": place}"), "a state 'new' that reset() does not make"),
+        (("7).float()", "7)"), "Corridor.observe() gave torch.int64"),
+        ((" 2, (7,), 1, 20", " 2, 7, 1, 20"), "Corridor.shape is 7: write it as a tuple"),
         (("{\"place\": place.clamp(max=6)}", "{\"place\": place.float()}"), "for state 'place', which reset() makes torch.int64"),
     ],
 )  # fmt: skip

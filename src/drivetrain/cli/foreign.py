@@ -126,6 +126,8 @@ def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tup
                 place = Place(0, machine.procs, world, ("", 0))
                 plan = launch.make_plan(recipe, machine, place, -(-world // local_world), opened.before, request, screen)
                 notice = f"{world} processes, started by {started}"
+                if request.looks.get("find_nan"):
+                    notice += ", which starts none anew: --find-nan needs drivetrain's own (--procs N)"
                 launch.header(recipe, machine, plan, screen, "; ".join(filter(None, [opened.why, notice])))
                 launch.record(recipe, opened, plan, machine)
                 opened.run.event("started", world_size=world, launcher=started)

@@ -81,21 +81,21 @@ def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag, wa
         assert isinstance(screen, Wire)
         return train(job, group, screen.send, stop)
     run, plan = Run(job["run"]), Plan.from_json(job["plan"])
+    looks = job.get("looks") or {}
+    if looks.get("check_collectives"):  # before the task is imported, which may take them by name
+        from drivetrain.engine.collectives import check_collectives
+
+        check_collectives(group)
     task = instantiate(TaskRef(**job["task"]), job["settings"])
     if job["mode"] == "eval":
         from drivetrain.engine.inference import evaluate_run
 
         return {"outcome": Outcome.OK} | evaluate_run(task, plan, run, group)
     files: list[Observer] = [MetricsFile(run), TensorBoard(run.path / "tensorboard"), screen] if group.main else []
-    looks = job.get("looks") or {}
     if looks.get("profile") and group.main:
         from drivetrain.watch.profile import Profile
 
         files.append(Profile(run, looks["profile"], screen.notice, group.device.type == "cuda"))
-    if looks.get("check_collectives"):
-        from drivetrain.engine.collectives import check_collectives
-
-        check_collectives(group)
     observer = Observers([*files, *watchers, *injectors(run)])
 
     from drivetrain.engine.fingerprint import Fingerprint

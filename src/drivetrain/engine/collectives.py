@@ -60,7 +60,10 @@ class _Checker:
     def _compare(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.count += 1
         tensors = tensors_in(list(args) + [v for v in options.values() if isinstance(v, (Tensor, list))])
-        shapes = [] if name in ALIKE else [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors]
+        types = [str(t.dtype).removeprefix("torch.") for t in tensors]
+        shapes = (
+            [[[], t] for t in sorted(set(types))] if name in ALIKE else [[list(t.shape), d] for t, d in zip(tensors, types, strict=True)]
+        )
         mine = json.dumps([name, shapes])
         key = f"drivetrain/collective/{self.count}"
         self.store.set(f"{key}/{self.group.rank}", json.dumps([mine, _place()]))

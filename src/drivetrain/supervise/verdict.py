@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,7 +68,7 @@ class Watchman:
             return None
         self._looked = now
         # Those that are stopped come last: to be asked, they must go on, which they do only once it is settled that they hang.
-        stacks = {r.rank: ask(r.pid, r.answers) for r in sorted(ranks, key=lambda r: r in stopped)}
+        stacks = _asked([r for r in ranks if r not in stopped]) | _asked(stopped)
         stuck = stopped or [r for r in over if not stacks[r.rank].waits]
         if not stuck:
             if len(over) < len(ranks) or not alone:
@@ -80,6 +81,12 @@ class Watchman:
 
     def _loaders(self, rank: Rank) -> dict[int, Stack]:
         return {pid: ask(pid, rank.answers) for pid in children_of(rank.pid)}
+
+
+def _asked(ranks: list[Rank]) -> dict[int, Stack]:
+    """All at once: one that does not answer costs as much as many."""
+    with ThreadPoolExecutor(max(1, len(ranks))) as pool:
+        return dict(zip((r.rank for r in ranks), pool.map(lambda r: ask(r.pid, r.answers), ranks), strict=True))
 
 
 def _odd(ranks: list[Rank], stacks: dict[int, Stack]) -> list[Rank]:

@@ -25,6 +25,8 @@ class Profile(Observer):
                 self._begin()
             elif self._profiler is not None and (self._seen == AFTER + self.steps or name == "finish"):
                 self._end()
+            elif name == "finish":
+                self.say(f"no profile: it begins with step {AFTER}, and there were {self._seen - 1}")
 
     def _begin(self) -> None:
         from torch.profiler import ProfilerActivity, profile
@@ -38,6 +40,7 @@ class Profile(Observer):
         self.steps = 0
         profiler.__exit__(None, None, None)
         trace, table = (self.run.path / "logs" / f"profile.{kind}" for kind in ("json", "txt"))
+        trace.parent.mkdir(parents=True, exist_ok=True)  # another launcher may keep its logs elsewhere
         profiler.export_chrome_trace(str(trace))
         key = "self_device_time_total" if self.cuda else "self_cpu_time_total"
         rows = profiler.key_averages()

@@ -87,6 +87,8 @@ class Ppo(Task):
 
     def model(self) -> Agent:
         env = self.env()
+        if not isinstance(env.shape, tuple):
+            raise Problem(f"{type(env).__name__}.shape is {env.shape!r}: write it as a tuple, such as (4,)")
         agent = self.agent(env)
         if self.policies == "independent" and env.agents > 1:
             if agent.memory:

@@ -140,7 +140,7 @@ class Rollout(Source):
         _, wide = _spread(sums[0], sums[3], sums[4])
         recent = torch.where(sums[5] > 0, sums[6:8] / sums[5].clamp(min=1), self._state["recent"][0])
         self._state["recent"] = recent.expand(rows, 2).clone()
-        explained = 1 - (spread / wide.clamp(min=1e-8)) ** 2
+        explained = torch.where(wide > 1e-4, 1 - (spread / wide.clamp(min=1e-4)) ** 2, 0.0)  # nothing to explain: nothing explained
         known = {
             "action": record["action"], "logp": logp, "advantage": (gain - mean) / (spread + 1e-8), "target": target,
             "value": values, "alive": alive, "who": torch.arange(agents, device=values.device), "anew": record["anew"],
@@ -159,7 +159,10 @@ class Rollout(Source):
     def begin(self, rand: Tensor) -> State:
         """The state before the first collection; rows of `rand` are environments."""
         agents = self.env.agents
-        world = {f"env.{k}": v for k, v in self.env.reset(rand).items()}
+        made, name = self.env.reset(rand), type(self.env).__name__
+        if not isinstance(made, dict) or not all(isinstance(v, Tensor) and v.dim() and len(v) == len(rand) for v in made.values()):
+            raise Problem(f"{name}.reset() must give a dict of tensors, each with {len(rand)} rows, one an environment")
+        world = {f"env.{k}": v for k, v in made.items()}
         nothing = rand.new_zeros(len(rand), agents)
         return world | {
             "steps": nothing[:, 0].long(), "return": nothing, "ended": nothing > 0, "recent": nothing.new_zeros(len(rand), 2),
@@ -259,16 +262,27 @@ class Rollout(Source):
         env, world, rows = self.env, self._world(state), len(state["steps"])
         seen, name = env.observe(world), type(env).__name__
         expected = [rows, *env.shape] if env.agents == 1 else [rows, env.agents, *env.shape]
+        if not isinstance(seen, Tensor) or not (seen.is_floating_point() or env.bits):
+            kind = str(seen.dtype) if isinstance(seen, Tensor) else f"a {type(seen).__name__}"
+            raise Problem(f"{name}.observe() gave {kind}: it must be a tensor of floats (zeros and ones in bytes: bits = True)")
         if list(seen.shape) != expected:
             raise Problem(f"{name}.observe() gave {list(seen.shape)}, not {expected}: rows{', agents' * (env.agents > 1)}, then `shape`")
         players = [rows] if env.agents == 1 else [rows, env.agents]
         action = torch.zeros(players, dtype=torch.int64, device=seen.device)
-        after, reward, ended = env.step(world, action, seen.new_zeros(rows, env.chances))
+        given = env.step(world, action, torch.zeros(rows, env.chances, device=seen.device))
+        if not isinstance(given, tuple) or len(given) != 3 or not isinstance(given[0], dict):
+            parts = f"{len(given)} values" if isinstance(given, tuple) else f"a {type(given).__name__}"
+            raise Problem(f"{name}.step() gave {parts}: it must return (state, reward, ended), the state as reset() makes it")
+        after, reward, ended = given
         for what, value in (("a reward", reward), ("ends", ended)):
+            if not isinstance(value, Tensor):
+                raise Problem(f"{name}.step() gave {what} as a {type(value).__name__}, not as a tensor of shape {players}")
             if list(value.shape) != players:
                 raise Problem(f"{name}.step() gave {what} of shape {list(value.shape)}, not {players}")
         if ended.dtype != torch.bool:
             raise Problem(f"{name}.step() gave ends as {ended.dtype}: they must be true or false (torch.bool)")
+        if more := [key for key in after if key not in world]:
+            raise Problem(f"{name}.step() gave a state {more[0]!r} that reset() does not make: both must have the same names")
         for key, value in world.items():
             new = after.get(key)
             if new is None or new.shape != value.shape or new.dtype != value.dtype:

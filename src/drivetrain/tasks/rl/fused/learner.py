@@ -15,7 +15,7 @@ from drivetrain.tasks.rl.envs import Env
 from drivetrain.tasks.rl.envs.bandit import Bandit
 from drivetrain.tasks.rl.envs.cartpole import CartPole
 from drivetrain.tasks.rl.fused.device import Program, Unavailable
-from drivetrain.tasks.rl.nets import Agent, MlpAgent
+from drivetrain.tasks.rl.nets import Agent, MlpAgent, Rivals
 from drivetrain.tasks.rl.ppo import Ppo
 from drivetrain.tasks.rl.rollout import Rollout, full, merged
 
@@ -31,6 +31,8 @@ def obstacle(task: Any, source: Rollout, agent: Agent, optimizer: torch.optim.Op
     """Why the kernels do not fit, if so."""
     if type(task).loss is not Ppo.loss:
         return f"{type(task).__name__} has a loss of its own"
+    if isinstance(agent, Rivals):
+        return "they learn one policy, and another is kept to play against (rival=0 does without)"
     if type(agent) is not MlpAgent or agent.width not in WIDTHS or agent.layers not in LAYERS:
         return f"they are for net=mlp with 1 to 3 layers of {WIDTHS[0]}, {WIDTHS[1]}, ... {WIDTHS[-1]}"
     if agent.inputs > MOST_INPUTS or agent.actions > MOST_ACTIONS or len(source) // source.groups > MOST_STEPS:
