@@ -78,6 +78,12 @@ def test_several_machines_that_do_not_tell_of_their_network_can_be_planned(words
     assert made.predicted["seconds_by_part"]["communication"] > 0
 
 
+def test_a_strategy_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drivetrain.plan.choose.find_spec", lambda name: None)
+    with pytest.raises(Problem, match=r"pip install 'drivetrain\[deepspeed\]'"):
+        plan("135M", "4xL4-24GB", strategy="deepspeed")
+
+
 def test_more_processes_than_samples_is_refused() -> None:
     from drivetrain.hardware.described import parse
     from drivetrain.plan.choose import choose
