@@ -108,7 +108,7 @@ def test_the_users_variables_win_and_are_recorded() -> None:
 def test_where_data_lie_can_be_pinned_and_changes_nothing() -> None:
     for where in ("device", "loader"):
         good("train", "small.py", "epochs=1", f"plan.data={where}", "--name", where)
-        assert json.loads(Path(f"runs/{where}/run.json").read_text())["plan"]["data"] == where
+        assert json.loads(Path(f"runs/{where}/run.json").read_text())["plan"]["reasons"]["data"] == "pinned"
     assert Path("runs/device/model/model.safetensors").read_bytes() == Path("runs/loader/model/model.safetensors").read_bytes()
 
 
