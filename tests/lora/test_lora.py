@@ -220,6 +220,58 @@ def test_what_cannot_be_used_is_named(place: Path) -> None:
     assert "could not be fetched from the hub" in message and "hf download nobody/no-such-model" in message
 
 
+def test_half_a_mistake_in_the_targets_is_named_too(place: Path) -> None:
+    with pytest.raises(Problem, match="no layer is called v_prj .*down_proj"):
+        small(targets="q_proj,v_prj").model()
+
+
+def test_a_plain_file_trains_as_it_is(place: Path) -> None:
+    """One document, whose end is held out."""
+    Path("story.txt").write_text("\n".join(sentences(60)))
+    good("train", "lora", "base=model", "data=story.txt", "context=64", "steps=4", "--name", "story")
+    assert "eval/perplexity" in rows("runs/story")[-1]
+    good("train", "lora", "base=model", "data=story.txt", "context=64", "steps=4", "held_out=0", "--name", "all")
+    assert "eval/perplexity" not in rows("runs/all")[-1]
+
+
+def test_prompts_that_leave_nothing_to_learn_are_refused(place: Path) -> None:
+    write_jsonl(place / "long.jsonl", [{"prompt": " ".join(["cat"] * 90), "completion": "sat"} for _ in range(4)])
+    message = bad("train", "lora", "base=model", "data=long.jsonl", "long=truncate", "context=64", "steps=1")
+    assert "nothing is left to learn: raise context" in message
+
+
+def test_layers_that_carry_one_document_into_the_next_are_not_packed(place: Path) -> None:
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    config = Lfm2Config(
+        vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        layer_types=["conv", "full_attention"],
+    )  # fmt: skip
+    write_model(place / "carries")
+    Lfm2ForCausalLM(config).save_pretrained(place / "carries")
+    with pytest.raises(Problem, match=r"layers \(conv\) that carry one document .*packing=false"):
+        small(base="carries").model()
+    assert small(base="carries", packing=False).model()
+
+
+def test_a_head_that_is_more_than_a_matrix_is_asked_for_its_logits(place: Path) -> None:
+    from transformers import RobertaConfig, RobertaForCausalLM
+
+    config = RobertaConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, is_decoder=True, type_vocab_size=1,
+        pad_token_id=1, max_position_embeddings=80,
+    )  # fmt: skip
+    write_model(place / "more")
+    torch.manual_seed(0)
+    RobertaForCausalLM(config).save_pretrained(place / "more")
+    model = small(base="more", packing=False, targets="query,value").model()
+    tokens = torch.arange(5, 37)[None]
+    each = torch.ones_like(tokens)
+    total, _, counts = model(tokens, each, each.bool(), True)
+    expected = model.net(input_ids=tokens, labels=tokens).loss
+    assert float(total / counts.sum()) == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_what_was_fetched_once_needs_no_network(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = place / "hub" / "models--some--model"
     (kept / "refs").mkdir(parents=True)

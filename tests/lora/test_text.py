@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drivetrain.outcomes import Problem
+from drivetrain.tasks.lora import text
 from drivetrain.tasks.lora.base import Bytes
 from drivetrain.tasks.lora.text import Reading, Tokens, documents, pack, read_row, tokenised
 from tests.lora.models import write_jsonl, write_model
@@ -113,6 +114,35 @@ def test_only_what_the_assistant_says_is_learned(tmp_path: Path, monkeypatch: py
     tokenizer.chat_template = None
     with pytest.raises(Problem, match="no chat template"):
         tokenised(Reading(str(path)), tokenizer, print)
+
+
+def test_rows_of_a_data_set_and_chats_that_do_not_fit_are_named_or_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("set").mkdir()
+    write_jsonl(Path("set/train.jsonl"), [{"text": "the cat"}, {"text": None}, {"text": "a mat"}])
+    with pytest.raises(Problem, match="data=set, row 2: text, prompt and completion must be text"):
+        list(documents(Reading("set", "file", None, "stop"), print))
+    said: list[str] = []
+    assert len(list(documents(Reading("set", "file", None, "skip"), said.append))) == 2
+    assert "1 rows" in said[0]
+
+    class Strict:
+        chat_template, eos_token_id = "strict", 1
+
+        def apply_chat_template(self, some: list[dict[str, str]], **options: Any) -> Any:
+            if some and some[0]["role"] != "user":
+                raise RuntimeError("a chat begins with the user")
+            return {"input_ids": [2, 3][: len(some)]}
+
+        def __call__(self, texts: list[str], **options: Any) -> Any:
+            return {"input_ids": [[5] for _ in texts]}
+
+    good, odd = [{"role": r, "content": "x"} for r in ("user", "assistant")], [{"role": "assistant", "content": "x"}]
+    write_jsonl(Path("chats.jsonl"), [{"messages": good}, {"messages": odd}])
+    with pytest.raises(Problem, match="chat 2: the model's template refuses it .a chat begins with the user"):
+        text._tokenise(Reading("chats.jsonl", "file", None, "stop"), Strict(), print)
+    assert len(text._tokenise(Reading("chats.jsonl", "file", None, "skip"), Strict(), print)) == 1
 
 
 def test_texts_are_tokenised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,8 @@ class Adapted(nn.Module):
         head = net.get_output_embeddings()
         if not _slides(net.config):
             net.get_base_model().set_attn_implementation(_attention())
-        self._multiplies = type(head) is nn.Linear and not head.weight.requires_grad and not _changes_logits(net.config)
+        last = any(child is head for child in net.get_base_model().children())  # else it is a part of what comes at the end
+        self._multiplies = type(head) is nn.Linear and last and not head.weight.requires_grad and not _changes_logits(net.config)
         """Whether the head is a frozen matrix and nothing else."""
 
     def forward(self, tokens: Tensor, document: Tensor, learned: Tensor, alone: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,8 +69,8 @@ class Adapted(nn.Module):
 
 def _changes_logits(config: Any) -> bool:
     """Whether something is done to logits after the head."""
-    scaled = any(getattr(config, name, None) not in (None, 1, 1.0) for name in ("logit_scale", "logits_scaling"))
-    return scaled or getattr(config, "final_logit_softcapping", None) is not None
+    figures = ((name, value) for name, value in config.to_dict().items() if "logit" in name or "lm_head" in name)
+    return any(isinstance(value, (int, float)) and not isinstance(value, bool) and value != 1 for _, value in figures)
 
 
 def _slides(config: Any, length: int | None = None) -> bool:

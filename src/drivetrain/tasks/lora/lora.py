@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -105,8 +106,25 @@ class Lora(Task):
             adapted = get_peft_model(net, self.adapter())
         except ValueError as error:
             raise Problem(f"targets={self.targets}: {_candidates(net, error)}") from error
+        self._check(adapted)
         set_beside(adapted)
         return Adapted(adapted, base.digest())
+
+    def _check(self, adapted: Any) -> None:
+        """What peft takes without a word, and what these rows do not suit."""
+        net, config = adapted.get_base_model(), adapted.config
+        reached = adapted.base_model.targeted_module_names
+        for name in self.targets.split(",") if self.targets != "all-linear" else ():
+            if not any(f".{path}".endswith(f".{name.strip()}") for path in reached):
+                raise Problem(f"targets={self.targets}: {_candidates(net, f'no layer is called {name.strip()}')}")
+        if getattr(config, "tie_word_embeddings", False) and any("lm_head" in path for path in reached):
+            raise Problem("targets: lm_head has the weights of the embedding (tied), which an adapter of one of them alone would part")
+        kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention", "chunked_attention"}
+        if self.packing and (kinds or any(isinstance(module, nn.Conv1d) for module in net.modules())):
+            how = ", ".join(sorted(kinds)) or "convolutions over time"
+            raise Problem(
+                f"{self.base} has layers ({how}) that carry one document of a row into the next: say packing=false, which pads rows"
+            )
 
     def adapter(self) -> Any:
         """peft's description of the adapters."""
@@ -124,13 +142,17 @@ class Lora(Task):
     def _split(self) -> tuple[text.Tokens, np.ndarray, np.ndarray]:
         """All documents, those to learn from, and those held out."""
         found = text.tokenised(self._reading(self.data), self.tokenizer, _say)
+        if len(found) == 1 and self.eval_file is None and self.held_out and (size := len(found.tokens)) >= 40:
+            found = replace(found, starts=np.array([0, round(size * (1 - self.held_out)), size]))
+            _say(f"the data are one document: its last {self.held_out:.0%} are held out (unit=paragraphs takes parts of all of it)")
+            return found, np.array([0]), np.array([1])
         every = np.arange(len(found))
         out = np.zeros(len(found), bool)
         if self.eval_file is None and self.held_out and len(found) > 1:
             step = max(2, round(1 / self.held_out))
             out = every % step == min(step, len(found)) - 1
         elif self.eval_file is None and self.held_out:
-            _say("the data are one document, so nothing is held out: unit=paragraphs or eval_file=FILE gives an evaluation")
+            _say("the data are one short document, so nothing is held out: eval_file=FILE gives an evaluation")
         return found, every[~out], every[out]
 
     @cached_property
@@ -139,6 +161,10 @@ class Lora(Task):
         rows = self._packed(found, which)
         if not len(rows.tokens):
             raise Problem(f"data={self.data}: no document has two tokens")
+        if not rows.learned.any():
+            raise Problem(
+                f"data={self.data}: prompts alone fill rows of {self.context} tokens, and nothing is left to learn: raise context"
+            )
         kinds = f"{len(which):,} documents, {int(rows.learned.sum()):,} tokens to learn in {len(rows.tokens):,} rows of {self.context} ({rows.fill():.1%} full)"
         longer = f"; {rows.split:,} longer ones were {'split' if self.long == 'split' else 'truncated'}" if rows.split else ""
         _say(kinds + longer)
@@ -168,7 +194,10 @@ class Lora(Task):
         return _as_tensors(self._rows)
 
     def eval_data(self) -> Tensors | None:
-        return None if self._eval_rows is None else _as_tensors(self._eval_rows)
+        if self._eval_rows is None:
+            self.best = None if self.best == type(self).best else self.best  # there is nothing to choose by
+            return None
+        return _as_tensors(self._eval_rows)
 
     # --- learning ---
 
@@ -239,9 +268,10 @@ def _as_tensors(rows: Rows) -> Tensors:
     return Tensors(rows.tokens, rows.document, rows.learned)
 
 
-def _candidates(net: nn.Module, error: Exception) -> str:
+def _candidates(net: nn.Module, error: Exception | str) -> str:
     """Layers that could have been named."""
-    known = sorted({name.rpartition(".")[2] for name, module in net.named_modules() if isinstance(module, nn.Linear)})
+    linear = ((name, module) for name, module in net.named_modules() if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+    known = sorted({name.removesuffix(".base_layer").rpartition(".")[2] for name, _ in linear if ".lora_" not in name})
     return f"{next(iter(str(error).splitlines()), '')} (linear layers of this model: {', '.join(known)})" if known else str(error)
 
 

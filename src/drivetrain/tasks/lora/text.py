@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -63,7 +64,7 @@ def documents(reading: Reading, notice: Notice) -> Iterator[list[Piece] | list[d
     elif path.is_absolute() or path.suffix or reading.data.startswith("."):
         raise Problem(f"data={reading.data}: there is no such file")
     else:
-        found = _of_hub(reading.data)
+        found = _of_hub(reading.data, reading.bad, notice)
     for number, document in enumerate(found):
         if reading.first is not None and number >= reading.first:
             return
@@ -131,7 +132,7 @@ def read_row(row: Any) -> Any:
     return parts
 
 
-def _of_hub(name: str) -> Iterator[Any]:
+def _of_hub(name: str, bad: str, notice: Notice) -> Iterator[Any]:
     repository, _, config = name.partition(":")
     try:
         from datasets import DownloadConfig, load_dataset
@@ -145,10 +146,19 @@ def _of_hub(name: str) -> Iterator[Any]:
             f" ({next(iter(str(error).splitlines()), type(error).__name__)}).\nWhere there is a network: hf download {repository}"
             f" --repo-type dataset --local-dir DIR; then give a .txt or .jsonl file (text, prompt/completion or messages)"
         ) from None
-    for row in rows:
-        read = read_row(row)
+    skipped = 0
+    for number, row in enumerate(rows, 1):
+        try:
+            read = read_row(row)
+        except ValueError as error:
+            if bad == "stop":
+                raise Problem(f"data={name}, row {number}: {error} (bad_samples=skip leaves such rows out)") from None
+            skipped += 1
+            continue
         if isinstance(read[0], dict) or any(text.strip() for text, _ in read):
             yield read
+    if skipped:
+        notice(f"data={name}: {skipped:,} rows without text, prompt and completion, or messages left out")
 
 
 # --- tokenising --------------------------------------------------------------------------------
@@ -175,6 +185,10 @@ def tokenised(reading: Reading, tokenizer: Any, notice: Notice) -> Tokens:
 
 def _content(reading: Reading) -> str:
     path = Path(reading.data).expanduser()
+    if reading.data == TOPICS:
+        return sys.version
+    if path.is_dir():
+        return json.dumps([[str(f.relative_to(path)), f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(path.rglob("*"))])
     if not path.is_file():
         return ""
     with open(path, "rb") as file:
@@ -185,9 +199,21 @@ def _tokenise(reading: Reading, tokenizer: Any, notice: Notice) -> Tokens:
     tokens: list[np.ndarray] = []
     learned: list[np.ndarray] = []
     waiting: list[list[Piece]] = []
-    for document in documents(reading, notice):
+    refused = 0
+    for number, document in enumerate(documents(reading, notice), 1):
         if isinstance(document[0], dict):
-            ids, marks = _of_chat(document, tokenizer)
+            try:
+                ids, marks = _of_chat(document, tokenizer)
+            except Problem:
+                raise
+            except Exception as error:  # the template's own words, of a class that it chooses
+                if reading.bad == "stop":
+                    why = next(iter(str(error).splitlines()), type(error).__name__)
+                    raise Problem(
+                        f"data={reading.data}, chat {number}: the model's template refuses it ({why}); bad_samples=skip leaves such out"
+                    ) from None
+                refused += 1
+                continue
             tokens.append(np.asarray(ids, np.int32))
             learned.append(np.asarray(marks, bool))
         else:
@@ -195,6 +221,8 @@ def _tokenise(reading: Reading, tokenizer: Any, notice: Notice) -> Tokens:
             if len(waiting) == TOGETHER:
                 _take(waiting, tokenizer, tokens, learned)
     _take(waiting, tokenizer, tokens, learned)
+    if refused:
+        notice(f"data={reading.data}: {refused:,} chats that the model's template refuses left out")
     if not any(marks.any() for marks in learned):
         raise Problem(f"data={reading.data} has no text to learn from")
     starts = np.concatenate([[0], np.cumsum([len(ids) for ids in tokens])])
