@@ -221,7 +221,7 @@ def test_what_cannot_be_used_is_named(place: Path) -> None:
 
 
 def test_half_a_mistake_in_the_targets_is_named_too(place: Path) -> None:
-    with pytest.raises(Problem, match="no layer is called v_prj .*down_proj"):
+    with pytest.raises(Problem, match=r"no layer is called v_prj .*down_proj"):
         small(targets="q_proj,v_prj").model()
 
 

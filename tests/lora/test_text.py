@@ -140,7 +140,7 @@ def test_rows_of_a_data_set_and_chats_that_do_not_fit_are_named_or_left_out(tmp_
 
     good, odd = [{"role": r, "content": "x"} for r in ("user", "assistant")], [{"role": "assistant", "content": "x"}]
     write_jsonl(Path("chats.jsonl"), [{"messages": good}, {"messages": odd}])
-    with pytest.raises(Problem, match="chat 2: the model's template refuses it .a chat begins with the user"):
+    with pytest.raises(Problem, match=r"chat 2: the model's template refuses it .a chat begins with the user"):
         text._tokenise(Reading("chats.jsonl", "file", None, "stop"), Strict(), print)
     assert len(text._tokenise(Reading("chats.jsonl", "file", None, "skip"), Strict(), print)) == 1
 
