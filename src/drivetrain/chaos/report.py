@@ -15,7 +15,7 @@ from drivetrain.runs import Run, read_lines
 if TYPE_CHECKING:
     from drivetrain.watch.screen import Screen
 
-APART = 0.1  # how far losses may differ where sums were added up in another order
+APART = 0.5  # how far losses may differ where sums were added up in another order, and dropout fell otherwise
 
 
 def injected(run: Run) -> list[str]:
