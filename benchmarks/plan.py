@@ -1,7 +1,7 @@
 """How far plans are from what is measured: memory and time of models from a machine's description alone, and after measuring.
 
 For each model: the prediction for `1xH200-141GB` (or --hardware WORDS) at every micro-batch of a sweep over 2^k and 3*2^k, the same
-after three of them were measured, and whether the chosen micro-batch is as fast as the best of the sweep.
+after some of them were measured (three, and those between where these do not tell), and whether the chosen micro-batch is as fast as the best of the sweep.
 
     python benchmarks/plan.py --json benchmarks/results/plan-h200.json     # on the GPU it is about
 """

@@ -80,7 +80,7 @@ class Channelwise(Film):
         return nn.Sequential(nn.Conv2d(24, 24, 7, padding=3, groups=24), nn.Flatten(), nn.Linear(24 * 64, 10))
 
     def train_data(self) -> Tensors:
-        return Tensors(torch.zeros(64, 24, 8, 8, requires_grad=False), torch.zeros(64, dtype=torch.int64))
+        return Tensors(torch.zeros(64, 24, 8, 8), torch.zeros(64, dtype=torch.int64))
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         return super().loss(model, (batch[0] * model[2].bias.mean(), batch[1]))  # type: ignore[index, union-attr]

@@ -63,7 +63,8 @@ def plan_for(
     if threads.isdigit() and int(threads) > 0 and "threads" not in recipe.pins:
         recipe = replace(recipe, pins=recipe.pins | {"threads": int(threads)})
     plan = _plan(recipe, place, screen, planner, measure, fresh)
-    return replace(plan, env=plan.env | own)
+    hidden = ("PYTORCH_CUDA_ALLOC_CONF",) if "PYTORCH_ALLOC_CONF" in own else ()  # two names of one thing
+    return replace(plan, env={k: v for k, v in plan.env.items() if k not in hidden} | own)
 
 
 def _users_variables() -> dict[str, str]:
