@@ -70,6 +70,17 @@ def plan(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def plan_ways(result: dict[str, Any]) -> list[str]:
+    lines = ["| model | way, micro-batch | memory | predicted | time of a step | predicted |", "|---|---|--:|--:|--:|--:|"]
+    for row in result["rows"]:
+        size = f"{row['micro_batch']:,}{', the largest that should fit' if row['largest'] else ''}"
+        lines.append(
+            f"| {row['model']} | {row['way']}, {size} | {row['peak_bytes'] / 2**30:.1f} GiB | {100 * row['memory_error']:+.1f} % |"
+            f" {1e3 * row['step_seconds']:,.0f} ms, {row['kind']} | x {row['time_factor']:.2f} |"
+        )
+    return lines
+
+
 def rl(result: dict[str, Any]) -> list[str]:
     """A size a row: the peer, drivetrain's built-in world, and one of a user's own."""
     lines = [
@@ -102,6 +113,7 @@ def lora(result: dict[str, Any]) -> list[str]:
 
 MAKERS = {
     "plan-h200": plan,
+    "plan-ways-h200": plan_ways,
     "vision-h200": vision,
     "vision-h200-ways": ways,
     "accuracy-h200": accuracy,

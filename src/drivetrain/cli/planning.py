@@ -82,20 +82,21 @@ def _plan(recipe: Recipe, place: Place, screen: Screen, planner: Planner, measur
     plain = choose(recipe.settings, place.hardware, **where)
     if planner == "off":
         return plain
+    begun = time.monotonic()
     machine = Machine.of(place.hardware, place.device, place.local_procs)
     hurry = Hurry(recipe, machine, place.world_size) if measure is None else None
     profile = profile_of(recipe, plain, screen, fresh, hurry)
     if profile is None or profile.plain is None:
         why = "not predicted: " + ("that would take longer than it gains; the next plan knows" if profile is None else profile.traced)
         return replace(plain, reasons=plain.reasons | {"predicted": why})
-    points = remembered_points(recipe, plain, place, fresh)
-    plan = choose(recipe.settings, place.hardware, **where, profile=profile, points=points)
-    if points or measure is False or plan.strategy not in ("single", "ddp"):
+    known = remembered(recipe, plain, place, fresh)
+    plan = choose(recipe.settings, place.hardware, **where, profile=profile, points=known.points)
+    if measure is False or plan.strategy not in ("single", "ddp"):
         return plan
-    limit = SHARE * total_seconds(recipe, profile, plan)
-    if measure is None and limit < PROBES:
+    limit = None if measure else SHARE * total_seconds(recipe, profile, plan) - (time.monotonic() - begun)
+    if known.as_good_as(limit) or (limit is not None and limit < PROBES):
         return plan
-    points = measured(recipe, plan, place, machine, profile, screen, None if measure else max(LEAST, limit))
+    points = measured(recipe, plan, place, machine, profile, screen, limit)
     return choose(recipe.settings, place.hardware, **where, profile=profile, points=points) if points else plan
 
 
@@ -152,9 +153,21 @@ class Hurry:
         return float(SHARE * flops / (0.5e12 * max(self.machine.card.fp32, self.machine.card.bf16)))
 
 
-def remembered_points(recipe: Recipe, plan: Plan, place: Place, fresh: bool = False) -> list[Point]:
+@dataclass(frozen=True)
+class Measured:
+    """What was measured before, within so many seconds; None: all that was wanted."""
+
+    points: list[Point]
+    limit: float | None
+
+    def as_good_as(self, limit: float | None) -> bool:
+        """Whether another try, within `limit`, would hardly find more."""
+        return self.limit is None or (limit is not None and limit < 2 * self.limit)
+
+
+def remembered(recipe: Recipe, plan: Plan, place: Place, fresh: bool = False) -> Measured:
     found = None if fresh or place.hardware.described else _points_memory(recipe, plan, place.hardware).read()
-    return [Point(**p) for p in found or []]
+    return Measured([Point(**p) for p in found["points"]], found["limit"]) if found else Measured([], 0.0)
 
 
 def measured(
@@ -174,14 +187,13 @@ def measured(
     if not ended:
         child.stop()
     found = child.found() or []
-    if ended:
-        _points_memory(recipe, plan, place.hardware).write(found)
+    _points_memory(recipe, plan, place.hardware).write({"points": found, "limit": None if ended else limit})
     return [Point(**p) for p in found]
 
 
 def _points_memory(recipe: Recipe, plan: Plan, hardware: Hardware) -> _Remembered:
     gpu = min(hardware.gpus, key=lambda g: g.memory_bytes).name if hardware.gpus else f"CPU with {hardware.cpu_cores} cores"
-    return _Remembered("points", recipe, {"precision": plan.precision, "gpu": gpu, "capture": plan.capture, "batch": plan.global_batch})
+    return _Remembered("measured", recipe, {"precision": plan.precision, "gpu": gpu, "capture": plan.capture, "batch": plan.global_batch})
 
 
 class _Child:

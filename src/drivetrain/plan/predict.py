@@ -19,7 +19,8 @@ BUCKET = 500_000_000  # numbers that DeepSpeed sums at once
 SLACK = 0.95  # share of what is free that can be used: the rest goes to gaps between blocks
 CPU_FLOPS, CPU_BANDWIDTH = 0.05e12, 8e9  # of one core
 CPU_RATE, CPU_FLOOR, GPU_FLOOR, CONV_FLOOR = 0.5, 8e-6, 2.8e-6, 16e-6
-HOST = 15e-6  # seconds in which Python starts one operation of an eager step
+HOST = 43e-6  # seconds in which Python starts one operation of an eager step,
+GATHER, GATHER_TWICE = 1.0e-3, 1.5e-3  # and hands a block's parameters out and its gradients in; also out again, in the backward pass
 PCIE = 11e9  # bytes a second between GPUs without NVLink
 LINK = 0.7  # share of a link's published rate that collectives reach
 SPLIT = 512  # terms of a long sum that are worth a processor of their own
@@ -174,8 +175,10 @@ def step_seconds(profile: Profile, candidate: Candidate, machine: Machine) -> di
     """Seconds of one optimizer step by part."""
     work = passed(profile, candidate)
     device = sum(w.times * _seconds(w, candidate.micro_batch, machine, profile.precision) for w in work.work)
-    if machine.on_gpu and candidate.sharded:  # eager: no graph starts its operations
+    if machine.on_gpu and (candidate.sharded or candidate.checkpointing):  # eager: no graph starts its operations
         device = max(device, HOST * sum(w.times for w in work.work))
+    if machine.on_gpu and candidate.sharded:
+        device += max(1, profile.blocks) * (GATHER_TWICE if candidate.zero_stage == 3 else GATHER)
     parts = {"work": candidate.accumulation * device, "update": _update(profile, candidate, machine), "communication": 0.0}
     if candidate.world_size > 1:
         parts["communication"] = _communication(profile, candidate, machine, parts["work"])

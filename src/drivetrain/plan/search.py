@@ -181,7 +181,7 @@ class Search:
         percent = 100 * (1 - found.rate / best.rate)
         why = f"{percent:.0f} % slower" if percent >= 1 else "no faster to speak of, and more laborious"
         if way.offload != "none" and best.candidate.offload == "none":
-            why = "not needed" if percent < 1 else f"not needed, and {why}"
+            why = "a last resort, whose rate is the least sure" if percent < 1 else f"not needed, and {why}"
         size = found.candidate.micro_batch
         return {"choice": way.name(), "why": f"{why}: {rate_text(found.rate)}, {gib(found.bytes)} at micro-batch {size}"}
 

@@ -1,0 +1,204 @@
+"""Ways to run that spare memory, and micro-batches near the end of it: from a machine's description alone, beside real training steps.
+
+One process: sharding then moves everything that it moves, and shards are whole.
+
+    python benchmarks/plan_ways.py --json benchmarks/results/plan-ways-h200.json     # on the GPU it is about
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from plan_further import FURTHER
+from plan_models import NAMED
+
+from drivetrain import __version__
+from drivetrain.engine.group import Group
+from drivetrain.engine.loop import Training
+from drivetrain.engine.observe import Observer
+from drivetrain.engine.survey import survey
+from drivetrain.hardware import Hardware
+from drivetrain.hardware.described import parse
+from drivetrain.plan import Plan
+from drivetrain.plan.choose import choose
+from drivetrain.plan.predict import Machine
+from drivetrain.plan.profile import Profile
+from drivetrain.plan.search import Search
+from drivetrain.runs import Run
+from plan import kendall
+
+SINGLE: dict[str, Any] = {"strategy": "single", "activation_checkpointing": False}
+AGAIN = SINGLE | {"activation_checkpointing": True}
+ZERO2, ZERO3 = ({"strategy": "fsdp", "zero_stage": stage, "activation_checkpointing": False, "offload": "none"} for stage in (2, 3))
+MOVED = ZERO3 | {"offload": "all"}
+LARGEST = 0  # micro-batch: the largest that is predicted to fit
+CASES: list[tuple[str, dict[str, Any], int]] = [
+    ("SmolLM2-135M shape", SINGLE, 16),
+    ("SmolLM2-135M shape", AGAIN, 16),
+    ("SmolLM2-135M shape", ZERO2, 16),
+    ("SmolLM2-135M shape", ZERO3, 16),
+    ("SmolLM2-135M shape", ZERO3 | {"activation_checkpointing": True}, 16),
+    ("SmolLM2-135M shape", MOVED, 16),
+    ("SmolLM2-135M shape", SINGLE, LARGEST),
+    ("ViT-B/16", SINGLE, 192),
+    ("ViT-B/16", AGAIN, 192),
+    ("ViT-B/16", ZERO3, 192),
+    ("ViT-B/16", SINGLE, LARGEST),
+    ("SmolLM2-1.7B shape", SINGLE, 6),
+    ("SmolLM2-1.7B shape", AGAIN, 6),
+    ("SmolLM2-1.7B shape", ZERO2, 6),
+    ("SmolLM2-1.7B shape", ZERO3, 6),
+    ("SmolLM2-1.7B shape", AGAIN, LARGEST),
+    ("BERT layers, dropout", SINGLE, 64),
+    ("BERT layers, dropout", AGAIN, 64),
+    ("BERT layers, dropout", ZERO2, 64),
+    ("BERT layers, dropout", ZERO3, 64),
+    ("MLP-Mixer", SINGLE, 192),
+    ("MLP-Mixer", AGAIN, 192),
+    ("MLP-Mixer", ZERO3, 192),
+]
+MODELS = NAMED | FURTHER
+STEPS, EAGER, COUNTED = 40, 8, 5  # of which the last are timed: until then it is settled how steps run, and a graph is made
+
+
+class Enough(Exception):
+    """The steps are taken; nothing is to be saved."""
+
+
+class Watch(Observer):
+    def __init__(self, steps: int) -> None:
+        self.steps, self.times, self.short, self.kind = steps, list[float](), "", "eager"
+
+    def planned(self, facts: dict[str, Any]) -> None:
+        self.kind = "compiled" if facts["compile"] == "on" else "captured" if facts["capture"] == "on" else "eager"
+
+    def moment(self, name: str) -> None:
+        if name == "step":
+            torch.cuda.synchronize()
+            if not self.times:
+                torch.cuda.reset_peak_memory_stats()
+            self.times.append(time.perf_counter())
+            if len(self.times) > self.steps:
+                raise Enough
+
+    def notice(self, text: str) -> None:
+        if "memory" in text:
+            self.short = text
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    pins: dict[str, Any]
+    profile: Profile
+    hardware: Hardware
+
+    def largest(self) -> int:
+        machine = Machine.of(self.hardware, "cuda", 1)
+        search = Search(self.profile, machine, 1 << 14, 1, 1)
+        [way] = search.ways(self.pins, deepspeed=False)
+        size = max(s for s in range(1, 4097) if search.rate(way, s).fits)
+        return size - size % 8 if size > 16 else size
+
+    def plan(self, task: Any) -> Plan:
+        settings = task.settings()
+        return choose(settings, self.hardware, device="cuda", world_size=1, local_procs=1, pins=self.pins, profile=self.profile)
+
+
+def on_gpu(kind: Any) -> Any:
+    """The same task; random weights are made fastest where they are needed."""
+
+    def model(self: Any) -> Any:
+        with torch.device("cuda"):
+            return kind.model(self)
+
+    return type(kind.__name__, (kind,), {"model": model, "__module__": kind.__module__})
+
+
+def run(case: Case, micro_batch: int) -> dict[str, Any]:
+    size = micro_batch or case.largest()
+    task = on_gpu(MODELS[case.model])(global_batch=size, steps=1000, log_every=1000, save_every=1000, samples=max(4 * size, 64))
+    pins = case.pins | {"micro_batch": size}
+    plan = replace(case, pins=pins).plan(task)
+    torch._C._accelerator_setAllocatorSettings(plan.env.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False"))
+    watch = Watch(STEPS if case.pins == SINGLE else EAGER)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        try:
+            Training(task, plan, Run(Path(folder)), Group(0, 1, torch.device("cuda", 0)), watch, False).run_to_end()
+        except Enough:
+            pass
+    peak = torch.cuda.max_memory_allocated() - before
+    seconds = statistics.median(b - a for a, b in zip(watch.times[-COUNTED - 1 :], watch.times[-COUNTED:], strict=False))
+    predicted, memory = plan.predicted["step_seconds"], sum(plan.predicted["memory_bytes"].values())
+    return {
+        "model": case.model, "way": _name(plan), "micro_batch": size, "largest": not micro_batch, "kind": watch.kind, "shortage": watch.short,
+        "peak_bytes": peak, "step_seconds": seconds, "predicted_bytes": memory, "predicted_seconds": predicted,
+        "memory_error": memory / peak - 1, "time_factor": predicted / seconds,
+    }  # fmt: skip
+
+
+def _name(plan: Plan) -> str:
+    words = [plan.strategy if plan.strategy != "fsdp" else f"fsdp (ZeRO-{plan.zero_stage})"]
+    words += ["activation checkpointing"] if plan.activation_checkpointing else []
+    return " + ".join(words + (["state on the host"] if plan.offload == "all" else []))
+
+
+def order(rows: list[dict[str, Any]], sweep: str) -> float:
+    """Kendall's tau of the candidates of one model: these, and the micro-batches of plan.py's sweep."""
+    rates = [(r["micro_batch"] / r["step_seconds"], r["micro_batch"] / r["predicted_seconds"]) for r in rows]
+    for model in json.loads(Path(sweep).read_text())["rows"]:
+        if model["model"] == rows[0]["model"]:
+            rates += [
+                (r["micro_batch"] / r["step_seconds"], r["micro_batch"] / r["step_seconds"] / r["time_factor"]) for r in model["sizes"]
+            ]
+    return kendall([real for real, _ in rates], [said for _, said in rates])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hardware", default="1xH200-141GB", help="how this machine would be described")
+    parser.add_argument("--json", help="write the results here")
+    parser.add_argument("--only", nargs="*", help="models to measure")
+    parser.add_argument("--sweep", default="benchmarks/results/plan-h200.json", help="what plan.py measured: more candidates to order")
+    args = parser.parse_args()
+    hardware, profiles, rows = parse(args.hardware), dict[str, Profile](), list[dict[str, Any]]()
+    for model, pins, micro_batch in CASES:
+        if args.only and model not in args.only:
+            continue
+        if model not in profiles:
+            profiles[model] = survey(MODELS[model](), "bf16")
+        rows.append(run(Case(model, pins, profiles[model], hardware), micro_batch))
+        row = rows[-1]
+        print(
+            f"{row['model']:<20} {row['way']:<46} {row['micro_batch']:>5}: {row['peak_bytes'] / 2**30:6.1f} GiB ({row['memory_error']:+.1%}),"
+            f" {1e3 * row['step_seconds']:7.1f} ms (x{row['time_factor']:.2f}) {row['kind']} {row['shortage']}",
+            flush=True,
+        )
+    orders = {model: order([r for r in rows if r["model"] == model], args.sweep) for model in profiles}
+    print("order of candidates, with those of the sweep: " + ", ".join(f"{model} {tau:.2f}" for model, tau in orders.items()))
+    if args.json:
+        facts = {
+            "date": date.today().isoformat(), "hardware": torch.cuda.get_device_name(0), "described": args.hardware,
+            "python": platform.python_version(), "torch": torch.__version__, "drivetrain": __version__,
+            "command": " ".join(["python benchmarks/plan_ways.py", *sys.argv[1:]]), "orders": orders, "rows": rows,
+        }  # fmt: skip
+        Path(args.json).write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

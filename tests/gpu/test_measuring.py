@@ -1,0 +1,59 @@
+"""What planning costs a training on a real GPU: at most 3 s or 5 % of it, and nothing the second time."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from drivetrain.cli import planning
+from drivetrain.hardware import detect
+from drivetrain.plan import Plan
+from drivetrain.recipe import load
+from drivetrain.watch.screen import Screen
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+MODELS = Path(__file__).parent.parent.parent / "benchmarks" / "plan_models.py"
+
+
+def planned(name: str, steps: int) -> tuple[Plan, float]:
+    [recipe] = load(f"{MODELS}:{name}", [f"steps={steps}"])
+    begun = time.monotonic()
+    plan = planning.plan_for(recipe, planning.Place(detect(), "cuda", 1, 1, 1), Screen(quiet=True), measure=None)
+    return plan, time.monotonic() - begun
+
+
+@pytest.mark.parametrize("name", ["Cnn", "VitB"])
+def test_a_training_waits_for_its_plan_no_longer_than_it_may(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _, short = planned(name, 10)
+    assert short < 3.5, f"a short run waited {short:.1f} s"
+    for _ in range(300):  # the look at the task goes on beside it
+        if list(tmp_path.rglob("profile-*")):
+            break
+        time.sleep(0.2)
+    plan, known = planned(name, 10)
+    assert plan.predicted and not plan.measured and known < 0.5
+    steps = int(60 / 0.05 / plan.predicted["step_seconds"])
+    plan, seconds = planned(name, steps)
+    print(
+        f"{name}: {short:.1f} s before a short run, {seconds:.1f} s of {0.05 * steps * plan.predicted['step_seconds']:.0f} before a long one"
+    )
+    assert len(plan.measured["points"]) >= 3 and seconds <= 0.05 * steps * plan.predicted["step_seconds"]
+    plan, known = planned(name, steps)
+    assert plan.measured and known < 0.5
+
+
+def test_measuring_that_finds_its_end_leaves_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(planning, "LEAST", 60.0)
+    plan, _ = planned("VitB", 10)
+    monkeypatch.setattr(planning, "PROBES", 1.0)
+    steps = int(2 / 0.05 / plan.predicted["step_seconds"])
+    plan, seconds = planned("VitB", steps)
+    assert seconds < 3, "2 s, of which a process with CUDA takes most"
+    monkeypatch.setattr(planning, "_Child", None)
+    again, seconds = planned("VitB", steps)
+    assert again.measured == plan.measured and seconds < 0.5
