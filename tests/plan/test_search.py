@@ -48,6 +48,17 @@ def test_the_host_s_memory_is_the_last_resort() -> None:
     assert plan("1.7B", "1xRTX4090-24GB").offload == "all"
 
 
+def test_deepspeed_is_taken_where_only_its_offload_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host has room for the optimizer's state and not for all, the GPU for parameters and gradients."""
+    monkeypatch.setattr("drivetrain.plan.choose.find_spec", lambda name: True)
+    made = plan("1.7B", "1x29GB, 30GB RAM")
+    assert (made.strategy, made.zero_stage, made.offload) == ("deepspeed", 2, "optimizer")
+    assert "single does not fit" in made.reasons["strategy"]
+    monkeypatch.setattr("drivetrain.plan.choose.find_spec", lambda name: None)
+    with pytest.raises(Problem, match=r"24 GiB of the host's memory can be used.\nWays out: \(1\) 32 GiB of RAM .*\(2\) a GPU with 3\d GB"):
+        plan("1.7B", "1x29GB, 30GB RAM")
+
+
 def test_a_pin_is_kept_and_the_rest_follows() -> None:
     made = plan("1.7B", "8xH100-80GB", activation_checkpointing="true", micro_batch=8)
     assert (made.activation_checkpointing, made.micro_batch, made.reasons["micro_batch"]) == (True, 8, "pinned")

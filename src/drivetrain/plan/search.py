@@ -233,10 +233,12 @@ class Search:
         need = bytes_of(least)
         rated = self.rate(least, min(self.micro_batches(pin)))
         where = f"each {self.machine.card.name} has {gib(self.machine.usable_bytes)} to use"
+        larger = min((w for w in ways if w.offload == "none"), key=bytes_of, default=least)
+        ways_out = [f"a GPU with {bytes_of(larger) / SIZE:,.0f} GB or more" if on_gpu else f"{gib(need)} of RAM"]
         if rated.bytes <= rated.usable:
             need, where = rated.host, f"{gib(rated.host_usable)} of the host's memory can be used"
+            ways_out.insert(0, f"{gib(need / HOST_SHARE)} of RAM for each process")
         freer = min(self.ways({}, deepspeed=False), key=lambda w: smallest(self.profile, w, on_gpu))
-        ways_out = [f"a GPU with {need / SIZE:,.0f} GB or more" if on_gpu else f"{gib(need)} of RAM"]
         more = self._more_processes(freer)
         ways_out += [f"{more} GPUs with plan.strategy=fsdp"] if more else []
         ways_out += [f"leave out plan.micro_batch={pinned}"] if pinned is not None else []
