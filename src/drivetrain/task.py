@@ -219,7 +219,8 @@ class Task:
         return None
 
     def remarks(self, model: Any) -> list[str]:
-        """What is said after an evaluation: samples of what the model makes, for example."""
+        """What is said after an evaluation: samples of what the model makes, for example. Rank 0's is told; a sharded model's
+        is asked for on every rank, and must call the model equally often on each."""
         return []
 
     def publish(self, tensors: dict[str, Tensor], folder: Path, facts: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from drivetrain.engine.feed import ORDER
 from drivetrain.engine.group import Group
 from drivetrain.engine.rand import permutation, seed_everything
 from drivetrain.outcomes import Problem
+from drivetrain.runs import Run
 from drivetrain.tasks.lora import head
 from drivetrain.tasks.lora.base import find
 from drivetrain.tasks.lora.lora import Lora, generate
@@ -146,10 +147,12 @@ def test_the_run_leaves_an_adapter_that_peft_loads(place: Path) -> None:
     before = next(e["metrics"]["perplexity"] for e in events if e["event"] == "before")
     after = [row["eval/perplexity"] for row in rows(run) if "eval/perplexity" in row][-1]
     assert after < 0.9 * before
+    samples = [(e["step"], e["text"]) for e in events if e["event"] == "remark"]
+    assert samples[0][0] == 0 and samples[-1][0] == 40 and all(text.startswith("'the cat' goes on: ") for _, text in samples)
+    assert f"remark       {samples[-1][1]}   (step 40)" in good("status", "one")
     net = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(place / "model"), str(run / "model")).eval()
     task = small(targets="q_proj,v_proj,down_proj")
     from drivetrain.engine.inference import trained_model
-    from drivetrain.runs import Run
 
     ours: Any = trained_model(task, Run(run))
     ids = torch.arange(1, 20)[None] % 20
@@ -198,7 +201,8 @@ def test_micro_batches_and_processes_change_no_loss(place: Path) -> None:
     good(*words, "--name", "whole")
     good(*words, "plan.micro_batch=1", "--name", "single")
     good(*words, "--procs", "2", "plan.micro_batch=2", "--name", "two")
-    good(*words, "--procs", "2", "plan.strategy=fsdp", "--name", "sharded")
+    good(*words, "--procs", "2", "plan.strategy=fsdp", "prompt=the cat", "--name", "sharded")
+    assert [e["step"] for e in Run(place / "runs" / "sharded").events() if e["event"] == "remark"] == [5, 8], "a sample of all shards"
     whole = [row["train/loss"] for row in rows(place / "runs" / "whole")]
     for other in ("single", "two", "sharded"):
         found = [row["train/loss"] for row in rows(place / "runs" / other)]

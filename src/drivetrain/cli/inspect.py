@@ -193,9 +193,11 @@ def _status(words: list[str]) -> int:
     info, rows, events = found.read(), found.rows(), found.events()
     last = rows[-1] if rows else {}
     evaluated: dict[str, Any] = next((r for r in reversed(rows) if any(k.startswith("eval/") for k in r)), {})
+    remarks = [e for e in events if e["event"] == "remark"]
     facts = {
         "name": found.name, "status": found.status, "message": info["message"], "last": last, "evaluated": evaluated,
-        "checkpoints": found.steps(), "plan": info["plan"], "events": events[-5:], "bytes": found.disk_bytes(),
+        "checkpoints": found.steps(), "plan": info["plan"], "bytes": found.disk_bytes(),
+        "events": [e for e in events if e["event"] != "remark"][-5:], "remarks": [e for e in remarks if e["step"] == remarks[-1]["step"]],
     }  # fmt: skip
     spent = _spent(found)
     if spent is not None:
@@ -214,6 +216,8 @@ def _status(words: list[str]) -> int:
     if evaluated:
         figures = "   ".join(_metric(k.removeprefix("eval/"), v) for k, v in evaluated.items() if k.startswith("eval/"))
         print(f"eval         {figures}   (step {evaluated['step']:,})")
+    for remark in facts["remarks"]:
+        print(f"remark       {remark['text']}   (step {remark['step']:,})")
     if spent is not None and spent.steps:
         print(f"time         {spent.sentence()}")
         if facts["time"]["bottleneck"]:

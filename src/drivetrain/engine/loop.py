@@ -300,12 +300,14 @@ class Training:
         self._remark()
 
     def _remark(self) -> None:
-        """Let the task say what the model makes."""
-        if not self.group.main or self.plan.shards or not overrides(self.task, "remarks"):  # a shard alone can say nothing
+        """Let the task say what the model makes; where that is sharded, all ranks ask it together."""
+        if not overrides(self.task, "remarks") or not (self.group.main or self.plan.shards):
             return
         with torch.no_grad(), self.precision.forward():
-            for remark in self.task.remarks(self.model):
-                self.observer.notice(remark)
+            remarks = self.strategy.run(self.task.remarks, self.model)
+        for remark in remarks if self.group.main else ():
+            self.observer.notice(remark)
+            self.run.event("remark", step=self.done, text=remark)
         self._look_again()
 
     def _evaluate(self, stop: SupportsBool) -> bool:

@@ -232,34 +232,44 @@ class Lora(Task):
     def remarks(self, model: Any) -> list[str]:
         if not self.prompt:
             return []
-        said = "".join(generate(model.net, self.tokenizer, self.prompt, 48, 0.0))
+        # All tokens are made, whatever they are: processes that share a model must call it equally often.
+        made = list(continued(model.net, self.tokenizer, self.prompt, 48, 0.0))
+        end = made.index(self.tokenizer.eos_token_id) if self.tokenizer.eos_token_id in made else len(made)
+        said = self.tokenizer.decode(made[:end], skip_special_tokens=True)
         return [f"{self.prompt!r} goes on: {' '.join(said.split())!r}"]
 
 
-@torch.inference_mode()
 def generate(net: Any, tokenizer: Any, given: str, tokens: int, temperature: float) -> Iterator[str]:
     """New text, as it comes: what is decoded so far less what was given out; half a character waits for its rest."""
+    made: list[int] = []
+    told = ""
+    for token in continued(net, tokenizer, given, tokens, temperature):
+        if token == tokenizer.eos_token_id:
+            return
+        made.append(token)
+        whole = tokenizer.decode(made, skip_special_tokens=True)
+        if not whole.endswith("\N{REPLACEMENT CHARACTER}"):
+            yield whole[len(told) :]
+            told = whole
+
+
+@torch.no_grad()
+def continued(net: Any, tokenizer: Any, given: str, tokens: int, temperature: float) -> Iterator[int]:
+    """The tokens that follow a text, without an end."""
     ids = torch.tensor(tokenizer([given], add_special_tokens=True)["input_ids"])
     device = next(net.parameters()).device
     window = getattr(net.config, "max_position_embeddings", 2048) - tokens
     ids = ids[:, -max(1, window) :].to(device)
     if not ids.shape[1]:
         raise Problem("the prompt is empty: give at least one character")
-    made: list[int] = []
-    told, kept, training = "", None, net.training
+    kept, training = None, net.training
     net.eval()
     try:
-        while len(made) < tokens:
+        for _ in range(tokens):
             out = net(input_ids=ids, past_key_values=kept, use_cache=True)
             kept, logits = out.past_key_values, out.logits[:, -1].float()
             ids = logits.argmax(-1, keepdim=True) if not temperature else torch.multinomial((logits / temperature).softmax(-1), 1)
-            if int(ids) == tokenizer.eos_token_id:
-                break
-            made.append(int(ids))
-            whole = tokenizer.decode(made, skip_special_tokens=True)
-            if not whole.endswith("\N{REPLACEMENT CHARACTER}"):
-                yield whole[len(told) :]
-                told = whole
+            yield int(ids)
     finally:
         net.train(training)
 
