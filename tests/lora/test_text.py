@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -13,8 +20,10 @@ from hypothesis import strategies as st
 from drivetrain.outcomes import Problem
 from drivetrain.tasks.lora import text
 from drivetrain.tasks.lora.base import Bytes
-from drivetrain.tasks.lora.text import Reading, Tokens, documents, pack, read_row, tokenised
-from tests.lora.models import write_jsonl, write_model
+from drivetrain.tasks.lora.documents import Reading, _data_set, documents, read_row
+from drivetrain.tasks.lora.text import Tokens, begun, opening, pack, tokenised
+from tests.lora.models import TEMPLATE, write_jsonl, write_model
+from tests.patience import Stopwatch
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=60)
 
@@ -56,7 +65,16 @@ def test_the_first_token_of_a_piece_is_not_learned() -> None:
     rows = pack(some([5, 3]), np.arange(2), 4, True, "split", 0)
     assert rows.learned.sum() == (4 - 1) + (3 - 1)  # the fifth token of the first stands alone, and is left out
     rows = pack(some([5, 3]), np.arange(2), 4, True, "truncate", 0)
-    assert rows.learned.sum() == (4 - 1) + (3 - 1) and rows.split == 1
+    assert rows.learned.sum() == (4 - 1) + (3 - 1) and (rows.split, rows.cut) == (0, 1)
+
+
+def test_a_completion_is_not_parted_from_its_prompt() -> None:
+    """Documents: a text, a prompt of two tokens with a completion of six, and a prompt that fills its row."""
+    found = some([7, 8, 6])
+    found.learned[7:9] = found.learned[15:20] = False
+    rows = pack(found, np.arange(3), 4, True, "split", -1)
+    assert sorted(rows.tokens.tolist()) == [[0, 1, 2, 3], [4, 5, 6, -1], [7, 8, 9, 10]]
+    assert (rows.split, rows.cut, rows.dropped) == (1, 2, 1) and rows.learned.sum() == 3 + 2 + 2
 
 
 def test_texts_are_split_as_asked(tmp_path: Path) -> None:
@@ -81,6 +99,20 @@ def test_a_malformed_line_is_named_or_left_out(tmp_path: Path) -> None:
     found = list(documents(Reading(str(path), bad="skip"), told.append))
     assert found == [[("good", True)], [("a", False), ("b", True)]]
     assert told == [f"{path}: 3 malformed lines left out (line 3, 4, 5)"]
+
+
+def test_json_is_a_list_of_rows_or_a_row_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"text": "one"}, {"text": ""}, {"prompt": "a", "completion": "b"}], indent=1))
+    assert list(documents(Reading(str(path)), print)) == [[("one", True)], [("a", False), ("b", True)]]
+    write_jsonl(path, [{"text": "one"}, {"text": "two"}])
+    assert list(documents(Reading(str(path)), print)) == [[("one", True)], [("two", True)]]
+    path.write_text('{"data": []}')
+    with pytest.raises(Problem, match="row 1: it has data, but neither text"):
+        list(documents(Reading(str(path)), print))
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1\0\1")
+    with pytest.raises(Problem, match=r"is no text: give a .txt, .json or .jsonl file, or a folder"):
+        list(documents(Reading(str(tmp_path / "rows.parquet")), print))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +157,7 @@ def test_rows_of_a_data_set_and_chats_that_do_not_fit_are_named_or_left_out(tmp_
         list(documents(Reading("set", "file", None, "stop"), print))
     said: list[str] = []
     assert len(list(documents(Reading("set", "file", None, "skip"), said.append))) == 2
-    assert "1 rows" in said[0]
+    assert said == ["data=set: 1 malformed row left out (row 2)"]
 
     class Strict:
         chat_template, eos_token_id = "strict", 1
@@ -153,7 +185,7 @@ def test_texts_are_tokenised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     class Counting(Bytes):
         def __call__(self, texts: Any, **options: Any) -> Any:
-            calls.append(texts)
+            calls.extend([texts] if texts != ["a"] else [])  # that is how it looks at what a text begins with
             return super().__call__(texts, **options)
 
     first = tokenised(Reading(str(path), "lines"), Counting(), print)
@@ -172,3 +204,136 @@ def test_nothing_to_learn_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(Problem, match="there is no such file"):
         tokenised(Reading(str(tmp_path / "missing.jsonl")), Bytes(), print)
     assert not list((tmp_path / "cache" / "drivetrain" / "tokens").iterdir()), "nothing half made is left behind"
+
+
+def test_a_text_begins_in_training_as_in_predict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoTokenizer
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    chat = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on"}]
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "the cat"}, {"prompt": "a mat", "completion": "and saw"}, {"messages": chat}])
+    template = "{{ bos_token }}" + TEMPLATE
+    for begins in (False, True):
+        tokenizer = AutoTokenizer.from_pretrained(write_model(tmp_path / f"model-{begins}", template, begins=begins))
+        found = tokenised(Reading(str(path)), tokenizer, print)
+        chats, texts, pairs = (found.tokens[a:b].tolist() for a, b in zip(found.starts, found.starts[1:], strict=False))
+        first = [tokenizer.bos_token_id] if begins else []
+        assert opening(tokenizer) == first
+        assert texts == tokenizer("the cat")["input_ids"] + [tokenizer.eos_token_id], "as transformers begins it"
+        assert pairs == tokenizer("a mat and saw")["input_ids"] + [tokenizer.eos_token_id]
+        assert chats.count(tokenizer.bos_token_id) == 1, "the template's own, and no second"
+        given = tokenizer(["<s> the cat"], add_special_tokens=False)["input_ids"][0]
+        assert begun(first, given) == given, "a prompt that has one gets no second"
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from drivetrain.tasks.lora.base import Bytes
+from drivetrain.tasks.lora.text import Reading, tokenised
+class Slow(Bytes):
+    def __call__(self, texts, **options):
+        if len(texts) > 1:
+            with open(sys.argv[2], "a") as file:
+                file.write("tokenised")
+            time.sleep(float(sys.argv[3]))
+        return super().__call__(texts, **options)
+print(len(tokenised(Reading(sys.argv[1], "lines"), Slow(), print)))
+"""
+
+
+def test_of_several_processes_one_tokenises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("abc\nde\n")
+    told = tmp_path / "told"
+
+    def start(seconds: float) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-c", HOLDER, str(tmp_path / "text.txt"), str(told), str(seconds)]
+        return subprocess.Popen(words, stdout=subprocess.PIPE)
+
+    holder = start(600)
+    while not told.exists():
+        time.sleep(0.05)
+    two = [start(1), start(1)]
+    time.sleep(1)
+    holder.kill()
+    holder.wait()
+    assert [process.communicate(timeout=60)[0] for process in two] == [b"2\n", b"2\n"]
+    assert told.read_text() == "tokenised" * 2, "the killed one's, and one more"
+    assert [p.name.startswith(".") for p in (tmp_path / "cache" / "drivetrain" / "tokens").iterdir() if p.suffix == ".lock"] == []
+
+
+# --- data sets ---
+
+
+def test_a_folder_that_a_download_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `hf download --local-dir` writes it: by its whole path, with configurations, and seen again once it has changed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "set"
+    (folder / "one").mkdir(parents=True)
+    configs = "".join(f"- config_name: {n}\n  data_files:\n  - split: train\n    path: {n}/*.jsonl\n" for n in ("one", "two"))
+    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    write_jsonl(folder / "one" / "train.jsonl", [{"text": "abc"}])
+    reading = Reading(f"{folder}:one", "file")
+    assert tokenised(reading, Bytes(), print).tokens.tolist() == [97, 98, 99, 256]
+    write_jsonl(folder / "one" / "train.jsonl", [{"text": "abd"}])
+    _data_set.cache_clear()  # as a new process begins
+    assert tokenised(reading, Bytes(), print).tokens.tolist() == [97, 98, 100, 256]
+    with pytest.raises(Problem, match=r"pick one among the available configs: .*one"):
+        tokenised(Reading(str(folder), "file"), Bytes(), print)
+
+
+def test_without_a_network_a_data_set_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("drivetrain.tasks.lora.documents.hub_answers", lambda: False)
+    watch = Stopwatch()
+    with pytest.raises(Problem, match=r"(?s)could not be fetched from the hub.*hf download some/set --repo-type dataset .*data=DIR:one"):
+        Reading("some/set:one").content()
+    assert watch.seconds < 5
+    with pytest.raises(Problem, match="there is no such file"):
+        Reading("/nowhere/set").content()
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Has one gated repository of each kind, and no other."""
+
+    def do_GET(self) -> None:
+        code = (403, "GatedRepo") if "closed" in self.path else (401, "RepoNotFound")
+        self.send_response(code[0])
+        self.send_header("X-Error-Code", code[1])
+        self.send_header("X-Error-Message", "as the hub says it")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+ASKED = """
+from drivetrain.outcomes import Problem
+from drivetrain.tasks.lora.base import find
+from drivetrain.tasks.lora.documents import Reading
+for kind in (lambda name: find(name).tokenizer(), lambda name: find(name).model(None), lambda name: Reading(name).content()):
+    for name in ("some/closed", "some/missing"):
+        try:
+            kind(name)
+        except Problem as problem:
+            print(problem)
+"""
+
+
+def test_what_is_gated_and_what_is_missing_on_the_hub(tmp_path: Path) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=server.serve_forever, daemon=True).start()
+    places = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", ASKED], env=os.environ | places, capture_output=True, text=True, timeout=120)
+    server.shutdown()
+    gated = "is gated: accept its terms on its hub page and log in (hf auth login, or HF_TOKEN), or give a folder with its files"
+    assert done.stdout.splitlines() == [
+        *[f"base=some/closed {gated}", "base=some/missing: the hub has no such model, and there is no such folder"] * 2,
+        f"data=some/closed {gated}",
+        "data=some/missing: there is no such file or folder here, and no such data set on the hub",
+    ]

@@ -22,7 +22,9 @@ class Adapted(nn.Module):
         self.net = net
         self.register_buffer("base", torch.frombuffer(bytearray(digest), dtype=torch.uint8).clone())
         head = net.get_output_embeddings()
-        if not _slides(net.config):
+        self.fused = net.config._attn_implementation != "eager"
+        """Whether its attention is torch's own, which takes masks of truths; others add numbers to their scores."""
+        if self.fused and not _slides(net.config):
             net.get_base_model().set_attn_implementation(_attention())
         last = any(child is head for child in net.get_base_model().children())  # else it is a part of what comes at the end
         self._multiplies = type(head) is nn.Linear and last and not head.weight.requires_grad and not _changes_logits(net.config)
@@ -43,16 +45,43 @@ class Adapted(nn.Module):
             total, each = plain_losses(self.net(input_ids=ids, use_cache=False, **how).logits.flatten(0, 1), targets)
         return total, each.view(tokens.shape).sum(1), follows.sum(1)
 
-    def _attending(self, document: Tensor) -> dict[str, Tensor]:
+    def _attending(self, document: Tensor) -> dict[str, Any]:
         """Which tokens see which: those before them in the same document. Padding comes last, where nothing looks back at it."""
         length = document.shape[1]
         place = torch.arange(length, device=document.device)
         begins = torch.nn.functional.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
         positions = place - torch.cummax(torch.where(begins, place, 0), 1).values
-        if _slides(self.net.config, length):
+        if self.fused and _slides(self.net.config, length):
             return {"position_ids": positions}  # its layers see differently far: transformers finds the documents by these
-        same = document[:, None, :, None] == document[:, None, None, :]
-        return {"position_ids": positions, "attention_mask": same & (place[:, None] >= place)}
+        distance = place[:, None] - place
+        seen = (document[:, None, :, None] == document[:, None, None, :]) & (distance >= 0)
+        return {"position_ids": positions, "attention_mask": seen if self.fused else self._added(seen, distance)}
+
+    def _added(self, seen: Tensor, distance: Tensor) -> Any:
+        """What is added to scores: nothing where a token is seen, the least number where it is not; for each kind of layers."""
+        config, kind = self.net.config, self.net.get_base_model().dtype
+        near = seen & (distance < config.sliding_window) if _slides(config) else seen
+
+        def numbers(seen: Tensor) -> Tensor:
+            return torch.zeros(seen.shape, dtype=kind, device=seen.device).masked_fill(~seen, torch.finfo(kind).min)
+
+        kinds = getattr(config, "layer_types", None)
+        if not kinds:
+            return numbers(near)
+        return {kind: numbers(near if kind == "sliding_attention" else seen) for kind in sorted(set(kinds))}
+
+    @torch.no_grad()
+    def keeps_apart(self) -> bool:
+        """Whether a document beside another one gets what it gets alone: asked of models whose code is their own."""
+        place = next(self.net.parameters()).device
+        document = torch.tensor([[1] * 6 + [2] * 8], device=place)
+        tokens = torch.arange(14, device=place)[None] % self.net.config.vocab_size
+        try:
+            beside = self.net(input_ids=tokens, use_cache=False, **self._attending(document)).logits[:, 6:].float()
+        except Exception:  # what a model makes of a mask that it does not know
+            return False
+        alone = self.net(input_ids=tokens[:, 6:], use_cache=False).logits.float()
+        return bool((beside - alone).norm() < 0.1 * alone.norm())
 
     # --- state ---
 

