@@ -179,6 +179,30 @@ def test_the_run_leaves_an_adapter_that_peft_loads(place: Path) -> None:
     assert "trained on another base model" in bad("predict", "one", "the cat")
 
 
+def test_a_half_precision_base_stays_one(place: Path) -> None:
+    """Merged, its weights are of the same kind, and its logits within bf16's tolerance of the adapters' beside it."""
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.bfloat16).save_pretrained(place / "model")
+    task = small()
+    seed_everything(0)
+    model = task.model().eval()
+    assert {p.dtype for p in model.net.parameters() if not p.requires_grad} == {torch.bfloat16}
+    ids = torch.arange(1, 20)[None] % 20
+    with torch.no_grad():
+        plain = model.net(input_ids=ids).logits.float()
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.05)
+        adapted = model.net(input_ids=ids).logits.float()
+    task.saved(model, place / "merged", merge=True)
+    merged = AutoModelForCausalLM.from_pretrained(place / "merged")
+    with torch.no_grad():
+        found = merged(input_ids=ids).logits.float()
+    assert merged.dtype == torch.bfloat16
+    assert (found - adapted).norm() < 0.02 * adapted.norm() < 0.2 * (plain - adapted).norm()
+
+
 def test_a_broken_run_goes_on_to_the_last_bit(place: Path) -> None:
     words = ["lora", "base=model", "data=texts.jsonl", "context=64", "steps=12", "global_batch=4", "dropout=0.1", "save_every=5"]
     assert "is bit-equal to the unbroken run" in good("verify-resume", *words)

@@ -34,6 +34,7 @@ def evaluate_run(task: Task, plan: Plan, run: Run, group: Group) -> dict[str, An
     data = task.eval_data()
     if data is None:
         raise Problem(f"{type(task).__name__} has no eval_data(): there is nothing to evaluate on")
+    task.precision = plan.precision
     model = trained_model(task, run, group.device)
     result = _evaluate(task, model, eval_feed(task, data, plan, group), plan, group)
     figures = {name: figure.tolist() for name, figure in result.figures.items()}

@@ -83,6 +83,12 @@ class Adapted(nn.Module):
         alone = self.net(input_ids=tokens[:, 6:], use_cache=False).logits.float()
         return bool((beside - alone).norm() < 0.1 * alone.norm())
 
+    def narrow(self, kind: torch.dtype) -> None:
+        """Keep what is frozen in this precision, one tensor after the other."""
+        for parameter in self.net.parameters():
+            if not parameter.requires_grad and parameter.is_floating_point():
+                parameter.data = parameter.data.to(kind)
+
     # --- state ---
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]

@@ -55,18 +55,23 @@ class Base:
     gguf: str = ""
     shape: str = ""
 
-    def model(self, dtype: torch.dtype) -> nn.Module:
-        """A causal language model, in evaluation mode and of this precision."""
+    def model(self, dtype: torch.dtype | None) -> nn.Module:
+        """A causal language model, in evaluation mode and of this precision, or of that in which it is stored."""
         from torch._guards import detect_fake_mode
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig
 
         fixed = {"max_position_embeddings": 8192, "tie_word_embeddings": True}
         config = LlamaConfig(**(fixed | SHAPES[self.shape])) if self.shape else self._reading(AutoConfig)
         fused = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True)
-        options = {"dtype": dtype, "attn_implementation": "sdpa" if fused else "eager"}
-        if self.shape or detect_fake_mode() is not None:  # without values a plan needs no file of weights
-            return AutoModelForCausalLM.from_config(config, **options).eval()  # type: ignore[no-any-return]
-        return self._reading(AutoModelForCausalLM, **options).eval()  # type: ignore[no-any-return]
+        how = {"attn_implementation": "sdpa" if fused else "eager"}
+        if not self.shape and detect_fake_mode() is None:
+            return self._reading(AutoModelForCausalLM, dtype=dtype or "auto", **how).eval()  # type: ignore[no-any-return]
+        # Without values a plan needs no file of weights; a shape's are always the same random ones.
+        before = torch.get_rng_state()
+        torch.default_generator.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32, **how)
+        torch.set_rng_state(before)
+        return model.eval()  # type: ignore[no-any-return]
 
     def tokenizer(self) -> Any:
         from transformers import AutoTokenizer

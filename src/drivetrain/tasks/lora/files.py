@@ -57,6 +57,6 @@ def write_merged(task: Lora, model: Any, folder: Path) -> list[str]:
         raise Problem(f"base={task.base} has random weights: there is nothing to merge for")
     net: nn.Module = model.net.merge_and_unload()
     folder.mkdir(parents=True, exist_ok=True)
-    net.save_pretrained(str(folder))  # type: ignore[operator]
+    net.save_pretrained(str(folder), max_shard_size="5GB")  # type: ignore[operator]  # of which there is a second copy while it is written
     task.tokenizer.save_pretrained(str(folder))
     return sorted(file.name for file in folder.iterdir() if file.suffix in (".safetensors", ".json"))

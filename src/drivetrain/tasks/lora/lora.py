@@ -101,9 +101,8 @@ class Lora(Task):
 
         from drivetrain.tasks.lora.beside import set_beside
 
-        # Frozen weights are kept as they are multiplied; adapters learn in fp32.
-        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision, torch.float32)
-        net = base.model(half)
+        # Frozen weights are kept as they are multiplied, and to use them, as they were stored; adapters learn in fp32.
+        net = base.model({"bf16": torch.bfloat16, "fp16": torch.float16, "auto": None}.get(self.precision, torch.float32))
         try:
             adapted = get_peft_model(net, self.adapter())
         except ValueError as error:
@@ -242,6 +241,10 @@ class Lora(Task):
 
     def predict(self, model: Any, given: str, tokens: int = 64, temperature: float = 0.7) -> Iterator[str]:
         """The text goes on, piece by piece; temperature 0 takes the likeliest token each time."""
+        if torch.cuda.is_available():
+            if self.precision not in ("fp32", "tf32"):  # half of what is frozen: as it was trained there
+                model.narrow(torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16)
+            model.cuda()
         return generate(model.net, self.tokenizer, given, tokens, temperature)
 
     def remarks(self, model: Any) -> list[str]:
