@@ -3,8 +3,9 @@
     python benchmarks/lora.py              # on a GPU: SmolLM2's shapes of 135M and 1.7B, random weights; about five minutes
     python benchmarks/lora.py --cpu        # a tiny shape on any machine: that both run, not how fast
 
-Rank 16 on all linear layers, fused AdamW, rows of 1,024 tokens; a second table has texts of 20 to 900 tokens, which the Trainer
-pads and drivetrain packs: what counts there is tokens of texts. Figures are the median of three windows after a warm-up.
+Rank 16 on all linear layers, fused AdamW, gradients clipped to a norm of 1, rows of 1,024 tokens; one case has texts of 20 to 900
+tokens, which the Trainer pads to the longest of a batch and drivetrain packs: what counts there is tokens of texts, and drivetrain
+without packing is measured as well. Figures are the median of three windows after a warm-up.
 """
 
 from __future__ import annotations
@@ -43,12 +44,14 @@ from drivetrain.watch.files import MetricsFile
 
 PEAK = 790e12  # FLOP/s of bf16 matrix products, measured on this GPU
 WINDOWS = 3
+WAYS = ("trainer", "drivetrain", "padded")  # the last is drivetrain without packing
 
 
 class Bench(Lora):
     """The lora task on random tokens: rows that are full, or texts of chat's lengths."""
 
     rank: int = 16
+    clip: float = 1.0
     held_out: float = 0.0
     best: str | None = None
     chats: bool = False
@@ -137,7 +140,7 @@ def ours(task: Bench, device: torch.device, window: Window) -> dict[str, Any]:
 
 
 def trainer(task: Bench, device: torch.device, window: Window) -> dict[str, Any]:
-    """As people run it: peft's own layers, padded rows, bf16, fused AdamW."""
+    """As people run it: peft's own layers, rows padded to the longest of their batch, bf16, fused AdamW."""
     from peft import get_peft_model
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -147,6 +150,10 @@ def trainer(task: Bench, device: torch.device, window: Window) -> dict[str, Any]
     data = [{name: torch.from_numpy(column[i].astype(np.int64)) for name, column in columns.items()} for i in range(len(labels))]
     with device:
         net = get_peft_model(task._base.model(torch.bfloat16 if device.type == "cuda" else torch.float32), task.adapter())
+
+    def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        longest = max(int(sample["attention_mask"].sum()) for sample in samples)
+        return {name: torch.stack([sample[name][:longest] for sample in samples]) for name in columns}
 
     class Timed(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -158,13 +165,14 @@ def trainer(task: Bench, device: torch.device, window: Window) -> dict[str, Any]
         options = TrainingArguments(
             output_dir=folder, per_device_train_batch_size=task.global_batch, max_steps=100_000, learning_rate=task.learning_rate, bf16=half,
             use_cpu=not half, logging_steps=50, report_to=[], save_strategy="no", disable_tqdm=True, optim="adamw_torch_fused",
+            max_grad_norm=task.clip,
         )  # fmt: skip
-        Trainer(model=net, args=options, train_dataset=data, callbacks=[Timed()]).train()
+        Trainer(model=net, args=options, train_dataset=data, data_collator=collate, callbacks=[Timed()]).train()
     return {"memory_gib": round(peak(), 2)}
 
 
 def measured(way: Callable[..., dict[str, Any]], task: Bench, device: torch.device, warm: int, steps: int) -> dict[str, Any]:
-    rows = Bench(**(task.settings() | {"packing": way is ours}))._rows
+    rows = Bench(**(task.settings() | {"packing": task.packing and way is ours}))._rows
     per_row = float((rows.document > 0).sum(1).mean())
     window = Window(warm, steps)
     if device.type == "cuda":
@@ -200,19 +208,23 @@ def compare(shape: str, batch: int, context: int, chats: bool, device: torch.dev
         "drivetrain": own,
     }
     row["ratio"] = round(own["tokens_per_second"] / theirs["tokens_per_second"], 2)
+    if chats:
+        row["padded"] = measured(ours, Bench(**made, packing=False), device, warm, steps)
+        row["packing_ratio"] = round(own["tokens_per_second"] / row["padded"]["tokens_per_second"], 2)
     if device.type == "cuda":
-        for found in (theirs, own):
+        for found in (row[who] for who in WAYS if who in row):
             found["mfu_percent"] = round(100 * found["tokens_per_second"] * flops_a_token(Bench(**made)) / PEAK, 1)
     return row
 
 
 def show(row: dict[str, Any]) -> None:
     name = f"{row['shape']} {row['batch']} x {row['context']}, {row['texts']}"
-    for who in ("trainer", "drivetrain"):
+    ratios = {"drivetrain": f"   {row['ratio']:.2f}x", "padded": f"   packing alone: {row.get('packing_ratio', 0.0):.2f}x"}
+    for who in (who for who in WAYS if who in row):
         f = row[who]
         print(
             f"{name:<36}{who:<12}{f['tokens_per_second']:>10,} tokens/s {f['memory_gib']:>7.1f} GiB {f.get('mfu_percent', 0.0):>6.1f} % MFU"
-            f"  spread {f['spread_percent']:.0f} %" + (f"   {row['ratio']:.2f}x" if who == "drivetrain" else ""),
+            f"  spread {f['spread_percent']:.0f} %{ratios.get(who, '')}",
             flush=True,
         )
     plan = row["drivetrain"]["plan"]

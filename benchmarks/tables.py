@@ -108,6 +108,12 @@ def lora(result: dict[str, Any]) -> list[str]:
             f"| {row['shape'].upper()}, {row['batch']} x {row['context']:,}{texts} | {peer['tokens_per_second']:,} | {peer['memory_gib']:.1f} GiB |"
             f" {ours['tokens_per_second']:,} | {ours['memory_gib']:.1f} GiB | {ours['mfu_percent']:.0f} % | **{row['ratio']:.1f}x** |"
         )
+        if "padded" in row:
+            own = row["padded"]
+            lines.append(
+                f"| the same without packing | | | {own['tokens_per_second']:,} | {own['memory_gib']:.1f} GiB | {own['mfu_percent']:.0f} % |"
+                f" packing alone: **{row['packing_ratio']:.1f}x** |"
+            )
     return lines
 
 
