@@ -38,11 +38,12 @@ PLACE, CALLS, LOCK = "{place}", 12, threading.Lock()
 seen = 0
 
 def stick():
+    open("stuck", "w").close()
     {code}  # here
 
 def at(place):
     global seen
-    if place == PLACE and os.environ["RANK"] == "1":
+    if place == PLACE and os.environ["RANK"] == "{rank}":
         seen += 1
         if seen >= CALLS:
             stick()
@@ -105,16 +106,22 @@ class Stuck(Task):
 """
 
 
+def write(way: str, place: str, rank: int = 1) -> int:
+    """The task that hangs so; gives the number of the line."""
+    text = TASK.format(place=place, rank=rank, code=WAYS[way].replace("src=0", f"src={1 - rank}"))
+    Path("stuck.py").write_text(text)
+    return next(number for number, line in enumerate(text.splitlines(), 1) if "# here" in line)
+
+
 def hang(way: str, place: str) -> subprocess.CompletedProcess[str]:
-    Path("stuck.py").write_text(TASK.format(place=place, code=WAYS[way]))
     workers = {"sample": ["plan.workers=0"], "worker": ["plan.workers=1"]}.get(place, [])
     command = ["stuck.py", *workers, "--procs", "2", "--restarts", "0", "--hang-after", "2s"]
     return drivetrain("train", *command, "--name", f"{way}-{place}")
 
 
 def check(way: str, place: str) -> None:
+    line = write(way, place)
     done = hang(way, place)
-    line = next(number for number, text in enumerate(Path("stuck.py").read_text().splitlines(), 1) if "# here" in text)
     told = f"{way} in {place}: ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert done.returncode == 202, told
     assert "rank 1 hangs" in done.stderr or "rank 1 is stopped (state T)" in done.stderr, told

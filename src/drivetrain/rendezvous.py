@@ -14,15 +14,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.supervise import Ended, Place, Supervisor
+from drivetrain.supervise.judges import Leading, Reporting
+from drivetrain.supervise.verdict import Sight, Verdict
 
-HELLO = "drivetrain-2"
+HELLO = "drivetrain-3"
 WAIT = 600.0  # seconds to wait for machines that are needed
 ANSWER = 5.0  # a machine of ours greets at once; another program that holds the port may stay silent
 BEAT, DEAD = 1.0, 8.0  # seconds between two beats, and without one until a machine is given up
@@ -144,6 +146,7 @@ class Host:
         self._attempt = 0
         self._words: dict[Link, dict[str, Any]] = {}
         self._growing = False
+        self.judge = Leading(self._taking_part, lambda: self._tell("look"), self._spread)
         threading.Thread(target=self._welcome, daemon=True).start()
 
     def _welcome(self) -> None:
@@ -205,6 +208,7 @@ class Host:
         """Send each guest its place in the next attempt; gives the host's own."""
         assert self._crew is not None
         self._attempt, self._words, self._growing = self._attempt + 1, {}, False
+        self.judge = Leading(self._taking_part, lambda: self._tell("look"), self._spread)
         with socket.socket() as probe:  # torch's own store: another port for each attempt
             probe.bind((self.address[0], 0))
             master = (self.address[0], int(probe.getsockname()[1]))
@@ -238,14 +242,27 @@ class Host:
                 word = guest.messages.get_nowait()
                 if word.get("ended") == self._attempt:
                     self._words[guest] = word
+                elif word.get("sighted") == self._attempt:
+                    self.judge.hear(guest, [Sight(**sight) for sight in word["sights"]])
+
+    def _taking_part(self) -> list[Link]:
+        assert self._crew is not None
+        return [guest for guest in self._crew.guests if guest not in self._words]
+
+    def _tell(self, what: str, **more: Any) -> None:
+        """All guests, of the attempt under way."""
+        assert self._crew is not None
+        for guest in self._crew.guests:
+            guest.send({what: self._attempt, **more})
+
+    def _spread(self, verdict: Verdict) -> None:
+        self._tell("hang", verdict=asdict(replace(verdict, evidence="")))
 
     def hear(self, ended: Ended) -> Ended:
         """How the attempt ended for all: the cause, where one machine knows it and the others only lost somebody."""
         assert self._crew is not None
-        bad = ended.outcome not in (Outcome.OK, Outcome.PREEMPTED)
-        for guest in self._crew.guests:
-            if bad:
-                guest.send({"abort": self._attempt})
+        if ended.outcome not in (Outcome.OK, Outcome.PREEMPTED):
+            self._tell("abort")
         deadline = time.monotonic() + WORDS
         while time.monotonic() < deadline and any(g.alive and g not in self._words for g in self._crew.guests):
             for guest in self._crew.guests:
@@ -285,7 +302,7 @@ def lead(
     while True:
         plan = plan_for(crew)
         supervisor.use(plan, host.begin(offer(plan) | {"looks": supervisor.job["looks"]}))
-        supervisor.look = lambda: host.look(supervisor)
+        supervisor.look, supervisor.judge = lambda: host.look(supervisor), host.judge
         ended = host.hear(supervisor.once())
         if ended.outcome is Outcome.PREEMPTED and not supervisor.stopped and host.goes_on():
             why = "other machines; "
@@ -366,12 +383,19 @@ class Guest:
         with contextlib.suppress(queue.Empty):
             while True:
                 message = self.link.messages.get_nowait()
+                if message.get("look") == attempt:
+                    supervisor.judge.asks = True
+                if message.get("hang") == attempt:
+                    supervisor.convict(Verdict(**message["verdict"]))
                 if message.get("abort") == attempt or "place" in message:
                     supervisor.abort("the machines meet anew")
                 if "end" in message or "place" in message:
                     self._next = message
         if not self.link.alive:
             supervisor.abort(f"the machine at {self.where} was lost")
+
+    def report(self, attempt: int, sights: list[Sight]) -> None:
+        self.link.send({"sighted": attempt, "sights": [asdict(sight) for sight in sights]})
 
     def say(self, attempt: int, ended: Ended) -> None:
         self.link.send({
@@ -425,6 +449,7 @@ def follow(guest: Guest, supervisor_of: Callable[[dict[str, Any], Plan, Place], 
             supervisor.job = supervisor.job | {"looks": offer["looks"]}
             supervisor.use(plan, place)
             supervisor.look = partial(guest.look, supervisor, message["attempt"])
+            supervisor.judge = Reporting(partial(guest.report, message["attempt"]))
             ended = supervisor.once()
             guest.say(message["attempt"], ended)
             if supervisor.stopped:

@@ -22,6 +22,7 @@ from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.runs import Run, record_plan, write_atomic
 from drivetrain.supervise.attempt import RECORDED, Attempt, Ended, Place
+from drivetrain.supervise.judges import Judge
 from drivetrain.supervise.nursery import WIRE, Nursery
 from drivetrain.supervise.verdict import FLOOR, Verdict, Watchman
 from drivetrain.watch.screen import Screen
@@ -113,6 +114,8 @@ class Supervisor:
         """Whether it decides what comes after an attempt; on several machines one of them does, for all."""
         self.look: Callable[[], object] = lambda: None
         """Called several times a second while an attempt runs."""
+        self.judge = Judge()
+        """Of who hangs; another where there are several machines."""
         self.attempt: Attempt | None = None
         self.nursery: Nursery | None = None
         self.interrupts, self.stopped = 0, False
@@ -143,7 +146,7 @@ class Supervisor:
             file = folder / "job.json"
             file.write_text(json.dumps(self.job))
             watchman = Watchman(self.policy.hang_after)
-            self.attempt = Attempt(self.job, file, self.place, self.screen, watchman, self.verbose)
+            self.attempt = Attempt(self.job, file, self.place, self.screen, watchman, self.judge, self.verbose)
             self.attempt.each_look, self.attempt.on_verdict = self._each_look, self._note_hang
             if self.stopped:
                 return Ended(Outcome.PREEMPTED, result={"step": self.run_dir.last_step}, interrupted=self.interrupts > 0, stopped=True)
@@ -199,6 +202,11 @@ class Supervisor:
         """End the attempt under way at once: what it needs is gone."""
         if self.attempt is not None:
             self.attempt.abort(why)
+
+    def convict(self, verdict: Verdict) -> None:
+        """End the attempt under way at once: the machine that leads has found who hangs."""
+        if self.attempt is not None:
+            self.attempt.convict(verdict)
 
     def regroup(self) -> None:
         """End the attempt under way after a step, saved."""
@@ -294,7 +302,10 @@ class Supervisor:
             time.sleep(min(0.1, max(0.0, deadline - time.monotonic())))
 
     def _note_hang(self, verdict: Verdict) -> None:
-        """Keep what was seen of a hang with the run."""
+        """Say who hangs, and keep what was seen of it with the run, which is the leading machine's."""
+        if not self.leads:
+            self.screen.line("hang", verdict.message)
+            return
         number = sum(event["event"] == "hang" for event in self.run_dir.events()) + 1
         path = self.run_dir.log_path(0).with_name(f"hang-{number}.txt")
         with contextlib.suppress(OSError):

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 from drivetrain.outcomes import Outcome, outcome_of_code
 from drivetrain.runs import Run, record_plan
+from drivetrain.supervise.judges import Judge
 from drivetrain.supervise.nursery import Child, Nursery
 from drivetrain.supervise.verdict import Rank, Verdict, Watchman
 from drivetrain.watch.pulse import Pulse, open_page
@@ -72,8 +73,10 @@ class _Worker:
 
 
 class Attempt:
-    def __init__(self, job: dict[str, Any], file: Path, place: Place, screen: Screen, watchman: Watchman, verbose: bool) -> None:
-        self.file, self.place, self.screen, self.watchman, self.verbose = file, place, screen, watchman, verbose
+    def __init__(
+        self, job: dict[str, Any], file: Path, place: Place, screen: Screen, watchman: Watchman, judge: Judge, verbose: bool
+    ) -> None:
+        self.file, self.place, self.screen, self.watchman, self.judge, self.verbose = file, place, screen, watchman, judge, verbose
         self.run_dir = Run(job["run"])
         self.records, self.watches = job["mode"] in RECORDED, job["mode"] == "train"
         self.workers: list[_Worker] = []
@@ -149,10 +152,8 @@ class Attempt:
         elif self.watches and self.verdict is None:
             alive = ((w, w.child.pid) for w in self.workers if w.child.code is None)
             ranks = [Rank(w.rank, pid, w.pulse.read(), self._answers(w.rank), w.pulse.read) for w, pid in alive if pid is not None]
-            self.verdict = self.watchman.look(ranks, alone=self.place.local_procs == self.place.world_size)
-            if self.verdict is not None:
-                self._end_by = 0.0
-                self.on_verdict(self.verdict)
+            if verdict := self.judge(self.watchman.look(ranks, self.judge.asks)):
+                self.convict(verdict)
         if time.time() > self._stop_at:  # which workers see to by themselves once they train
             self._leave()
         if time.monotonic() > self._end_by:
@@ -160,6 +161,12 @@ class Attempt:
 
     def _answers(self, rank: int) -> Path:
         return self.file.parent / f"stacks-{rank}"
+
+    def convict(self, verdict: Verdict) -> None:
+        """End at once, for a rank hangs, here or on another machine."""
+        if self.verdict is None:
+            self.verdict, self._end_by = verdict, 0.0
+            self.on_verdict(verdict)
 
     def abort(self, why: str) -> None:
         """End at once, for a reason that lies elsewhere."""

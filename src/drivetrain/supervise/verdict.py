@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from drivetrain.hardware.activity import activity
+from drivetrain.hardware.activity import Activity, activity
 from drivetrain.supervise.stacks import Stack, ask, ask_about_collectives, children_of, state_of
 from drivetrain.watch.pulse import Beat
 
@@ -35,6 +35,34 @@ class Rank:
 
 
 @dataclass(frozen=True)
+class Sight:
+    """What was seen of one rank; in plain values, for the machine that judges may be another."""
+
+    rank: int
+    step: int
+    doing: str
+    since: float
+    """Its last sign of life, on its machine's clock."""
+    silent: float
+    """Seconds without one."""
+    over: bool
+    """Whether that is beyond its limit."""
+    stopped: bool
+    waits: bool
+    """Whether it waits for other ranks, or for the device."""
+    operation: str
+    """What it waits in."""
+    line: str
+    users: bool
+    """Whether that line is the user's own."""
+    where: str
+    spins: str
+    """GPUs of its machine that are busy with waiting."""
+    evidence: str
+    """Its stacks, for the log."""
+
+
+@dataclass(frozen=True)
 class Verdict:
     ranks: list[int]
     """That hang; all others wait for them."""
@@ -55,32 +83,24 @@ class Watchman:
     def limit(self, beat: Beat) -> float:
         return max(self.floor, TIMES * beat.longest) if beat.longest else max(self.floor, UNKNOWN)
 
-    def look(self, ranks: list[Rank], alone: bool) -> Verdict | None:
-        """Judge the ranks of this machine; `alone` where there are no others."""
+    def look(self, ranks: list[Rank], at_once: bool = False) -> list[Sight] | None:
+        """What is seen of this machine's ranks once one is silent beyond its limit, or `at_once`; nothing where none is; None between two looks."""
         now = time.monotonic()
         if now - self._seen > ASLEEP:
             self._excused = now
         self._seen = now
-        silent = {r.rank: now - max(r.beat.since, self._excused) for r in ranks}
         stopped = [r for r in ranks if state_of(r.pid) == "T"]
-        over = [r for r in ranks if silent[r.rank] > (self.floor if r in stopped else self.limit(r.beat))]
-        if not over or now - self._looked < AGAIN or any(r not in over for r in stopped):
+        over = [r for r in ranks if now - max(r.beat.since, self._excused) > (self.floor if r in stopped else self.limit(r.beat))]
+        if not (over or at_once):
+            return []
+        if any(r not in over for r in stopped) or (now - self._looked < AGAIN and not at_once):
             return None
         self._looked = now
         # Those that are stopped come last: to be asked, they must go on, which they do only once it is settled that they hang.
         stacks = _asked([r for r in ranks if r not in stopped]) | _asked(stopped)
-        stuck = stopped or [r for r in over if not stacks[r.rank].waits]
-        if not stuck:
-            if len(over) < len(ranks) or not alone:
-                return None  # they wait for a rank that has its reasons
-            stuck = _odd(over, stacks)
-        if any(not stacks[r.rank].stopped and r.again() != r.beat for r in stuck):
-            return None  # it lives after all
-        loaders = {r.rank: self._loaders(r) for r in stuck if stacks[r.rank].loads}
-        return _verdict(stuck, ranks, stacks, loaders, now)
-
-    def _loaders(self, rank: Rank) -> dict[int, Stack]:
-        return {pid: ask(pid, rank.answers) for pid in children_of(rank.pid)}
+        cards = activity()
+        with ThreadPoolExecutor(max(1, len(ranks))) as pool:
+            return list(pool.map(lambda r: _sight(r, stacks[r.rank], r in over, cards, now), ranks))
 
 
 def _asked(ranks: list[Rank]) -> dict[int, Stack]:
@@ -89,48 +109,63 @@ def _asked(ranks: list[Rank]) -> dict[int, Stack]:
         return dict(zip((r.rank for r in ranks), pool.map(lambda r: ask(r.pid, r.answers), ranks), strict=True))
 
 
-def _odd(ranks: list[Rank], stacks: dict[int, Stack]) -> list[Rank]:
+def _sight(rank: Rank, stack: Stack, over: bool, cards: list[Activity], now: float) -> Sight:
+    line = stack.line
+    where = f" at {line}" if line else ", and does not say where"
+    loaders = {pid: ask(pid, rank.answers) for pid in children_of(rank.pid)} if over and stack.loads and not stack.waits else None
+    deeper = next((s.users for s in (loaders or {}).values() if s.users is not None), None)
+    if deeper is not None and stack.users is None:
+        line, where = deeper, f": it waits for a loader's worker, at {deeper}"
+    elif loaders is not None and stack.users is None:
+        where = f": it waits for its loader's workers, at {line}"
+    silent = now - rank.beat.since
+    evidence = [f"--- rank {rank.rank}, pid {rank.pid}, step {rank.beat.step}, {rank.beat} for {silent:.1f} s ---", stack.text]
+    if last := ask_about_collectives(rank.answers.parent, rank.rank):
+        evidence.append(f"its last collectives, as torch's flight recorder has them:\n{last}")
+    for pid, inner in (loaders or {}).items():
+        evidence += [f"--- a process of rank {rank.rank}, pid {pid} ---", inner.text]
+    return Sight(
+        rank.rank, rank.beat.step, str(rank.beat), rank.beat.since, silent,
+        over and (stack.stopped or rank.again() == rank.beat),  # else it lives after all
+        stack.stopped, stack.waits, stack.operation, str(line or ""), stack.users is not None, where,
+        "".join(f"; {gpu}" for gpu in cards if gpu.spins), "\n".join([*map(str, cards), *evidence]),
+    )  # fmt: skip
+
+
+def judge(sights: list[Sight], whole: bool) -> Verdict | None:
+    """Who hangs, if anybody does; `whole` where these are all ranks there are."""
+    over = [s for s in sights if s.over]
+    stuck = [s for s in over if s.stopped] or [s for s in over if not s.waits]
+    if not stuck:
+        if not over or len(over) < len(sights) or not whole:
+            return None  # they wait for a rank that has its reasons
+        stuck = _odd(over)
+    return _verdict(stuck, sights)
+
+
+def _odd(sights: list[Sight]) -> list[Sight]:
     """All wait for each other: those whose place in the code is not the others', or who are behind."""
-    places = {r.rank: str(stacks[r.rank].line) for r in ranks}
-    count = Counter(places.values())
+    count = Counter(s.line for s in sights)
     if len(count) > 1:
         rare = min(count.values())
-        odd = [r for r in ranks if count[places[r.rank]] == rare]
-        theirs = [r for r in odd if stacks[r.rank].users is not None]  # of two that disagree, the user's own call
+        odd = [s for s in sights if count[s.line] == rare]
+        theirs = [s for s in odd if s.users]  # of two that disagree, the user's own call
         return theirs or odd
-    behind = min(r.beat.step for r in ranks)
-    return [r for r in ranks if r.beat.step == behind]
+    behind = min(s.step for s in sights)
+    return [s for s in sights if s.step == behind]
 
 
-def _verdict(stuck: list[Rank], ranks: list[Rank], stacks: dict[int, Stack], loaders: dict[int, dict[int, Stack]], now: float) -> Verdict:
-    first = stuck[0]
-    stack, line = stacks[first.rank], stacks[first.rank].line
-    names = _names([r.rank for r in stuck])
-    one = len(stuck) == 1
-    how = f"{'is' if one else 'are'} stopped (state T)" if stack.stopped else "hangs" if one else "hang"
-    where = f" at {line}" if line else ", and does not say where"
-    deeper = next((s for s in loaders.get(first.rank, {}).values() if s.users is not None), None)
-    if deeper is not None and stack.users is None:
-        line, where = deeper.users, f": it waits for a loader's worker, at {deeper.users}"
-    elif loaders.get(first.rank) is not None and stack.users is None:
-        where = f": it waits for its loader's workers, at {line}"
-    text = f"{names} {how} in step {first.beat.step:,} ({first.beat}), {now - first.beat.since:.0f} s without a sign of life{where}"
-    waiting = [r for r in ranks if r not in stuck]
+def _verdict(stuck: list[Sight], sights: list[Sight]) -> Verdict:
+    first, one = stuck[0], len(stuck) == 1
+    how = f"{'is' if one else 'are'} stopped (state T)" if first.stopped else "hangs" if one else "hang"
+    text = f"{_names(stuck)} {how} in step {first.step:,} ({first.doing}), {first.silent:.0f} s without a sign of life{first.where}"
+    waiting = [s for s in sights if s not in stuck]
     if waiting:
-        operation = stacks[waiting[0].rank].operation
-        text += f"; {_names([r.rank for r in waiting])} wait{'s' if len(waiting) == 1 else ''}{f' in {operation}' if operation else ''}"
-    cards = activity()
-    evidence = [str(gpu) for gpu in cards]
-    text += "".join(f"; {gpu}" for gpu in cards if gpu.spins)
-    for rank in ranks:
-        evidence.append(f"--- rank {rank.rank}, pid {rank.pid}, step {rank.beat.step}, {rank.beat} for {now - rank.beat.since:.1f} s ---")
-        evidence.append(stacks[rank.rank].text)
-        if last := ask_about_collectives(rank.answers.parent, rank.rank):
-            evidence.append(f"its last collectives, as torch's flight recorder has them:\n{last}")
-        for pid, inner in loaders.get(rank.rank, {}).items():
-            evidence += [f"--- a process of rank {rank.rank}, pid {pid} ---", inner.text]
-    return Verdict([r.rank for r in stuck], first.beat.step, text, "\n".join(evidence) + "\n", str(line or ""))
+        operation = waiting[0].operation
+        text += f"; {_names(waiting)} wait{'s' if len(waiting) == 1 else ''}{f' in {operation}' if operation else ''}"
+    text += "".join(dict.fromkeys(s.spins for s in sights))
+    return Verdict([s.rank for s in stuck], first.step, text, "\n".join(s.evidence for s in sights) + "\n", first.line)
 
 
-def _names(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+def _names(sights: list[Sight]) -> str:
+    return f"rank {sights[0].rank}" if len(sights) == 1 else f"ranks {', '.join(str(s.rank) for s in sights)}"

@@ -1,0 +1,147 @@
+"""Several machines, as commands that meet on this one: who hangs is known to all, and what all spent is told by the first."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drivetrain.supervise.judges import HERE, Leading, Reporting
+from drivetrain.supervise.verdict import Sight, Verdict
+from tests.hangs import write
+from tests.launching import Started, events, free_port, info, start
+
+LIMIT, WITHIN = 2.0, 10.0
+
+
+@contextlib.contextmanager
+def two_machines(folder: Path, *words: str, **variables: object) -> Iterator[tuple[Started, Started]]:
+    command = [
+        "drivetrain",
+        "train",
+        *words,
+        "plan.threads=1",
+        "--nodes",
+        "2",
+        "--rendezvous",
+        f"127.0.0.1:{free_port()}",
+        "--name",
+        "both",
+    ]
+    with (
+        start(*command, "--node-rank", "0", folder=folder, **variables) as first,
+        start(*command, "--node-rank", "1", folder=folder, **variables) as second,
+    ):
+        yield first, second
+
+
+@pytest.mark.parametrize(
+    ("way", "place", "rank"), [("sleep", "forward", 1), ("sleep", "forward", 0), ("receive", "loss", 1), ("receive", "loss", 0)]
+)
+def test_all_machines_name_the_rank_that_hangs(way: str, place: str, rank: int, folder: Path) -> None:
+    """Also where all wait in collectives, so that none can tell by itself."""
+    line = write(way, place, rank)
+    with two_machines(folder, "stuck.py", "--restarts", "0", "--hang-after", f"{LIMIT:.0f}s") as machines:
+        assert [machine.wait(120) for machine in machines] == [202, 202]
+        for machine in machines:
+            assert f"rank {rank} hangs in step" in machine.output and f"stuck.py:{line} in stick" in machine.output, machine.output
+            assert f"rank {1 - rank} waits in all_reduce" in machine.output, machine.output
+    run = folder / "runs" / "both"
+    (event,) = events(run, "hang")
+    assert event["ranks"] == [rank] and info(run)["outcome"] == "hang"
+    took = event["time"] - (folder / "stuck").stat().st_mtime
+    print(f"{way} on rank {rank}: {took:.1f} s")
+    assert took < LIMIT + WITHIN, f"{took:.1f} s"
+    stacks = (run / "logs" / "hang-1.txt").read_text()
+    assert "--- rank 0, " in stacks and "--- rank 1, " in stacks
+
+
+def test_after_a_hang_all_machines_start_anew(folder: Path) -> None:
+    write("sleep", "forward", rank=-1)
+    words = ["stuck.py", "steps=30", "save_every=5", "--hang-after", f"{LIMIT:.0f}s"]
+    with two_machines(folder, *words, DRIVETRAIN_FAULTS="hang@step:12:rank=1") as (first, second):
+        assert "rank 1 hangs in step 12" in first.succeed(120) and "rank 1 hangs in step 12" in second.succeed(120)
+    assert [event["why"] for event in events(folder / "runs" / "both", "restarted")] == ["hang"]
+
+
+# --- when a verdict is given ---------------------------------------------------------------------
+
+
+def seen(rank: int, **other: Any) -> Sight:
+    """A rank that has waited in a collective for longer than its limit."""
+    sight = Sight(
+        rank,
+        7,
+        "summing gradients over ranks",
+        100.0,
+        31.0,
+        True,
+        False,
+        True,
+        "all_reduce",
+        "step.py:9 in reduce",
+        False,
+        " there",
+        "",
+        "",
+    )
+    return replace(sight, **other)
+
+
+class Room:
+    """The leading machine with rank 0, and the machines b and c with ranks 1 and 2."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.told: list[Verdict] = []
+        self.judge = Leading(lambda: ["b", "c"], self._ask, self.told.append)
+
+    def _ask(self) -> None:
+        self.asked += 1
+
+
+def test_no_verdict_while_a_machine_has_its_reasons() -> None:
+    room = Room()
+    room.judge.hear("b", [seen(1)])
+    assert room.judge([seen(0)]) is None, "of c nothing is heard: it may be saving"
+    room.judge.hear("c", [seen(2, over=False, waits=False)])
+    assert room.judge([seen(0)]) is None and not room.asked, "c is not over its limit"
+    room.judge.hear("c", [seen(2, since=120.0)])
+    room.judge.hear("b", [])
+    assert room.judge([seen(0)]) is None, "b goes on"
+
+
+def test_all_must_have_waited_at_one_time() -> None:
+    room = Room()
+    room.judge.hear("b", [seen(1, line="task.py:3 in loss", users=True)])
+    room.judge.hear("c", [seen(2)])
+    assert room.judge([seen(0)]) is None, "b and c may have gone on since they were seen"
+    room.judge.hear("b", [seen(1, line="task.py:3 in loss", users=True)])
+    room.judge.hear("c", [seen(2)])
+    verdict = room.judge(None)
+    assert verdict is not None and verdict.ranks == [1] and room.told == [verdict]
+    assert "ranks 0, 2 wait in all_reduce" in verdict.message
+
+
+def test_others_are_asked_what_they_wait_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = Room()
+    room.judge.hear("b", [seen(1, waits=False, line="task.py:3 in loss", where=" at task.py:3 in loss")])
+    assert room.judge([]) is None and room.judge.asks and room.asked == 1
+    assert room.judge([seen(0, over=False)]) is None and not room.judge.asks and room.asked == 1
+    monkeypatch.setattr("drivetrain.supervise.judges.time.monotonic", lambda at=room.judge._due: at + 1)
+    verdict = room.judge([])
+    assert verdict is not None, "c does not answer"
+    assert "rank 1 hangs in step 7" in verdict.message and "rank 0 waits in all_reduce" in verdict.message
+    assert HERE in room.judge._reports
+
+
+def test_what_is_seen_is_reported_and_taken_back() -> None:
+    told: list[list[int]] = []
+    judge = Reporting(lambda sights: told.append([s.rank for s in sights]))
+    for sights in ([], [seen(1)], None, [], [], None):
+        assert judge(sights) is None
+    assert told == [[1], []]
