@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 from drivetrain.supervise.judges import HERE, Leading, Reporting
 from drivetrain.supervise.verdict import Sight, Verdict
 from tests.hangs import write
-from tests.launching import Started, events, free_port, info, start
+from tests.launching import Started, events, free_port, info, run, start
+from tests.patience import until
 
 LIMIT, WITHIN = 2.0, 10.0
 
@@ -50,13 +52,13 @@ def test_all_machines_name_the_rank_that_hangs(way: str, place: str, rank: int, 
         for machine in machines:
             assert f"rank {rank} hangs in step" in machine.output and f"stuck.py:{line} in stick" in machine.output, machine.output
             assert f"rank {1 - rank} waits in all_reduce" in machine.output, machine.output
-    run = folder / "runs" / "both"
-    (event,) = events(run, "hang")
-    assert event["ranks"] == [rank] and info(run)["outcome"] == "hang"
+    both = folder / "runs" / "both"
+    (event,) = events(both, "hang")
+    assert event["ranks"] == [rank] and info(both)["outcome"] == "hang"
     took = event["time"] - (folder / "stuck").stat().st_mtime
     print(f"{way} on rank {rank}: {took:.1f} s")
     assert took < LIMIT + WITHIN, f"{took:.1f} s"
-    stacks = (run / "logs" / "hang-1.txt").read_text()
+    stacks = (both / "logs" / "hang-1.txt").read_text()
     assert "--- rank 0, " in stacks and "--- rank 1, " in stacks
 
 
@@ -66,6 +68,31 @@ def test_after_a_hang_all_machines_start_anew(folder: Path) -> None:
     with two_machines(folder, *words, DRIVETRAIN_FAULTS="hang@step:12:rank=1") as (first, second):
         assert "rank 1 hangs in step 12" in first.succeed(120) and "rank 1 hangs in step 12" in second.succeed(120)
     assert [event["why"] for event in events(folder / "runs" / "both", "restarted")] == ["hang"]
+
+
+def test_where_the_time_of_all_goes_is_told_by_the_first(folder: Path) -> None:
+    """In one file that both could write: the first machine's, about all ranks."""
+    write("sleep", "forward", rank=-1)
+    slow = (folder / "stuck.py").read_text().replace("time.sleep(0.01)", "time.sleep(0.03 + 0.06 * int(os.environ['RANK']))")
+    (folder / "stuck.py").write_text(slow)
+    with two_machines(folder, "stuck.py", "steps=120", "eval_every=1000") as (first, second):
+        until(
+            lambda: len(ranks := spent(folder).get("ranks", [])) == 2 and ranks[1]["compute"] > ranks[0]["compute"],
+            "both",
+            of=first.process,
+        )
+        output = first.succeed(120)
+        second.succeed(120)
+    assert "rank 1 is slow: its computing takes" in output
+    told = spent(folder)
+    assert len(told["ranks"]) == 2 and told["steps"] == 119
+    assert told["ranks"][1]["compute"] > 1.5 * told["ranks"][0]["compute"] and told["ranks"][0]["communication"] > 2.0
+    assert "rank 1 is slow" in run("drivetrain", "status", "both", folder=folder)
+
+
+def spent(folder: Path) -> dict[str, Any]:
+    file = folder / "runs" / "both" / "logs" / "time.json"
+    return dict(json.loads(file.read_text())) if file.exists() else {}
 
 
 # --- when a verdict is given ---------------------------------------------------------------------

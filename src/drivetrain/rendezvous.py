@@ -23,6 +23,7 @@ from drivetrain.plan import Plan
 from drivetrain.supervise import Ended, Place, Supervisor
 from drivetrain.supervise.judges import Leading, Reporting
 from drivetrain.supervise.verdict import Sight, Verdict
+from drivetrain.watch.spent import Spent
 
 HELLO = "drivetrain-3"
 WAIT = 600.0  # seconds to wait for machines that are needed
@@ -145,6 +146,7 @@ class Host:
         self._crew: Crew | None = None
         self._attempt = 0
         self._words: dict[Link, dict[str, Any]] = {}
+        self._spent: dict[Link, Spent] = {}
         self._growing = False
         self.judge = Leading(self._taking_part, lambda: self._tell("look"), self._spread)
         threading.Thread(target=self._welcome, daemon=True).start()
@@ -240,10 +242,19 @@ class Host:
         with contextlib.suppress(queue.Empty):
             while True:
                 word = guest.messages.get_nowait()
+                if "spent" in word:
+                    self._spent[guest] = Spent(**word["spent"])
                 if word.get("ended") == self._attempt:
                     self._words[guest] = word
                 elif word.get("sighted") == self._attempt:
                     self.judge.hear(guest, [Sight(**sight) for sight in word["sights"]])
+
+    def all_time(self, mine: Spent) -> Spent:
+        """Where the time of all ranks goes, in their order."""
+        assert self._crew is not None
+        for guest in self._crew.guests:
+            mine = mine.beside(self._spent.get(guest) or Spent.unknown(guest.hello["procs"]))
+        return mine
 
     def _taking_part(self) -> list[Link]:
         assert self._crew is not None
@@ -272,7 +283,8 @@ class Host:
             self._listen_to(guest)
         told = [Ended(Outcome(w["outcome"]), w["message"], {"smaller": w["smaller"]}, lost=w["lost"]) for w in self._words.values()]
         causes = [word for word in told if not word.lost and word.outcome not in (Outcome.OK, Outcome.PREEMPTED)]
-        return replace(causes[0], interrupted=ended.interrupted, stopped=ended.stopped) if causes and ended.lost else ended
+        whole = replace(causes[0], interrupted=ended.interrupted, stopped=ended.stopped) if causes and ended.lost else ended
+        return replace(whole, spent=None if ended.spent is None else self.all_time(ended.spent))
 
     def goes_on(self) -> bool:
         """After an attempt that was saved and ended in good order: whether there is a next one, with other machines."""
@@ -302,7 +314,7 @@ def lead(
     while True:
         plan = plan_for(crew)
         supervisor.use(plan, host.begin(offer(plan) | {"looks": supervisor.job["looks"]}))
-        supervisor.look, supervisor.judge = lambda: host.look(supervisor), host.judge
+        supervisor.look, supervisor.judge, supervisor.all_time = lambda: host.look(supervisor), host.judge, host.all_time
         ended = host.hear(supervisor.once())
         if ended.outcome is Outcome.PREEMPTED and not supervisor.stopped and host.goes_on():
             why = "other machines; "
@@ -394,13 +406,17 @@ class Guest:
         if not self.link.alive:
             supervisor.abort(f"the machine at {self.where} was lost")
 
+    def tell_time(self, spent: Spent) -> None:
+        """To the host, which keeps that of all."""
+        self.link.send({"spent": spent.to_json()})
+
     def report(self, attempt: int, sights: list[Sight]) -> None:
         self.link.send({"sighted": attempt, "sights": [asdict(sight) for sight in sights]})
 
     def say(self, attempt: int, ended: Ended) -> None:
         self.link.send({
             "ended": attempt, "outcome": ended.outcome, "message": ended.message, "lost": ended.lost, "stopped": ended.stopped,
-            "smaller": ended.result.get("smaller"),
+            "smaller": ended.result.get("smaller"), **({} if ended.spent is None else {"spent": ended.spent.to_json()}),
         })  # fmt: skip
 
 
@@ -450,6 +466,7 @@ def follow(guest: Guest, supervisor_of: Callable[[dict[str, Any], Plan, Place], 
             supervisor.use(plan, place)
             supervisor.look = partial(guest.look, supervisor, message["attempt"])
             supervisor.judge = Reporting(partial(guest.report, message["attempt"]))
+            supervisor.all_time = guest.tell_time
             ended = supervisor.once()
             guest.say(message["attempt"], ended)
             if supervisor.stopped:

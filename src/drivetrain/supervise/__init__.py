@@ -116,6 +116,8 @@ class Supervisor:
         """Called several times a second while an attempt runs."""
         self.judge = Judge()
         """Of who hangs; another where there are several machines."""
+        self.all_time: Callable[[Spent], Spent | None] = lambda spent: spent
+        """Where the time of all machines goes, given this one's; None where another machine keeps that."""
         self.attempt: Attempt | None = None
         self.nursery: Nursery | None = None
         self.interrupts, self.stopped = 0, False
@@ -217,8 +219,9 @@ class Supervisor:
         """Keep where the time goes with the run, for `status`."""
         if self.job["mode"] == "train" and time.monotonic() > self._noted + NOTE_SECONDS:
             self._noted = time.monotonic()
-            with contextlib.suppress(OSError):
-                write_atomic(self.run_dir.time_path, json.dumps(self._spent().to_json()) + "\n")
+            if (spent := self.all_time(self._spent())) is not None:
+                with contextlib.suppress(OSError):
+                    write_atomic(self.run_dir.time_path, json.dumps(spent.to_json()) + "\n")
 
     def _nursery(self) -> Nursery:
         # What the user has set wins. Asked whether there is a GPU, torch must not initialise the driver where forks come from.

@@ -39,6 +39,14 @@ class Spent:
         both = [{part: a[part] + b[part] for part in PARTS} for a, b in zip(self.ranks, other.ranks, strict=True)]
         return Spent(both, self.steps + other.steps)
 
+    def beside(self, other: Spent) -> Spent:
+        """Of the ranks of one machine and the next."""
+        return Spent(self.ranks + other.ranks, max(self.steps, other.steps))
+
+    @staticmethod
+    def unknown(ranks: int) -> Spent:
+        return Spent([dict.fromkeys(PARTS, 0.0) for _ in range(ranks)], 0)
+
     def to_json(self) -> dict[str, Any]:
         return {"ranks": self.ranks, "steps": self.steps}
 
