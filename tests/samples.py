@@ -398,14 +398,19 @@ TASKS = {
 }
 
 
-def training(name: str, folder: str, group: Group, settings: dict[str, Any], pins: dict[str, Any] | None = None) -> Training:
+def training(
+    name: str, folder: str, group: Group, settings: dict[str, Any], pins: dict[str, Any] | None = None, stop: Observer | None = None
+) -> Training:
+    """`stop` sees every moment, and is true once it asks for a stop."""
     task = TASKS[name](**settings)
     plan = choose(
         task.settings(), HARDWARE, device="cpu", world_size=group.size, local_procs=group.size, pins={"threads": 1} | (pins or {})
     )
     run = Run(folder)
     observers: list[Observer] = [MetricsFile(run)] if group.main else []
-    return Training(task, plan, run, group, Observers(observers), False)
+    if stop is None:
+        return Training(task, plan, run, group, Observers(observers), False)
+    return Training(task, plan, run, group, Observers([*observers, stop]), stop)
 
 
 def train(

@@ -142,7 +142,6 @@ def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tup
         return Run(told["finished"]), Ended(Outcome.OK)
     job, run = told["job"], Run(told["job"]["run"])
     try:
-        stop.install(job["stop_at"])
         watchers = Observers([screen, Recorder(run)]) if group.main else screen
         result = work(job | {"task": _task_here(job, told["code"], recipe)}, group, watchers, stop)
     except Problem as problem:

@@ -45,15 +45,10 @@ class Request:
     saved: Plan | None = None
     """A plan made before, from --plan FILE."""
     policy: Policy = field(default_factory=lambda: Policy(restarts=3))
-    stop_at: float | None = None
-    """When to stop and save, in seconds since the epoch."""
+    end: float | None = None
+    """When all must be saved and over, in seconds since the epoch."""
     looks: dict[str, Any] = field(default_factory=dict)
     """What is looked at closely: find_nan, profile, check_collectives."""
-
-
-def end_in(seconds: float) -> float:
-    """When to stop so that a last step and a save end within so many seconds from now."""
-    return time.time() + seconds - max(2.0, min(60.0, 0.05 * seconds))
 
 
 @dataclass(frozen=True)
@@ -271,7 +266,7 @@ def make_job(recipe: Recipe, run: Run, plan: Plan, mode: str, folder: str | None
         "settings": recipe.settings,
         "plan": plan.to_json(),
         "folder": folder or os.getcwd(),
-        "stop_at": request.stop_at if request else None,
+        "end": request.end if request else None,
         "looks": request.looks if request else {},
     }
 

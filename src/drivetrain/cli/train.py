@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import textwrap
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,7 +74,7 @@ def run(verb: str, words: list[str]) -> int:
     request = launch.Request(
         args.procs, args.nodes[1], args.nodes[0], args.rendezvous, args.node_rank, args.gpus, args.device,
         getattr(args, "run_dir", None), getattr(args, "name", None), args.verbose, args.planner,
-        policy=Policy(args.restarts, args.hang_after), stop_at=None if args.time_limit is None else launch.end_in(args.time_limit),
+        policy=Policy(args.restarts, args.hang_after), end=None if args.time_limit is None else time.time() + args.time_limit,
         looks={"find_nan": args.find_nan, "profile": args.profile, "check_collectives": args.check_collectives},
     )  # fmt: skip
     if request.run_dir and request.name:

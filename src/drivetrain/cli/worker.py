@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -42,13 +42,18 @@ class StopFlag:
             os._exit(130)  # asked twice: now
         self.signal = number
 
-    def install(self, stop_at: float | None = None) -> None:
-        """`stop_at` is a time at which nobody need ask, in seconds since the epoch."""
+    def install(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._handle)
-        if stop_at is not None:
-            signal.signal(signal.SIGALRM, self._handle)
-            signal.setitimer(signal.ITIMER_REAL, max(0.001, stop_at - time.time()))
+
+    def timer(self) -> Callable[[float], None]:
+        """Sets the time at which nobody need ask, in seconds since the epoch."""
+        signal.signal(signal.SIGALRM, self._handle)
+
+        def stop_at(when: float) -> None:
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, when - time.time()))
+
+        return stop_at
 
 
 def work(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag, watchers: Sequence[Observer] = ()) -> dict[str, Any]:
@@ -72,6 +77,7 @@ def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag, wa
     from drivetrain.engine.observe import Observers
     from drivetrain.plan import Plan
     from drivetrain.recipe import TaskRef, instantiate
+    from drivetrain.watch.deadline import Deadline
     from drivetrain.watch.files import MetricsFile, TensorBoard
 
     if job["mode"] == "population":
@@ -96,6 +102,8 @@ def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag, wa
         from drivetrain.watch.profile import Profile
 
         files.append(Profile(run, looks["profile"], screen.notice, group.device.type == "cuda"))
+    if job.get("end") and group.main:  # what one rank asks for, all do
+        files.append(Deadline(job["end"], stop.timer()))
     observer = Observers([*files, *watchers, *injectors(run)])
 
     from drivetrain.engine.fingerprint import Fingerprint
@@ -238,7 +246,6 @@ def main() -> None:
     answers = open(file.with_name(f"stacks-{os.environ['RANK']}"), "a")  # noqa: SIM115 (open as long as the process)
     answer_to(answers)
     job = json.loads(file.read_text())
-    stop.install(job.get("stop_at"))
     os.chdir(job["folder"]) if os.path.isdir(job["folder"]) else None
 
     from drivetrain.engine.deviceclock import DeviceClock

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import sys
 import time
+from collections import deque
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +17,9 @@ from drivetrain.engine.figures import EVALUATE, STOP
 from drivetrain.engine.group import Group
 from drivetrain.settings import Length
 
-LAG = 8  # steps after which a GPU's answer is read, so that the host never waits for it
+AHEAD = 0.05  # seconds of steps that the host runs ahead of a GPU before it reads an answer, so that the GPU never waits for it
+MOST = 8  # steps
+LOOKS = (16, 64, 256, 1024)  # answers after which it is looked again how long a step takes, then after every so many as the last
 
 
 class SupportsBool(Protocol):
@@ -57,6 +63,9 @@ class Agreement:
         self.group = group
         self._answers: list[tuple[Tensor, Any]] = []
         self._quiet = [0, 0, 0]
+        self.lag = MOST
+        """Steps after which a GPU's answer is read, the same on every rank."""
+        self._read, self._times = 0, deque[float](maxlen=MOST * 8)
 
     def read(self, step: int, tail: Tensor | None, asked: list[bool]) -> list[bool]:
         if tail is None or self.group.size == 1:
@@ -68,11 +77,21 @@ class Agreement:
         event = torch.cuda.Event()
         event.record()
         self._answers.append((answer, event))
-        if len(self._answers) <= LAG:
-            return [False, False, False]
-        answer, event = self._answers.pop(0)
-        event.synchronize()
-        heard = [value > 0 and step >= quiet for value, quiet in zip(answer.tolist(), self._quiet, strict=True)]
+        heard = [False, False, False]
+        while len(self._answers) > self.lag:
+            answer, event = self._answers.pop(0)
+            event.synchronize()
+            heard = [h or (value > 0 and step >= quiet) for h, value, quiet in zip(heard, answer.tolist(), self._quiet, strict=True)]
+            self._learn()
         # Answers under way still carry a request that was just heard.
-        self._quiet = [step + LAG + 1 if h else q for h, q in zip(heard, self._quiet, strict=True)]
+        self._quiet = [step + self.lag + 1 if h else q for h, q in zip(heard, self._quiet, strict=True)]
         return heard
+
+    def _learn(self) -> None:
+        """Now and then: read answers after as many steps as the host needs to be ahead, by rank 0's clock. Answers come at the device's pace."""
+        self._read += 1
+        self._times.append(time.perf_counter())
+        if self._read in LOOKS or self._read % LOOKS[-1] == 0:
+            took = statistics.median(later - sooner for sooner, later in pairwise(self._times))
+            [step] = self.group.sum_on_hosts([took if self.group.main else 0.0])
+            self.lag = max(1, min(MOST, math.ceil(AHEAD / max(step, 1e-9))))

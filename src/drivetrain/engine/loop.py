@@ -81,14 +81,15 @@ class Training:
         self.rates = Rates(self.optimizer, schedule_of(task, self.total, per_epoch), self.total, group, on_device=not plan.shards)
         self.step = Step(task, self.model, self.feed, self.strategy, self.rates, self.precision, group)
         self.tail = TAIL
-        self.step.undoable = undoable(plan, self.model)
+        self.step.undoable, self.step.stop = undoable(plan, self.model), stop
         self.step.moment = observer.moment if observer.watches else None
         self.writer: Writer | None = None
         if group.main or self.strategy.files is not None:
             self.writer = Writer(run, task.keep, observer.moment, observer.notice, self.strategy.files, group.main)
         self.log, self.evaluate_every, self.save_every = (Every(s, per_epoch) for s in (task.log_every, task.eval_every, task.save_every))
         self.compiled_from = plan.compiled_from(0, None)
-        self.done = 0
+        self.done = self._kept = 0
+        """Steps taken, and those that are saved."""
         self.learner: Learner | None = None
         self._sought = False
         self.figures: dict[str, Any] | None = None
@@ -132,7 +133,10 @@ class Training:
         self.model.train()
         if self.rows.held(self.done) is not None and not self._evaluate_again():
             return self._stopped()
+        self._kept = self.done
         while self.done < self.total and not self.best.settled:
+            if self._may_stop():
+                return self._stop_here()
             at_once = False  # whether the task's own learner takes the whole epoch
             if self.done % per_epoch == 0:
                 self.observer.moment("epoch")
@@ -147,6 +151,8 @@ class Training:
                     self._look_again()
             if not (at_once or clocked or save_late or evaluate_late or stop_after):
                 self._take_quiet_steps(ticking)
+                if self._may_stop():
+                    return self._stop_here()
             self.observer.moment("step")
             if self.stop or clocked or stop_after is not None:
                 self._ask(stop_after)
@@ -251,6 +257,22 @@ class Training:
         asked[0] = bool(self.stop) or (stop_after is not None and self.done + 1 >= stop_after)
         asked[1] = self.group.main and self.save_every.overdue()
         asked[2] = self.group.main and self.evaluate_every.overdue()
+
+    def _may_stop(self) -> bool:
+        """Whether it was asked to stop, and can do so at once: a process that is alone need not ask others."""
+        return bool(self.stop) and self.group.size == 1 and (self.source is None or self.done % self.feed.steps_per_epoch == 0)
+
+    def _stop_here(self) -> Result:
+        """Between two steps."""
+        if self.done > self._kept:
+            assert self.step.ledger is not None
+            self.step.ledger.fetch()
+            bad = self.rows.take_in(self.step.ledger, self.done, logging=False, wait=True)
+            if bad is not None:
+                raise self._not_a_number(bad)
+            self.rows.emit()
+            self._save(wait=False)
+        return self._stopped()
 
     def _stopped_evaluating(self) -> Result:
         """Save what was trained; the evaluation is done, and its row written, when the run goes on."""
@@ -385,6 +407,7 @@ class Training:
                         Outcome.INFRA,
                     )
         self.rows.mark(self.done)
+        self._kept = self.done
 
     def damage(self, text: str) -> None:
         self.run.event("damaged-checkpoint", detail=text)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from drivetrain.engine.capture import Graphs, form_of
 from drivetrain.engine.compiled import Compiled
+from drivetrain.engine.control import SupportsBool
 from drivetrain.engine.data import draws_of
 from drivetrain.engine.feed import Feed, Micro
 from drivetrain.engine.figures import FIGURES, NORM, SCALE, SKIPPED, STOP, Figures
@@ -66,6 +67,8 @@ class Step:
             ready_to_skip(strategy.optimizer)
         self.figures: Figures | None = None
         self.requests = [False, False, False]
+        self.stop: SupportsBool = False
+        """Looked at once more before the requests travel."""
         self.graphs: Graphs | None = None
         """Replays pieces of the step; None calls them."""
         self.compiled: Compiled | None = None
@@ -190,6 +193,7 @@ class Step:
         if self.moment is not None:
             self.moment("reduce")
         self.agree(short)
+        self.requests[0] |= bool(self.stop)
         for slot, asked in enumerate(self.requests, STOP):
             if asked:
                 self._slots[slot].fill_(1.0)

@@ -19,6 +19,7 @@ from drivetrain.runs import Run, record_plan
 from drivetrain.supervise.judges import Judge
 from drivetrain.supervise.nursery import Child, Nursery
 from drivetrain.supervise.verdict import Rank, Verdict, Watchman
+from drivetrain.watch.deadline import LEAST
 from drivetrain.watch.pulse import Pulse, open_page
 from drivetrain.watch.screen import Screen, replay
 from drivetrain.watch.spent import Spent
@@ -87,7 +88,7 @@ class Attempt:
         self.each_look: Callable[[], object] = lambda: None
         self.on_verdict: Callable[[Verdict], object] = lambda verdict: None
         self._end_by = math.inf
-        self._stop_at = job.get("stop_at") or math.inf
+        self._leave_at = (job.get("end") or math.inf) - LEAST
         self._told: list[Callable[[Child], None]] = []
         """What was said to all workers, for those that are still to come."""
         self._undead = False
@@ -154,7 +155,7 @@ class Attempt:
             ranks = [Rank(w.rank, pid, w.pulse.read(), self._answers(w.rank), w.pulse.read) for w, pid in alive if pid is not None]
             if verdict := self.judge(self.watchman.look(ranks, self.judge.asks)):
                 self.convict(verdict)
-        if time.time() > self._stop_at:  # which workers see to by themselves once they train
+        if time.time() > self._leave_at:  # which workers see to by themselves once they train
             self._leave()
         if time.monotonic() > self._end_by:
             self.kill()

@@ -1,0 +1,106 @@
+"""When a stop is heard: at the end of the step in which it was asked for, or a few of a GPU's steps later."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain.engine.control import AHEAD, LOOKS, MOST, Agreement
+from drivetrain.engine.figures import STOP, TAIL
+from drivetrain.engine.group import Group
+from drivetrain.engine.observe import Observer
+from drivetrain.runs import Run
+from drivetrain.watch.deadline import LEAST, SAVES, STEPS, Deadline
+from tests.processes import on_ranks
+from tests.samples import training
+
+
+class Gpus:
+    """A group whose device is a GPU, as far as the agreement sees."""
+
+    size, main = 2, True
+    device = torch.device("cuda")
+
+    def sum_on_hosts(self, values: list[float]) -> list[float]:
+        return values
+
+
+class Event:
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.mark.parametrize(("seconds", "lag"), [(0.001, MOST), (AHEAD / 3, 4), (0.2, 1)])
+def test_a_gpus_answer_is_read_as_soon_as_the_host_is_far_enough_ahead(seconds: float, lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    group: Any = Gpus()
+    agreement = Agreement(group)
+
+    def heard(step: int, stop: bool) -> bool:
+        clock[0] += seconds
+        tail = torch.zeros(TAIL)
+        tail[STOP] = stop
+        return agreement.read(step, tail, [])[0]
+
+    assert not any(heard(step, False) for step in range(200))
+    assert agreement.lag in (lag, min(MOST, lag + 1)), "by the clock, within a step"
+    asked = 200
+    took = next(step - asked for step in range(asked, 300) if heard(step, True))
+    assert took == agreement.lag and LOOKS[0] < 200
+
+
+class Asked(Observer):
+    """Asks for a stop at a moment of a step."""
+
+    def __init__(self, moment: str, step: int, here: bool = True) -> None:
+        self.at, self.here, self.asked, self.step = (moment, step), here, False, 0
+
+    def __bool__(self) -> bool:
+        return self.asked
+
+    def moment(self, name: str) -> None:
+        self.step += name == "step"
+        self.asked |= self.here and (name, self.step) == self.at
+
+
+def stopped(folder: str, pins: dict[str, Any], moment: str, step: int, group: Group) -> int:
+    asked = Asked(moment, step, here=group.rank == group.size - 1)
+    return training("Plain", folder, group, {"log_every": 5, "steps": 30}, pins, asked).run_to_end().step
+
+
+@pytest.mark.parametrize("pins", [{}, {"accumulation": 2}])
+@pytest.mark.parametrize(("world", "moment"), [(1, "fetched"), (1, "taken"), (2, "backward")])
+def test_a_stop_ends_the_step_under_way(world: int, moment: str, pins: dict[str, Any], tmp_path: Path) -> None:
+    for step in (3, 4, 5):  # one and two before a row is due, and at it
+        run = tmp_path / f"{step}"
+        assert on_ranks(world, stopped, str(run), pins, moment, step) == [step] * world
+        assert Run(run).steps() == [step]
+    assert stopped(str(run), pins, "start", 0, Group(0, 1, torch.device("cpu"))) == 5, "nothing new to save"
+
+
+def test_what_a_time_limit_keeps_is_what_steps_and_saves_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, asked = [1000.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    deadline = Deadline(2000.0, asked.append)
+    assert asked == [2000 - LEAST - 50], "a twentieth, as long as nothing was seen"
+
+    def pass_through(**seconds: float) -> None:
+        for name, took in seconds.items():
+            deadline.moment(name)
+            clock[0] += took
+
+    pass_through(step=30.0)  # the first, which sets things up
+    for _ in range(3):
+        pass_through(step=0.5, taken=0.5)
+    pass_through(evaluate=100.0)
+    assert asked[-1] == pytest.approx(2000 - LEAST - STEPS - 50)
+    pass_through(saving=1.0, save=4.0, published=0.0, step=1.0)
+    assert asked[-1] == pytest.approx(2000 - LEAST - STEPS - SAVES * 4)
