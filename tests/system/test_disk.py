@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,29 @@ def test_a_disk_that_fills_up(small_disk: Path) -> None:
     good("resume", str(run))
     assert rows(run) == rows("runs/whole")
     assert weights(run) == weights("runs/whole")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
+def test_a_disk_that_fills_up_with_the_parts_of_several_ranks(strategy: str, small_disk: Path) -> None:
+    """What all of them write is counted together."""
+    if strategy == "deepspeed":
+        pytest.importorskip("deepspeed")
+    write_task(change=BIG)
+    words = ["train", "small.py", "hidden=512", "epochs=3", "save_every=10", "keep=2", f"plan.strategy={strategy}", "--procs", "2"]
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(6_000_000))
+    done = drivetrain(*words, "--run-dir", str(small_disk / "run"))
+    assert done.returncode == Outcome.INFRA.code, done.stdout + done.stderr
+    missing = re.search(
+        r"at step 20 \(([\d.]+) MB\) was not saved: the disk is full: ([\d.]+) MB are missing \(([\d.]+) MB free\)", done.stdout
+    )
+    assert missing is not None, done.stdout
+    need, lack, free = map(float, missing.groups())
+    assert need > 3.3 and need - free == pytest.approx(lack, abs=0.2)
+    run = small_disk / "run"
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-00000010"]
+    ballast.unlink()
+    good("resume", str(run))
 
 
 def test_a_disk_that_is_full_from_the_start(small_disk: Path) -> None:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain.engine.state import Part
@@ -144,10 +146,11 @@ class Writer:
 
     def _write(self, step: int, staged: dict[str, Tensor | Part], extra: dict[str, Any], best: int | None) -> None:
         hidden = self.run.checkpoints / f".{folder(step)}"
+        need = _bytes(staged)
         try:
-            hidden.mkdir(parents=True, exist_ok=True)
-            if self.group is None:  # else all would have to agree: they write together
-                _check_room(hidden, _bytes(staged))
+            need, free = self._open(hidden, need)
+            if free < need:  # said before the save fails in the middle
+                raise NoRoom(f"the disk is full: {(need - free) / 1e6:,.1f} MB are missing ({free / 1e6:,.1f} MB free)")
             from drivetrain.engine import shards
 
             shards.write(hidden, staged, self.group)
@@ -165,9 +168,24 @@ class Writer:
             if not self.main:
                 return
             shutil.rmtree(hidden, ignore_errors=True)
-            need = _bytes(staged) / 1e6
             self.run.event("save-failed", step=step, reason=self.failure)
-            self.notice(f"the checkpoint at step {step:,} ({need:,.1f} MB) was not saved: {self.failure}; training goes on")
+            self.notice(f"the checkpoint at step {step:,} ({need / 1e6:,.1f} MB) was not saved: {self.failure}; training goes on")
+
+    def _open(self, hidden: Path, mine: int) -> tuple[int, int]:
+        """Make the folder; gives the bytes that all ranks will write and those that are free: the same on each, for all write or none."""
+        free, failure = 0, None
+        try:
+            hidden.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(hidden).free
+        except OSError as error:
+            failure = error  # the others wait to be told
+        told = torch.tensor([mine, free if self.main else 0])
+        if self.group is not None:
+            dist.all_reduce(told, group=self.group)
+        if failure is not None:
+            raise failure
+        need, free = told.tolist()
+        return need, free
 
     def _publish(self, hidden: Path, step: int, extra: dict[str, Any]) -> None:
         files = {f.name: {"bytes": f.stat().st_size, "sha256": _hash(f)} for f in sorted(hidden.iterdir())}
@@ -198,13 +216,6 @@ class Writer:
 
 def _bytes(staged: dict[str, Tensor | Part]) -> int:
     return sum((t.plain if isinstance(t, Part) else t).nbytes for t in staged.values())
-
-
-def _check_room(folder: Path, need: int) -> None:
-    """Say what is missing before a save fails in the middle."""
-    free = shutil.disk_usage(folder).free
-    if free < need:
-        raise NoRoom(f"the disk is full: {(need - free) / 1e6:,.1f} MB are missing ({free / 1e6:,.1f} MB free)")
 
 
 def _staged(tensor: Tensor | Part) -> Tensor | Part:
