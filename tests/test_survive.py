@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -67,6 +68,34 @@ def test_nothing_is_left_of_a_front_end_that_is_killed(folder: Path) -> None:
     front.wait()
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
+
+
+CHILDREN = {"child": "", "group": ", process_group=0", "session": ", start_new_session=True"}
+
+
+@pytest.mark.parametrize("victim", ["command", "worker"])
+def test_what_a_task_started_ends_with_it(victim: str, folder: Path) -> None:
+    """Unless it was given a session of its own."""
+    starts = "".join(
+        f"open('{name}', 'w').write(str(subprocess.Popen(['sleep', '1000']{options}).pid))\n                "
+        for name, options in CHILDREN.items()
+    )
+    first = f"import os, subprocess, time; time.sleep(0.05)\n        if os.environ['RANK'] == '1' and not os.path.exists('all'):\n                {starts}open('all', 'w')\n        "
+    write_task(change=("return F.cross", first + "return F.cross"))
+    front = subprocess.Popen([*COMMAND, *WORDS, "--restarts", "0", "--name", "parent", "-q"], env=environment(), stderr=subprocess.DEVNULL)
+    until(Path("all").exists, "children", of=front)
+    children = {name: psutil.Process(int(Path(name).read_text())) for name in CHILDREN}
+    try:
+        os.kill(front.pid if victim == "command" else children["child"].ppid(), signal.SIGKILL)
+        front.wait()
+        _, alive = psutil.wait_procs([children["child"], children["group"]], timeout=10)
+        assert not alive
+        assert children["session"].is_running()
+    finally:
+        for child in children.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    until(lambda: not left_over("parent"), "the end of all workers", 20)
 
 
 def test_a_time_limit_leaves_a_run_that_can_go_on(folder: Path) -> None:

@@ -12,13 +12,15 @@ import select
 import signal
 import socket
 import sys
+import time
 import traceback
 import warnings
 from typing import Any
 
 from drivetrain.cli import worker
-from drivetrain.runs import die_with_parent
+from drivetrain.runs import die_with_parent, outlive_parent
 from drivetrain.supervise.nursery import WIRE
+from drivetrain.supervise.stacks import state_of
 
 
 def main() -> None:
@@ -27,7 +29,11 @@ def main() -> None:
     die_with_parent(parent)
     with socket.socket(fileno=handle) as front:
         _import()
-        serve(front)
+        outlive_parent()  # whose end the socket tells: what workers started must be ended then
+        try:
+            serve(front)
+        finally:
+            end_session()
 
 
 def _import() -> None:
@@ -64,6 +70,29 @@ def serve(front: socket.socket) -> None:
             _fork(json.loads(message), handles, mine, front)
             for one in handles:
                 os.close(one)
+
+
+def end_session() -> None:
+    """Kill what is left of this process's session: workers and all they started, but for what got a session of its own."""
+    for _ in range(100):  # whoever is being forked shows at the next look
+        left = [pid for pid in _session() if state_of(pid) != "Z"]
+        if not left:
+            return
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _session() -> list[int]:
+    """The other processes of the session that this one leads."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.getsid(int(name)) == os.getpid():
+                    found.append(int(name))
+    return found
 
 
 def _reap(front: socket.socket) -> None:
