@@ -164,6 +164,34 @@ def test_a_rank_out_of_step_is_named(folder: Path) -> None:
     assert "rank 1 is out of step: it is in broadcast(float32[3]) at small.py:" in message and "the others in all_" in message
 
 
+PART = """\
+import os, torch.distributed as dist
+        global part
+        part = globals().get("part") or dist.new_group([1, 2])
+        rank = int(os.environ["RANK"])
+        if rank and model.training:
+            dist.all_reduce(torch.zeros(2), group=part)
+            dist.all_reduce(torch.zeros(3 if rank == ODD else 2), dist.ReduceOp.SUM, part)
+        return F.cross"""
+
+
+def test_the_collectives_of_a_part_of_the_ranks_are_compared_among_them(folder: Path) -> None:
+    words = ["train", "small.py", "steps=4", "save_every=2", "--procs", "3", "--check-collectives"]
+    write_task(change=("return F.cross", PART.replace("ODD", "2")))
+    message = bad(*words, "--name", "odd", code=1)
+    assert "collective 2: rank 1 is out of step: it is in all_reduce(float32[2]) at small.py:" in message or (
+        "collective 2: rank 2 is out of step: it is in all_reduce(float32[3]) at small.py:" in message
+    ), message
+    write_task(change=("return F.cross", PART.replace("ODD", "9")))
+    good(*words, "--name", "even")
+
+
+def test_sharded_saves_are_checked_from_their_own_thread(folder: Path) -> None:
+    write_task()
+    good("train", "small.py", "steps=6", "save_every=1", "plan.strategy=fsdp", "--procs", "2", "--check-collectives", "--name", "parts")
+    assert Run("runs/parts").steps()[-1] == 6
+
+
 def test_a_collective_that_the_task_took_by_name_is_checked_too(folder: Path) -> None:
     text = TASK.replace("import torch\n", "import torch, os\nfrom torch.distributed import all_gather\n", 1)
     gather = "kind = torch.float64 if os.environ['RANK'] == '1' else torch.float32; all_gather([torch.zeros(1, dtype=kind) for _ in '12'], torch.zeros(1, dtype=kind))"
