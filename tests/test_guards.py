@@ -218,9 +218,9 @@ def test_a_profile(folder: Path) -> None:
     assert "aten::addmm" in Path("runs/seen/logs/profile.txt").read_text()
 
 
-def test_a_profile_under_another_launcher_and_of_too_short_a_run(folder: Path) -> None:
-    write_task()
-    alone = {
+def alone() -> dict[str, str]:
+    """What a launcher of one process sets."""
+    return {
         "RANK": "0",
         "WORLD_SIZE": "1",
         "LOCAL_RANK": "0",
@@ -228,7 +228,18 @@ def test_a_profile_under_another_launcher_and_of_too_short_a_run(folder: Path) -
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    assert "profile of 5 steps:" in good("train", "small.py", "--profile", "5", "--name", "seen", **alone)
+
+
+def test_flags_that_another_launcher_leaves_without_effect_are_named(folder: Path) -> None:
+    write_task()
+    output = good("train", "small.py", "steps=4", "--restarts", "5", "--hang-after", "1min", "--name", "told", **alone())
+    assert "without effect, for it needs drivetrain's own processes (--procs N): --restarts, --hang-after" in output
+    assert "without effect" not in good("train", "small.py", "steps=4", "--name", "plain", **alone())
+
+
+def test_a_profile_under_another_launcher_and_of_too_short_a_run(folder: Path) -> None:
+    write_task()
+    assert "profile of 5 steps:" in good("train", "small.py", "--profile", "5", "--name", "seen", **alone())
     assert Path("runs/seen/logs/profile.txt").is_file()
     assert "no profile: it begins with step 12" in good("train", "small.py", "steps=4", "--profile", "5", "--name", "short")
 

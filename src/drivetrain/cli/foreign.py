@@ -125,9 +125,7 @@ def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tup
             else:
                 place = Place(0, machine.procs, world, ("", 0))
                 plan = launch.make_plan(recipe, machine, place, -(-world // local_world), opened.before, request, screen)
-                notice = f"{world} processes, started by {started}"
-                if request.looks.get("find_nan"):
-                    notice += ", which starts none anew: --find-nan needs drivetrain's own (--procs N)"
+                notice = f"{world} processes, started by {started}{_left_to_launcher(request)}"
                 launch.header(recipe, machine, plan, screen, "; ".join(filter(None, [opened.why, notice])))
                 launch.record(recipe, opened, plan, machine)
                 opened.run.event("started", world_size=world, launcher=started)
@@ -158,6 +156,19 @@ def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tup
 
         ending.finish(opened.run, opened.before, recipe, Plan.from_json(job["plan"]), ended, screen)
     return run, ended
+
+
+def _left_to_launcher(request: Request) -> str:
+    """The flags that ask for what only drivetrain's own processes get."""
+    usual, policy = Request().policy, request.policy
+    asked = {
+        "--find-nan": request.looks.get("find_nan"), "--restarts": policy.restarts != usual.restarts,
+        "--hang-after": policy.hang_after != usual.hang_after,
+    }  # fmt: skip
+    ignored = [flag for flag, given in asked.items() if given]
+    if not ignored:
+        return ""
+    return f"; without effect, for it needs drivetrain's own processes (--procs N): {', '.join(ignored)}"
 
 
 def _task_here(job: dict[str, Any], code: str, recipe: Recipe) -> dict[str, Any]:
