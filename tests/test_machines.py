@@ -60,6 +60,7 @@ def test_all_machines_name_the_rank_that_hangs(way: str, place: str, rank: int, 
     assert took < LIMIT + WITHIN, f"{took:.1f} s"
     stacks = (both / "logs" / "hang-1.txt").read_text()
     assert "--- rank 0, " in stacks and "--- rank 1, " in stacks
+    assert stacks.count("as torch's flight recorder has them") == 2 and "gloo:all_reduce" in stacks
 
 
 def test_after_a_hang_all_machines_start_anew(folder: Path) -> None:

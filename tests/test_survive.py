@@ -217,6 +217,23 @@ def test_stacks_are_read() -> None:
     assert not read("").frames and read("").text == "no answer"
 
 
+@pytest.mark.parametrize("procs", [1, 2])
+def test_sigusr1_leaves_a_run_that_goes_on_exactly(procs: int, folder: Path) -> None:
+    write_task(change=("return F.cross", "import time; time.sleep(0.05 * model.training)\n        return F.cross"))
+    words = ["train", "small.py", "epochs=4", "plan.compile=off", "--procs", str(procs)]
+    good(*words, "--name", "whole")
+    front = subprocess.Popen([*COMMAND, *words, "--name", "asked"], env=environment(), stdout=subprocess.PIPE, text=True)
+    until(lambda: Path("runs/asked/metrics.jsonl").exists() and len(rows("runs/asked")) > 5, "steps", of=front)
+    front.send_signal(signal.SIGUSR1)
+    output, _ = front.communicate(timeout=240)
+    step = Run("runs/asked").steps()[-1]
+    assert front.returncode == 200 and f"after step {step:,}, saved; go on with: drivetrain resume asked" in output, output
+    assert json.loads(Path("runs/asked/run.json").read_text())["outcome"] == "preempted" and 5 < step < 56
+    assert rows("runs/asked")[-1]["step"] == step
+    good("resume", "asked")
+    assert rows("runs/asked") == rows("runs/whole") and weights("runs/asked") == weights("runs/whole")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_has_not_begun_its_first_step_stops_at_once(number: int, folder: Path) -> None:
     """While torch is still being imported, or the task loads for an hour."""
