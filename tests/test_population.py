@@ -99,7 +99,7 @@ SNAKES = {"agents": 2, "rival": 0.0, "grid": 4, "net": "mlp", "policies": "indep
     ("name", "same"),
     [
         ("cartpole", {"optim": "adamw"}),
-        ("cartpole", {"optim": "adam", "activation": "relu", "layers": 1, "scale_rewards": False}),
+        ("cartpole", {"optim": "adam", "activation": "relu", "layers": 1, "scale_rewards": False, "scale_values": True}),
         ("bandit", {"optim": "sgd"}),
         pytest.param("snake", SNAKES, marks=pytest.mark.system),  # it takes its time
         pytest.param("snake", SNAKES | {"net": "conv", "policies": "shared"}, marks=pytest.mark.system),

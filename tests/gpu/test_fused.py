@@ -158,7 +158,13 @@ class Given(CartPole):
         return Kept(env, *rest)
 
 
-@pytest.mark.parametrize("kind", [CartPole, Own, Given])
+class Scaled(CartPole):
+    """Its critic learns targets of mean 0 and spread 1, which only the engine's collections make."""
+
+    scale_values: bool = True
+
+
+@pytest.mark.parametrize("kind", [CartPole, Own, Given, Scaled])
 def test_an_epoch_moves_the_weights_as_the_engines_steps_do(kind: type[Ppo], tmp_path: Path) -> None:
     """The first epoch is the engine's in both; in the others, the kernels' steps beside the engine's."""
     both = []

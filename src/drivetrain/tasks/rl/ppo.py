@@ -48,6 +48,8 @@ class Ppo(Task):
     """How far an action's probability may move in one collection and still gain."""
     scale_rewards: bool = True
     """Whether rewards are divided by the spread of what they add up to; returns are told as they are."""
+    scale_values: bool = False
+    """Whether the critic learns what things are worth with mean 0 and spread 1, whatever the size of returns."""
     value_clip: Annotated[float, Range(0)] = 0.0
     """How far a value may move likewise; 0 does not limit it."""
     kl_stop: Annotated[float, Range(0)] = 0.0
@@ -124,7 +126,7 @@ class Ppo(Task):
             )
         return self.rollout(
             env, self.envs, self.horizon, self.passes, self.gamma, self.gae, self.scale_rewards, self._rival_at(env),
-            chunk, 2 * self.width if self.net == "lstm" else 0,
+            chunk, 2 * self.width if self.net == "lstm" else 0, self.scale_values,
         )  # fmt: skip
 
     def rollout(self, env: Env, *rest: Any) -> Rollout:

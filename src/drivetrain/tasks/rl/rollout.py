@@ -100,12 +100,14 @@ class Rollout(Source):
         rival: int = 0,
         chunk: int = 1,
         memory: int = 0,
+        scaled_values: bool = False,
     ) -> None:
-        """`scaled` divides rewards by the spread of what they add up to, so that values are of the size of one; after `rival`
-        collections the policy becomes its own rival. With a `memory`, samples are `chunk` steps in a row."""
+        """`scaled` divides rewards by the spread of what they add up to, so that values are of the size of one; `scaled_values` has
+        the critic learn targets of mean 0 and spread 1. After `rival` collections the policy becomes its own rival. With a `memory`,
+        samples are `chunk` steps in a row."""
         self.rival, self.chunk, self.memory = rival, chunk, memory
         self.env, self.groups, self.horizon, self.passes, self.gamma, self.decay = env, envs, horizon, passes, gamma, decay
-        self.scaled = scaled
+        self.scaled, self.scaled_values = scaled, scaled_values
         self._state: State = {}
         self._cut: Tensor | None = None
         """On a GPU: what the episode of each environment that was cut off in this collection would have gone on from."""
@@ -131,11 +133,14 @@ class Rollout(Source):
         self._cut = None
         steps = [self._step(model, draws[:, t]) for t in range(self.horizon)]
         record = {name: torch.stack([step[name] for step in steps], 1) for name in steps[0]}
-        values, after, logp = self._judge(model, record)
+        said, after, logp = self._judge(model, record)
+        values, after = self._worth(said), self._worth(after)
         reward = record["reward"] / self._scale(record, total) if self.scaled else record["reward"]
         gain = advantages(reward, values, after, record["ended"], record["over"], self.gamma, self.decay)
         alive, target = record["alive"].float(), gain + values
         sums = total(_sums(alive, gain, target, record))
+        if self.scaled_values:
+            target = self._standard(target, torch.stack((sums[0], *sums[3:5])))
         mean, spread = _spread(sums[0], sums[1], sums[2])
         _, wide = _spread(sums[0], sums[3], sums[4])
         recent = torch.where(sums[5] > 0, sums[6:8] / sums[5].clamp(min=1), self._state["recent"][0])
@@ -143,7 +148,7 @@ class Rollout(Source):
         explained = torch.where(wide > 1e-4, 1 - (spread / wide.clamp(min=1e-4)) ** 2, 0.0)  # nothing to explain: nothing explained
         known = {
             "action": record["action"], "logp": logp, "advantage": (gain - mean) / (spread + 1e-8), "target": target,
-            "value": values, "alive": alive, "who": torch.arange(agents, device=values.device), "anew": record["anew"],
+            "value": said, "alive": alive, "who": torch.arange(agents, device=values.device), "anew": record["anew"],
         }  # fmt: skip
         known |= dict(zip(FIGURES, (*recent, explained), strict=True))
         facts = torch.stack([known[name].to(values.dtype).expand_as(values) for name in FACTS], -1)
@@ -164,7 +169,8 @@ class Rollout(Source):
             raise Problem(f"{name}.reset() must give a dict of tensors, each with {len(rand)} rows, one an environment")
         world = {f"env.{k}": v for k, v in made.items()}
         nothing = rand.new_zeros(len(rand), agents)
-        return world | {
+        targets = {"targets": nothing.new_zeros(len(rand), 3)} if self.scaled_values else {}
+        return world | targets | {
             "steps": nothing[:, 0].long(), "return": nothing, "ended": nothing > 0, "recent": nothing.new_zeros(len(rand), 2),
             "discounted": nothing, "spread": nothing.new_zeros(len(rand), 3), "collections": nothing[:, 0].long(),
             "memory": nothing.new_zeros(len(rand), agents, self.memory),
@@ -191,10 +197,9 @@ class Rollout(Source):
         finished = over[:, None].expand_as(ended).float()
         cut = over[:, None] & ~ended
         memory = model.remember(seen).view_as(kept["memory"]) if self.memory else kept["memory"]
-        self._state = {f"env.{k}": v for k, v in self._anew(over, world, anew).items()} | {
+        self._state = kept | {f"env.{k}": v for k, v in self._anew(over, world, anew).items()} | {
             "steps": torch.where(over, 0, count), "return": sums * (1 - finished), "ended": ended & ~over[:, None],
-            "recent": kept["recent"], "discounted": discounted * (1 - finished), "spread": kept["spread"], "collections": kept["collections"],
-            "memory": memory * (1 - finished[..., None]),
+            "discounted": discounted * (1 - finished), "memory": memory * (1 - finished[..., None]),
         }  # fmt: skip
         return {
             "seen": self._kept(seen).unflatten(0, (-1, agents)), "anew": (kept["steps"] == 0).float()[:, None].expand_as(finished), "action": action, "logits": logits, "reward": reward * alive, "ended": ended,
@@ -218,6 +223,25 @@ class Rollout(Source):
         self._state["spread"] = all_so_far.expand(len(sums), 3).clone()
         _, spread = _spread(*all_so_far)
         return spread.clamp(min=1e-4)
+
+    def _worth(self, said: Tensor) -> Tensor:
+        """What the critic says, in the scale of returns: it learns targets of mean 0 and spread 1, over all collections so far."""
+        if not self.scaled_values:
+            return said
+        mean, spread = self._of_targets()
+        return said * spread + mean
+
+    def _standard(self, target: Tensor, new: Tensor) -> Tensor:
+        """Targets as the critic learns them, those of this collection, whose count and sums are `new`, among them."""
+        self._state["targets"] = (self._state["targets"][0] + new).expand(len(target), 3).clone()
+        mean, spread = self._of_targets()
+        return (target - mean) / spread
+
+    def _of_targets(self) -> tuple[Tensor, Tensor]:
+        """Mean and spread so far; before the first collection, of a critic that is taken at its word."""
+        count, total, squares = self._state["targets"][0]
+        mean, spread = _spread(count.clamp(min=1), total, squares)
+        return mean, torch.where(count > 0, spread.clamp(min=1e-4), 1.0)
 
     def _world(self, state: State) -> State:
         return {k.removeprefix("env."): v for k, v in state.items() if k.startswith("env.")}

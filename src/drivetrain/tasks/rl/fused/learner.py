@@ -56,7 +56,7 @@ class Learner:
         self.task, self.source, self.bench, self.device = task, source, bench, bench.device
         env, group = source.env, bench.optimizer.param_groups[0]
         rules, self._state_name = WORLDS.get(type(env), ("", ""))
-        self.plays = type(source) is Rollout and not source.memory and env.agents == 1
+        self.plays = type(source) is Rollout and not source.memory and env.agents == 1 and not source.scaled_values
         """Whether it collects, too: a built-in world in one kernel, any other step by step."""
         small = agent.width * (agent.layers - 1) <= 64
         constants = {"INPUTS": agent.inputs, "WIDTH": agent.width, "ACTIONS": agent.actions, "LAYERS": agent.layers,
