@@ -17,13 +17,14 @@ from drivetrain.cli.launch import Machine
 from drivetrain.hardware import Hardware
 from drivetrain.outcomes import Problem
 from drivetrain.recipe import find_task, make
-from drivetrain.runs import read_lines
+from drivetrain.runs import Run, read_lines
+from drivetrain.tasks.rl.shape import VARIED
 from drivetrain.tune import folder as folders
 from drivetrain.tune.folder import Goal
 from drivetrain.tune.space import make_space
 from drivetrain.tune.study import Study
 from drivetrain.tune.table import Table
-from drivetrain.tune.tuner import Order, Tuner
+from drivetrain.tune.tuner import Order, Tuner, judged_along_the_way
 from drivetrain.watch.screen import Screen
 from tests.command import COMMAND, bad, drivetrain, environment, good, write_task
 from tests.patience import until
@@ -268,11 +269,34 @@ def test_a_search_that_cannot_be_names_the_fix(words: list[str], given: dict[str
     assert said in str(problem.value)
 
 
-def test_the_command_line_wins_over_the_task_key_by_key() -> None:
-    space = space_of("hidden=8..64", task={"hidden": "16|32", "learning_rate": "1e-4..1e-2,log", "clip": "0..1"}, clip="0.5")
-    assert {name: d.text for name, d in space.items()} == {"hidden": "8..64", "learning_rate": "1e-4..1e-2,log"}
+def test_the_command_lines_search_replaces_the_tasks() -> None:
+    own = {"hidden": "16..32", "learning_rate": "1e-4..1e-2,log", "clip": "0..1"}
+    space = space_of(task=own, clip="0.5")
+    assert {name: d.text for name, d in space.items()} == {"hidden": "16..32", "learning_rate": "1e-4..1e-2,log"}
     assert space["hidden"].whole and not space["hidden"].log
     assert space["learning_rate"].log and not space["learning_rate"].whole
+    assert {name: d.text for name, d in space_of("hidden=8..64", task=own).items()} == {"hidden": "8..64"}
+
+
+def test_policies_say_themselves_what_is_searched(folder: Path) -> None:
+    words = ["cartpole", "epochs=3", "envs=8", "horizon=8", "global_batch=32", "eval_episodes=2", "--name", "own"]
+    text = good("tune", *words, "--trials", "2")
+    assert "(cartpole's own; --search replaces it)" in text and "eval_every=1ep, not 10ep" in text
+    told = json.loads(Path("runs/own/tune.json").read_text())
+    assert told["metric"] == "eval/return" and told["search"] == find_task("cartpole").search()
+    assert len(told["search"]) > 3 and all(name in VARIED for name in told["search"]), "a population can be made of them"
+    assert len([row for row in Run("runs/own/trials/trial-0000").rows() if "eval/return" in row]) == 3
+    assert "entropy_weight=1e-4..3e-2,log" in good("tune", "bandit", "--help") and "gamma" not in find_task("bandit").search()
+
+
+def test_a_trial_is_judged_along_the_way_unless_somebody_says_when() -> None:
+    def every(task: str, **given: str) -> Any:
+        return judged_along_the_way(make(find_task(task), {}, given))[0].settings["eval_every"]
+
+    assert every("snake") == "25ep" and every("cartpole") == "10ep"
+    assert every("cartpole", epochs="15") == "1ep" and every("cartpole", epochs="1") == "10ep"
+    assert every("snake", eval_every="200ep") == "200ep"
+    assert judged_along_the_way(make(find_task("snake"), {}, {}))[0].origin["eval_every"] == "tune", "so best.yaml has it too"
 
 
 def test_a_task_may_say_what_is_searched(folder: Path) -> None:

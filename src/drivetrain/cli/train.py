@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from drivetrain.cli.flags import Parser, add_common, add_looks, add_placement, add_survival
 from drivetrain.outcomes import Outcome, Problem
-from drivetrain.recipe import BUILT_IN, Recipe, find_task, is_recipe_file, load, read_file
+from drivetrain.recipe import BUILT_IN, Recipe, TaskRef, find_task, is_recipe_file, load, read_file
 from drivetrain.settings import Setting
 
 if TYPE_CHECKING:
@@ -193,8 +193,8 @@ def smoke(recipe: Recipe, request: Request, screen: Screen) -> int:
 # --- help --------------------------------------------------------------------------------------
 
 
-def print_settings(text: str) -> None:
-    """The settings of a task, its own before those all tasks have."""
+def print_settings(text: str) -> TaskRef:
+    """The settings of a task, its own before those all tasks have; gives the task."""
     task = find_task(str(read_file(Path(text))["task"]), Path(text).parent) if is_recipe_file(text) else find_task(text)
     source = task.source()
     settings = source.settings if source.complete else task.settings()
@@ -206,6 +206,7 @@ def print_settings(text: str) -> None:
             print(f"\n{title}")
             for setting in rows:
                 print(_setting_line(setting))
+    return task
 
 
 def _setting_line(setting: Setting) -> str:

@@ -12,7 +12,7 @@ from drivetrain.outcomes import Outcome, Problem
 
 if TYPE_CHECKING:
     from drivetrain.cli.launch import Machine
-    from drivetrain.recipe import Recipe
+    from drivetrain.recipe import Recipe, TaskRef
     from drivetrain.tune.folder import Folder, Goal
     from drivetrain.tune.space import Space
     from drivetrain.tune.study import Study
@@ -28,7 +28,7 @@ and a higher --trials with a finished one.
   drivetrain tune digits --search 'hidden=64|128|256' epochs=5            among choices; epochs is the same in all
   drivetrain tune my_task.py --trials 100 --metric eval/accuracy          what search = {...} in the task says
   drivetrain tune my_task.py --jobs 4                                     four trials at a time
-  drivetrain tune cartpole --search gamma=0.9..0.999 --population 25      25 policies trained at once, as one program"""
+  drivetrain tune cartpole --trials 50 --population 25                    25 policies trained at once, as one program"""
 
 
 def run(verb: str, words: list[str]) -> int:
@@ -39,7 +39,7 @@ def run(verb: str, words: list[str]) -> int:
         parser.print_help()
         task = next((w for w in words if not w.startswith("-") and "=" not in w), None)
         if task is not None:
-            print_settings(task)
+            _print_search(print_settings(task))
         return 0
     args = parser.parse(words)
     if args.run_dir and args.name:
@@ -55,7 +55,7 @@ def run(verb: str, words: list[str]) -> int:
     from drivetrain.tune.space import make_space
     from drivetrain.tune.study import Study, need_optuna
     from drivetrain.tune.table import Table
-    from drivetrain.tune.tuner import Order
+    from drivetrain.tune.tuner import Order, judged_along_the_way
     from drivetrain.watch.screen import Screen
 
     need_optuna()
@@ -76,6 +76,9 @@ def run(verb: str, words: list[str]) -> int:
     if size and args.prune not in (None, "none"):
         why += f"; --prune {args.prune} stops none of them early"
     args.prune = args.prune or "median"
+    if not size and args.prune != "none":
+        recipe, judged = judged_along_the_way(recipe)
+        why = "; ".join(filter(None, (why, judged)))
     slots = _slots(args, machine, recipe)
     same = folders.identity(recipe, space, goal)
     named = args.run_dir or (str(runs.RUNS / args.name) if args.name else None)
@@ -135,9 +138,15 @@ def _parser() -> Parser:
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that are the same in all trials, such as epochs=5")
     parser.add_argument("--trials", type=int, default=50, metavar="N", help="trials in all (default 50)")
     parser.add_argument(
-        "--search", action="append", default=[], metavar="KEY=RANGE", help="LOW..HIGH, LOW..HIGH,log or 'A|B|C'; instead of the task's"
+        "--search",
+        action="append",
+        default=[],
+        metavar="KEY=RANGE",
+        help="LOW..HIGH, LOW..HIGH,log or 'A|B|C'; without any, what the task itself says",
     )
-    parser.add_argument("--metric", metavar="eval/NAME", help="what is optimised (default: what best names, else eval/loss)")
+    parser.add_argument(
+        "--metric", metavar="eval/NAME", help="what is optimised (default: what best names, else eval/loss, or eval/return of PPO)"
+    )
     parser.add_argument("--direction", choices=["max", "min"], help="which way (default: losses and errors fall, all else rises)")
     parser.add_argument("--prune", choices=["median", "hyperband", "none"], help="how trials are stopped early (default median)")
     parser.add_argument("--sampler", choices=["tpe", "random"], default="tpe", help="how parameters are proposed")
@@ -158,13 +167,23 @@ def _parser() -> Parser:
     return parser
 
 
+def _print_search(task: TaskRef) -> None:
+    """What a task searches by itself."""
+    if own := task.search():
+        print("\nsearched, unless --search says what")
+        for name, text in own.items():
+            print(f"  {name}={text}")
+
+
 def _goal(recipe: Recipe, args: argparse.Namespace) -> Goal:
     from drivetrain.engine.best import Best
+    from drivetrain.tasks.rl.shape import is_ppo
     from drivetrain.tune.folder import Goal
 
     if args.metric and "/" in args.metric and not args.metric.startswith("eval/"):
         raise Problem(f"--metric {args.metric}: trials are judged by their evaluations: eval/NAME")
-    judged = Best(args.metric.removeprefix("eval/") if args.metric else recipe.settings["best"] or "loss")
+    usual = "return" if is_ppo(recipe.settings) else "loss"
+    judged = Best(args.metric.removeprefix("eval/") if args.metric else recipe.settings["best"] or usual)
     return Goal(f"eval/{judged.name}", args.direction or ("max" if judged.sign > 0 else "min"))
 
 
@@ -212,7 +231,8 @@ def _begin(
     )
     if why:
         screen.line("", why)
-    screen.line("search", "   ".join(f"{name} {dimension.text}" for name, dimension in space.items()))
+    whose = f"   ({recipe.task.label}'s own; --search replaces it)" if not args.search else ""
+    screen.line("search", "   ".join(f"{name} {dimension.text}" for name, dimension in space.items()) + whose)
     for notice in (*recipe.notices, found.why):
         if notice:
             screen.notice(notice)

@@ -29,7 +29,7 @@ Space = dict[str, Dimension]
 
 
 def make_space(settings: Mapping[str, Setting], task: Mapping[str, str], words: list[str], given: Mapping[str, str], label: str) -> Space:
-    """What the task searches, and what the command line searches instead; a setting given a value is not searched."""
+    """What the command line searches, else what the task does; a setting given a value is not searched."""
     asked = {}
     for word in words:
         key, equals, text = word.partition("=")
@@ -39,7 +39,7 @@ def make_space(settings: Mapping[str, Setting], task: Mapping[str, str], words: 
     for key in asked:
         if key in given:
             raise Problem(f"{key} is searched and given the value {given[key]}: say only one of them")
-    texts = {key: text for key, text in task.items() if key not in given} | asked
+    texts = asked or {key: text for key, text in task.items() if key not in given}
     for key in texts:
         if key not in settings:
             raise Problem(f"--search {key}: {label} has no setting {key!r}{nearest(key, settings)} (all: drivetrain tune {label} --help)")

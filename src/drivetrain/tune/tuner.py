@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 
 from drivetrain.outcomes import Problem
 from drivetrain.recipe import Recipe
+from drivetrain.settings import Length
 from drivetrain.supervise import handled
 from drivetrain.tune import folder as folders
 from drivetrain.tune.folder import Folder, Goal
@@ -18,6 +19,7 @@ from drivetrain.tune.table import Table
 from drivetrain.tune.trial import RETRIES, Trial
 
 POLL_SECONDS = 0.1
+JUDGED = 10  # times, at least, where pruning is to have something to go by
 HOPELESS = 3  # failures, before any trial has finished
 
 
@@ -30,6 +32,20 @@ class Order:
     trials: int
     slots: list[list[str]]
     """For each trial at a time: the words that give it its share of the machine."""
+
+
+def judged_along_the_way(recipe: Recipe) -> tuple[Recipe, str]:
+    """The recipe of trials that can be stopped early: one that would be judged at its end alone is judged ten times, unless
+    somebody chose `eval_every`; and what to say of it."""
+    settings, every = recipe.settings, Length.parse(recipe.settings["eval_every"])
+    whole = settings["steps"] or settings["epochs"]
+    unit = "steps" if settings["steps"] else "epochs"
+    if recipe.origin["eval_every"] != "default" or every.unit != unit or 2 * every.value <= whole or whole < 2:
+        return recipe, ""
+    often = max(1, whole // JUDGED)
+    value = often if unit == "steps" else f"{often}ep"
+    changed = replace(recipe, settings=settings | {"eval_every": value}, origin=recipe.origin | {"eval_every": "tune"})
+    return changed, f"trials are judged with eval_every={value}, not {settings['eval_every']}, so that bad ones can be stopped early"
 
 
 class Tuner:

@@ -83,6 +83,10 @@ class Ppo(Task):
     save_every: Duration = "10ep"
     """Steps (or 1ep, 10min) between checkpoints; the end always saves."""
 
+    search = {  # none changes the program, so that trials can be a population
+        "learning_rate": "1e-4..1e-2,log", "gamma": "0.95..0.999", "gae": "0.8..1", "entropy_weight": "1e-4..3e-2,log", "ratio_clip": "0.1..0.3",
+    }  # fmt: skip
+
     def env(self) -> Env:
         """The world to learn in."""
         raise Problem(f"{type(self).__name__} has no env(): return the Env to learn in")

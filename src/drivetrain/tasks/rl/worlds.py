@@ -21,6 +21,7 @@ class Bandit(Ppo):
     """What the next step's reward counts against this one's."""
     gae: Annotated[float, Range(0, 1)] = 0.0
     """How far advantages trust what really came (1) rather than the value (0)."""
+    search = {"learning_rate": "1e-4..1e-2,log", "entropy_weight": "1e-4..3e-2,log", "ratio_clip": "0.1..0.3"}
 
     def env(self) -> Env:
         return BanditEnv()
