@@ -11,14 +11,21 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from drivetrain import play
+from drivetrain.export import _write
+from drivetrain.outcomes import Problem
+from drivetrain.tasks.rl.envs.snake import Snake
+from drivetrain.tasks.rl.nets import ConvAgent
+from drivetrain.tasks.rl.played import graphs
 from tests.browser import served
 from tests.command import COMMAND, bad, environment, good, write_task
 
@@ -164,6 +171,29 @@ def test_a_broken_file_is_named(runs: Path) -> None:
     assert "policy.onnx is missing" in bad("play", "plays", "--out", "site")
     (runs / "plays/model/export.json").write_text("{")
     assert "export.json cannot be read" in bad("play", "plays", "--out", "site")
+
+
+def test_an_agent_beside_another_grids_world_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what the files themselves take and give; without onnxruntime, by what export.json tells."""
+    small, place = Snake(4, 10, 10), tmp_path / "snake"
+    shutil.copytree(play.SHIPPED / "snake", place)
+    agent = play.Agent("mine", place)
+    play.check(agent)
+    other = _write("policy", *graphs(small, ConvAgent(small.shape, small.actions), steps=1)["policy"], place)
+    said = "policy.onnx takes observation of 4x5x10x10, reset.onnx gives 4x5x20x20: they are of different worlds"
+    with pytest.raises(Problem, match=f"{said}; drivetrain export mine writes them anew"):
+        play.check(agent)
+    card = json.loads((place / play.CARD).read_text())
+    card["graphs"]["policy"] = asdict(other)
+    (place / play.CARD).write_text(json.dumps(card))
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "onnxruntime", None)
+        with pytest.raises(Problem, match=said):
+            play.check(agent)
+    for name in ("policy", "step"):
+        shutil.copy(play.SHIPPED / ("snake" if name == "policy" else "cartpole") / f"{name}.onnx", place)
+    with pytest.raises(Problem, match=r"policy.onnx takes observation of 4x5x20x20, step.onnx gives 1x4"):
+        play.check(agent)
 
 
 def test_it_serves_until_ctrl_c(folder: Path) -> None:

@@ -74,30 +74,60 @@ def check(agent: Agent) -> None:
     card = read_card(agent)
     if not playable(card["graphs"]):
         raise unplayable(agent.name, str(card.get("task")))
-    for name in GRAPHS:
-        path, expected = agent.folder / card["graphs"][name]["file"], card["graphs"][name]["bytes"]
-        again = f"drivetrain export {agent.name} writes it anew"
+    again = f"drivetrain export {agent.name} writes"
+    paths = {name: agent.folder / card["graphs"][name]["file"] for name in GRAPHS}
+    for path in paths.values():
         if path.parent != agent.folder or not path.is_file():
-            raise Problem(f"{path} is missing: {again}")
-        if path.stat().st_size != expected:
-            raise Problem(f"{path} is broken: it has {path.stat().st_size} bytes, not {expected}; {again}")
-        if reason := _broken(path):
-            raise Problem(f"{path} is broken: {reason}; {again}")
+            raise Problem(f"{path} is missing: {again} it anew")
+    opened = {name: _opened(path, card["graphs"][name]) for name, path in paths.items()}
+    if reason := _misfit({name: graph for name, graph in opened.items() if not isinstance(graph, str)}):
+        raise Problem(f"{agent.folder}: {reason}: they are of different worlds; {again} them anew")
+    for name, path in paths.items():
+        size, expected, broken = path.stat().st_size, card["graphs"][name]["bytes"], opened[name]
+        if size != expected:
+            raise Problem(f"{path} is broken: it has {size} bytes, not {expected}; {again} it anew")
+        if isinstance(broken, str):
+            raise Problem(f"{path} is broken: {broken}; {again} it anew")
 
 
-def _broken(path: Path) -> str:
-    """What onnxruntime, where it is installed, has against a graph."""
+@dataclass(frozen=True)
+class Shapes:
+    """What a graph takes and gives, by name: the dimensions after the first."""
+
+    takes: dict[str, list[Any]]
+    gives: dict[str, list[Any]]
+
+
+def _opened(path: Path, told: Any) -> Shapes | str:
+    """The shapes in a graph's file, or what onnxruntime has against it; where that is not installed, what export.json tells."""
     try:
         import onnxruntime
     except ImportError:
-        return ""
+        return Shapes(*({put["name"]: put["shape"] for put in told[side]} for side in ("inputs", "outputs")))
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     try:
-        onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        graph = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's own have no common base
         return str(error).splitlines()[0].split(" : ")[-1][:100]
+    return Shapes(*({put.name: list(put.shape[1:]) for put in some} for some in (graph.get_inputs(), graph.get_outputs())))
+
+
+def _misfit(graphs: dict[str, Shapes]) -> str:
+    """What one graph takes in another shape than the other gives it, if anything: an agent beside another grid's world."""
+    flows = [(giver, "observation", "policy", "observation") for giver in ("reset", "step")] + [("policy", "action", "step", "action")]
+    state = set(graphs["step"].takes) - {"action", "random", "worlds"} if "step" in graphs else set()
+    flows += [(giver, f"next_{part}", "step", part) for part in sorted(state) for giver in ("reset", "step")]
+    for giver, given, taker, taken in flows:
+        if giver in graphs and taker in graphs:
+            gives, takes = graphs[giver].gives.get(given), graphs[taker].takes.get(taken)
+            if gives != takes:
+                return f"{taker}.onnx takes {taken} of {_size(takes)}, {giver}.onnx gives {_size(gives)}"
     return ""
+
+
+def _size(shape: list[Any] | None) -> str:
+    return "no shape" if shape is None else "x".join(map(str, shape)) or "one number"
 
 
 # --- the site -----------------------------------------------------------------------------------

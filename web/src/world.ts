@@ -5,6 +5,7 @@ import wasm from "onnxruntime-web/ort-wasm-simd-threaded.wasm?url";
 import type { Card, Graph } from "./card";
 import { chance } from "./chance";
 import { bytes, json, type Progress, Trouble } from "./files";
+import { misfit } from "./fits";
 
 declare const WASM_BYTES: number;
 export const runtimeBytes = WASM_BYTES;
@@ -73,6 +74,8 @@ export class World {
         throw new Trouble(`${folder}/${card.graphs[name].file}`, `is broken: ${reason(error)}`, advice);
       });
     }
+    const other = misfit(sessions as Sessions);
+    if (other) throw new Trouble(`${folder}/${card.graphs[other.taker].file}`, `${other.what}: they are of different worlds`, advice);
     return new World(card, sessions as Sessions);
   }
 

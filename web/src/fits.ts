@@ -1,0 +1,32 @@
+/** Whether three graphs are of one world: what one gives is what the next takes. */
+
+import type { InferenceSession } from "onnxruntime-web/wasm";
+
+type Name = "reset" | "policy" | "step";
+type Shape = readonly (number | string)[] | undefined;
+
+/** The graph that takes something in another shape than it is given, and what: an agent beside another grid's world. */
+export function misfit(graphs: Record<Name, InferenceSession>): { taker: Name; what: string } | undefined {
+  const flows: [Name, string, Name, string][] = [["policy", "action", "step", "action"]];
+  for (const giver of ["step", "reset"] as const) {
+    flows.unshift([giver, "observation", "policy", "observation"]);
+    for (const part of graphs.step.inputNames) {
+      if (!["action", "random", "worlds"].includes(part)) flows.push([giver, `next_${part}`, "step", part]);
+    }
+  }
+  for (const [giver, output, taker, input] of flows) {
+    const [gives, takes] = [shape(graphs[giver].outputMetadata, output), shape(graphs[taker].inputMetadata, input)];
+    if (String(gives) !== String(takes)) return { taker, what: `takes ${input} of ${size(takes)}, ${giver}.onnx gives ${size(gives)}` };
+  }
+  return undefined;
+}
+
+/** Without the first dimension, which counts worlds. */
+function shape(puts: readonly InferenceSession.ValueMetadata[], name: string): Shape {
+  const put = puts.find((one) => one.name === name);
+  return put?.isTensor ? put.shape.slice(1) : undefined;
+}
+
+function size(shape: Shape): string {
+  return shape ? shape.join("x") || "one number" : "no shape";
+}
