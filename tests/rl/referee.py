@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 
 WAYS = [(0, -1), (0, 1), (-1, 0), (1, 0)]  # up, down, left, right
 OPPOSITE = [1, 0, 3, 2]
@@ -53,6 +54,17 @@ class Game:
         if eaters:
             self._feed(chance)
         return [self._reward(s, p, b, s in eaters) for s, p, b in zip(self.snakes, played, before, strict=True)]
+
+    def shows(self, number: int) -> list[list[Cell]]:
+        """What an agent sees, as the cells of each channel: its body, its head, the others (dead ones too), the food, the border."""
+        own = self.snakes[number].cells
+        others = [c for i, other in enumerate(self.snakes) if i != number for c in other.cells]
+        return [own, own[:1], others, [self.food], self.border]
+
+    @cached_property
+    def border(self) -> list[Cell]:
+        w, h = self.width, self.height
+        return [(x, y) for y in range(h) for x in range(w) if x in (0, w - 1) or y in (0, h - 1)]
 
     def _move(self, snake: Body, action: int) -> bool:
         if action != OPPOSITE[snake.way]:

@@ -54,6 +54,19 @@ def cells(body: Tensor, width: int) -> list[tuple[int, int]]:
     return [(c % width, c // width) for c in sorted(order, key=lambda c: -int(body[c]))]
 
 
+def shown(env: Snake, games: list[Game]) -> Tensor:
+    """What the referee says that each agent sees."""
+    size, marked, start = env.width * env.height, [], 0
+    for game in games:
+        for agent in range(env.agents):
+            for channel in game.shows(agent):
+                marked += [start + y * env.width + x for x, y in channel]
+                start += size
+    flat = torch.zeros(start)
+    flat[torch.tensor(marked)] = 1.0
+    return flat.view(len(games), env.agents, *env.shape)
+
+
 def compare_snake(env: Snake, rows: int, steps: int, eager: float) -> dict[str, int]:
     """Random players, who go for the food now and then so that snakes grow long enough to meet."""
     random = torch.Generator().manual_seed(1)
@@ -82,6 +95,7 @@ def compare_snake(env: Snake, rows: int, steps: int, eager: float) -> dict[str, 
                 seen["longest"] = max(seen["longest"], len(snake.cells))
                 seen["meals"] += wanted[agent] > 50
                 seen["deaths"] += wanted[agent] == -0.1
+        assert torch.equal(env.observe(state).view(rows, env.agents, *env.shape), shown(env, games))
         over = ended.all(1)
         anew = env.reset(chance)
         state = {k: torch.where(over.view(-1, *(1,) * (v.dim() - 1)), anew[k], v) for k, v in state.items()}
@@ -98,7 +112,7 @@ def toward_food(env: Snake, head: Tensor, food: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "env",
-    [Snake(4, 8, 6), Snake(2, 5, 5), Snake(1, 7, 7, walls=True), Snake(3, 6, 9, walls=True)],
+    [Snake(agents, *size, walls) for agents, size in enumerate(((7, 7), (5, 5), (6, 9), (8, 6)), 1) for walls in (False, True)],
     ids=lambda e: f"{e.agents}-{e.shape}-{e.walls}",
 )
 def test_snake_is_as_the_referee_says(env: Snake) -> None:
