@@ -48,10 +48,13 @@ def test_cartpole_is_gymnasiums_for_long() -> None:
     assert compare_cartpole(STEPS // 500, 500) > STEPS // 100
 
 
-def cells(body: Tensor, width: int) -> list[tuple[int, int]]:
-    """A body's cells, the head first."""
-    order = body.nonzero()[:, 0].tolist()
-    return [(c % width, c // width) for c in sorted(order, key=lambda c: -int(body[c]))]
+def cells(body: Tensor, width: int) -> list[list[list[tuple[int, int]]]]:
+    """By row and agent, a body's cells, the head first."""
+    found: list[list[list[tuple[int, int]]]] = [[[] for _ in range(body.shape[1])] for _ in range(body.shape[0])]
+    where = body.nonzero()
+    for row, agent, cell in where[body[where.unbind(1)].argsort(descending=True)].tolist():
+        found[row][agent].append((cell % width, cell // width))
+    return found
 
 
 def shown(env: Snake, games: list[Game]) -> Tensor:
@@ -83,15 +86,17 @@ def compare_snake(env: Snake, rows: int, steps: int, eager: float) -> dict[str, 
         chance = torch.rand(rows, 1, generator=random)
         state, *told = env.step(state, action if env.agents > 1 else action[:, 0], chance)
         reward, ended = (t.view(rows, env.agents) for t in told)
+        bodies, draws = cells(state["body"], env.width), chance[:, 0].tolist()
+        did, food, ends, lengths, gains = (t.tolist() for t in (action, state["food"], ended, state["length"], reward))
         for row, game in enumerate(games):
-            wanted = game.step(action[row].tolist(), float(chance[row, 0]))
-            assert game.food == (int(state["food"][row]) % env.width, int(state["food"][row]) // env.width)
+            wanted = game.step(did[row], draws[row])
+            assert game.food == (food[row] % env.width, food[row] // env.width)
             for agent, snake in enumerate(game.snakes):
-                body = cells(state["body"][row, agent], env.width)
+                body = bodies[row][agent]
                 assert body == snake.cells if snake.alive else set(body) == set(snake.cells)  # a bitten cell is there twice
-                assert bool(ended[row, agent]) is not snake.alive
-                assert int(state["length"][row, agent]) == len(snake.cells)
-                assert abs(float(reward[row, agent]) - wanted[agent]) < 1e-4
+                assert ends[row][agent] is not snake.alive
+                assert lengths[row][agent] == len(snake.cells)
+                assert abs(gains[row][agent] - wanted[agent]) < 1e-4
                 seen["longest"] = max(seen["longest"], len(snake.cells))
                 seen["meals"] += wanted[agent] > 50
                 seen["deaths"] += wanted[agent] == -0.1
