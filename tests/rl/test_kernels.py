@@ -7,11 +7,13 @@ import importlib.metadata
 import re
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from drivetrain.task import Workbench
 from drivetrain.tasks.rl.envs import Env
 from drivetrain.tasks.rl.envs.cartpole import CartPole
 from drivetrain.tasks.rl.fused import device
@@ -19,6 +21,7 @@ from drivetrain.tasks.rl.fused.learner import WORLDS, obstacle
 from drivetrain.tasks.rl.nets import MlpAgent
 from drivetrain.tasks.rl.ppo import Ppo
 from drivetrain.tasks.rl.rollout import Rollout
+from drivetrain.tasks.rl.worlds import CartPole as CartPoleTask
 
 DEFAULT = {"INPUTS": 4, "WIDTH": 64, "ACTIONS": 2, "LAYERS": 2, "RELU": 0, "RESIDENT": 3}
 SHAPES: list[tuple[str, dict[str, int], str]] = [
@@ -28,6 +31,8 @@ SHAPES: list[tuple[str, dict[str, int], str]] = [
     ("sm_90", {"WIDTH": 32, "LAYERS": 1, "RELU": 1, "RESIDENT": 1}, ""),
     ("sm_80", {"INPUTS": 64, "ACTIONS": 64, "WIDTH": 48, "LAYERS": 3, "RESIDENT": 1}, ""),
     ("sm_90", {"INPUTS": 5, "ACTIONS": 9, "WIDTH": 128, "LAYERS": 3, "RESIDENT": 1}, ""),
+    ("sm_90", {"INPUTS": 64, "ACTIONS": 64, "WIDTH": 32}, ""),
+    ("sm_90", {"INPUTS": 45, "ACTIONS": 4}, ""),
 ]
 
 
@@ -89,3 +94,34 @@ def test_what_the_kernels_do_not_fit_is_named() -> None:
     assert all(
         issubclass(world, Env) and files("drivetrain.tasks.rl.fused").joinpath(rules).is_file() for world, (rules, _) in WORLDS.items()
     )
+
+
+@pytest.mark.parametrize(
+    ("capability", "absent", "said"),
+    [
+        ((7, 5), "", "this GPU (compute capability 7.5)"),
+        ((9, 0), "libcuda", "no driver of NVIDIA's here"),
+        ((9, 0), "nvrtc", "no compiler for kernels (NVRTC)"),
+    ],
+)
+def test_where_there_can_be_no_kernels_the_plain_path_is_taken_and_said(
+    capability: tuple[int, int], absent: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No learner means that the engine takes the steps itself, as on a CPU."""
+
+    def library(name: str) -> Any:
+        if absent and absent in name:
+            raise OSError(name)
+        return SimpleNamespace()
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(device, "ctypes", SimpleNamespace(CDLL=library))
+    task = CartPoleTask(envs=8, horizon=8, global_batch=32)
+    model: Any = task.model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    bench = Workbench(torch.device("cpu"), optimizer, torch.zeros(8), torch.zeros(4, 16), 1, lambda epoch: [0])
+    before = [p.data_ptr() for p in model.parameters()]
+    told: list[str] = []
+    assert task.learner(model, task.train_data(), bench, told.append) is None
+    assert len(told) == 1 and told[0].startswith("PPO's own kernels are not used: ") and said in told[0]
+    assert [p.data_ptr() for p in model.parameters()] == before and not optimizer.state, "everything is left as it was"

@@ -30,7 +30,10 @@ class Program:
             raise Unavailable(
                 f"this GPU (compute capability {major}.{minor}) has no products of matrices of 16 bits with tensor cores' layout of 8.0"
             )
-        self._driver = ctypes.CDLL("libcuda.so.1")
+        try:
+            self._driver = ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            raise Unavailable("there is no driver of NVIDIA's here (libcuda.so.1)") from None
         options = [f"--gpu-architecture=sm_{major}{minor}", "-default-device", "--std=c++17", *(f"-D{k}={v}" for k, v in constants.items())]
         image = _compiled(source, options)
         self._module = ctypes.c_void_p()
