@@ -119,6 +119,33 @@ def test_what_cannot_be_exported_is_refused(folder: Path) -> None:
     assert "no run" in bad("export", "nothing", code=2)
 
 
+NOISY = """
+    def exports(self, model):
+        class Noisy(nn.Module):
+            def forward(self, x):
+                return {"output": x + torch.rand_like(x)}
+
+        class Plain(nn.Module):
+            def forward(self, x):
+                return {"output": 2 * x}
+
+        x = torch.ones(4, 3)
+        return {"first": (Plain(), {"x": x}), "second": (Noisy(), {"x": x})}
+"""
+
+
+def test_a_graph_that_differs_from_torch_is_refused_and_nothing_is_left(folder: Path) -> None:
+    """onnxruntime draws other numbers than torch; the graph before it is good, and of no use without it."""
+    write_task(text=TASK + NOISY)
+    good("train", "small.py", "--name", "one", "-q")
+    before = sorted(Path("runs/one").rglob("*"))
+    message = bad("export", "one", code=2)
+    assert "second.onnx was refused: with " in message and "its 'output' differs from torch's" in message
+    assert sorted(Path("runs/one").rglob("*")) == before
+    assert "was refused" in bad("export", "one", "--out", "files", code=2)
+    assert not Path("files").exists()
+
+
 @pytest.mark.system  # it takes its time
 def test_an_unfinished_runs_last_checkpoint(folder: Path) -> None:
     write_task()

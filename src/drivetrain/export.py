@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -54,8 +55,12 @@ def export(task: Task, model: nn.Module, run: Run, folder: Path) -> dict[str, Wr
     graphs = task.exports(model) or {"model": as_called(task, model)}
     if sum(t.nbytes for t in model.state_dict().values()) > LARGEST:
         raise Problem(f"the model is larger than a file of ONNX can be (2 GiB): {run.name}'s model.safetensors has its weights")
-    folder.mkdir(parents=True, exist_ok=True)
-    written = {name: _write(name, *graph, folder) for name, graph in graphs.items()}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=folder.parent) as place:
+        written = {name: _write(name, *graph, Path(place)) for name, graph in graphs.items()}
+        folder.mkdir(exist_ok=True)
+        for graph in written.values():  # all appear, once the numbers of all are torch's
+            (Path(place) / graph.file).replace(folder / graph.file)
     _weights(model, run, folder)
     runs.write_atomic(folder / CARD, json.dumps(_card(run, written), indent=1) + "\n")
     return written
@@ -167,13 +172,13 @@ def outputs_of(result: Any) -> dict[str, Tensor]:
 
 
 def _write(name: str, module: nn.Module, inputs: dict[str, Tensor], folder: Path) -> Written:
-    """Write one graph; it appears under its name only once its numbers are torch's."""
+    """Write one graph, and refuse it where its numbers are not torch's."""
     import torch
 
     module = module.eval()
     with torch.no_grad():
         expected: dict[str, Tensor] = module(*inputs.values())
-    hidden, path = folder / f".{name}.onnx", folder / f"{name}.onnx"
+    path = folder / f"{name}.onnx"
     rows = torch.export.Dim("rows", min=1)
     try:
         with _quiet():
@@ -182,14 +187,10 @@ def _write(name: str, module: nn.Module, inputs: dict[str, Tensor], folder: Path
                 dynamic_shapes=(tuple({0: rows} for _ in inputs),) if _variadic(module) else tuple({0: rows} for _ in inputs),
             )  # fmt: skip
             _forget_origin(program)
-            program.save(str(hidden))  # type: ignore[union-attr]
+            program.save(str(path))  # type: ignore[union-attr]
     except Exception as error:
         raise Problem(f"{name} cannot be exported: {_reason(error)}") from error
-    try:
-        difference = max(_difference(name, hidden, module, inputs, rows) for rows in {len(next(iter(inputs.values()))), 1, 3})
-        hidden.replace(path)
-    finally:
-        hidden.unlink(missing_ok=True)
+    difference = max(_difference(name, path, module, inputs, rows) for rows in {len(next(iter(inputs.values()))), 1, 3})
     puts = [[Put(k, str(v.dtype).removeprefix("torch."), list(v.shape[1:])) for k, v in some.items()] for some in (inputs, expected)]
     return Written(path.name, path.stat().st_size, puts[0], puts[1], difference)
 

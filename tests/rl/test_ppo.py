@@ -149,6 +149,12 @@ def test_cartpole_is_solved_by_its_own_settings(folder: Path) -> None:
     assert last["eval/return"] >= 475, last
 
 
+def test_the_bandit_reaches_100_percent(folder: Path) -> None:
+    good("train", "bandit", "--name", "probe")
+    last = rows("runs/probe")[-1]
+    assert last["eval/return"] == last["eval/length"] == 100.0, "less than all of it is a fault in the learner"
+
+
 PAGE = (Path(__file__).parents[2] / "docs" / "rl.md").read_text()
 OWN = PAGE.partition("```python\n")[2].partition("```")[0]  # the page's own example
 
