@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -112,9 +112,14 @@ class Case:
         size = max(s for s in range(1, 4097) if search.rate(way, s).fits)
         return size - size % 8 if size > 16 else size
 
-    def plan(self, task: Any) -> Plan:
-        settings = task.settings()
-        return choose(settings, self.hardware, device="cuda", world_size=1, local_procs=1, pins=self.pins, profile=self.profile)
+    def task(self, size: int) -> Any:
+        return on_gpu(MODELS[self.model])(global_batch=size, steps=1000, log_every=1000, save_every=1000, samples=max(4 * size, 64))
+
+    def plan(self, size: int) -> Plan:
+        pins = self.pins | {"micro_batch": size}
+        return choose(
+            self.task(size).settings(), self.hardware, device="cuda", world_size=1, local_procs=1, pins=pins, profile=self.profile
+        )
 
 
 def on_gpu(kind: Any) -> Any:
@@ -127,11 +132,9 @@ def on_gpu(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"model": model, "__module__": kind.__module__})
 
 
-def run(case: Case, micro_batch: int) -> dict[str, Any]:
-    size = micro_batch or case.largest()
-    task = on_gpu(MODELS[case.model])(global_batch=size, steps=1000, log_every=1000, save_every=1000, samples=max(4 * size, 64))
-    pins = case.pins | {"micro_batch": size}
-    plan = replace(case, pins=pins).plan(task)
+def run(case: Case, size: int) -> dict[str, Any]:
+    """Real steps: their peak of memory, and the time of one."""
+    task, plan = case.task(size), case.plan(size)
     torch._C._accelerator_setAllocatorSettings(plan.env.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False"))
     watch = Watch(STEPS if case.pins == SINGLE else EAGER)
     gc.collect()
@@ -142,13 +145,18 @@ def run(case: Case, micro_batch: int) -> dict[str, Any]:
             Training(task, plan, Run(Path(folder)), Group(0, 1, torch.device("cuda", 0)), watch, False).run_to_end()
         except Enough:
             pass
-    peak = torch.cuda.max_memory_allocated() - before
     seconds = statistics.median(b - a for a, b in zip(watch.times[-COUNTED - 1 :], watch.times[-COUNTED:], strict=False))
-    predicted, memory = plan.predicted["step_seconds"], sum(plan.predicted["memory_bytes"].values())
     return {
-        "model": case.model, "way": _name(plan), "micro_batch": size, "largest": not micro_batch, "kind": watch.kind, "shortage": watch.short,
-        "peak_bytes": peak, "step_seconds": seconds, "predicted_bytes": memory, "predicted_seconds": predicted,
-        "memory_error": memory / peak - 1, "time_factor": predicted / seconds,
+        "peak_bytes": torch.cuda.max_memory_allocated() - before, "step_seconds": seconds, "kind": watch.kind, "shortage": watch.short
+    }  # fmt: skip
+
+
+def compared(case: Case, size: int, largest: bool, found: dict[str, Any]) -> dict[str, Any]:
+    plan = case.plan(size)
+    predicted, memory = plan.predicted["step_seconds"], sum(plan.predicted["memory_bytes"].values())
+    return found | {
+        "model": case.model, "way": _name(plan), "micro_batch": size, "largest": largest, "predicted_bytes": memory, "predicted_seconds": predicted,
+        "memory_error": memory / found["peak_bytes"] - 1, "time_factor": predicted / found["step_seconds"],
     }  # fmt: skip
 
 
@@ -174,15 +182,25 @@ def main() -> None:
     parser.add_argument("--hardware", default="1xH200-141GB", help="how this machine would be described")
     parser.add_argument("--json", help="write the results here")
     parser.add_argument("--only", nargs="*", help="models to measure")
+    parser.add_argument("--again", help="take what a file of results has measured of the others, and predict it anew (needs no GPU)")
     parser.add_argument("--sweep", default="benchmarks/results/plan-h200.json", help="what plan.py measured: more candidates to order")
     args = parser.parse_args()
     hardware, profiles, rows = parse(args.hardware), dict[str, Profile](), list[dict[str, Any]]()
+    known = {(r["model"], r["way"], r["largest"]): r for r in (json.loads(Path(args.again).read_text())["rows"] if args.again else [])}
     for model, pins, micro_batch in CASES:
-        if args.only and model not in args.only:
+        if args.only and model not in args.only and not args.again:
             continue
         if model not in profiles:
             profiles[model] = survey(MODELS[model](), "bf16")
-        rows.append(run(Case(model, pins, profiles[model], hardware), micro_batch))
+        case, largest = Case(model, pins, profiles[model], hardware), micro_batch == LARGEST
+        size = micro_batch or case.largest()
+        before = None if args.only and model in args.only else known.get((model, _name(case.plan(size)), largest))
+        if before is not None:
+            rows.append(compared(case, before["micro_batch"], largest, before))
+        elif torch.cuda.is_available():
+            rows.append(compared(case, size, largest, run(case, size)))
+        else:
+            continue
         row = rows[-1]
         print(
             f"{row['model']:<20} {row['way']:<46} {row['micro_batch']:>5}: {row['peak_bytes'] / 2**30:6.1f} GiB ({row['memory_error']:+.1%}),"
@@ -191,7 +209,7 @@ def main() -> None:
         )
     orders = {model: order([r for r in rows if r["model"] == model], args.sweep) for model in profiles}
     print("order of candidates, with those of the sweep: " + ", ".join(f"{model} {tau:.2f}" for model, tau in orders.items()))
-    if args.json:
+    if args.json and torch.cuda.is_available():
         facts = {
             "date": date.today().isoformat(), "hardware": torch.cuda.get_device_name(0), "described": args.hardware,
             "python": platform.python_version(), "torch": torch.__version__, "drivetrain": __version__,

@@ -76,7 +76,7 @@ def plan_ways(result: dict[str, Any]) -> list[str]:
         size = f"{row['micro_batch']:,}{', the largest that should fit' if row['largest'] else ''}"
         lines.append(
             f"| {row['model']} | {row['way']}, {size} | {row['peak_bytes'] / 2**30:.1f} GiB | {100 * row['memory_error']:+.1f} % |"
-            f" {1e3 * row['step_seconds']:,.0f} ms, {row['kind']} | x {row['time_factor']:.2f} |"
+            f" {1e3 * row['step_seconds']:,.0f} ms{', ' * bool(row['kind'])}{row['kind']} | x {row['time_factor']:.2f} |"
         )
     return lines
 
