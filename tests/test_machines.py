@@ -63,6 +63,25 @@ def test_all_machines_name_the_rank_that_hangs(way: str, place: str, rank: int, 
     assert stacks.count("as torch's flight recorder has them") == 2 and "gloo:all_reduce" in stacks
 
 
+def test_what_takes_its_time_on_one_machine_is_no_hang(folder: Path) -> None:
+    """A slow first step of the second, slow evaluations and a slow save of the first: each longer than the shortest hang."""
+    write("sleep", "forward", rank=-1)
+    slow = {
+        'at("loss")': "globals().setdefault('first', os.environ['RANK'] != '1' or time.sleep(5))",
+        'at("metrics")': "time.sleep(4 * (os.environ['RANK'] == '0'))",
+    }
+    text = (folder / "stuck.py").read_text()
+    for old, new in slow.items():
+        text = text.replace(old, new)
+    (folder / "stuck.py").write_text(text)
+    words = ["stuck.py", "steps=12", "eval_every=6", "save_every=4", "--hang-after", f"{LIMIT:.0f}s"]
+    with two_machines(folder, *words, DRIVETRAIN_FAULTS=",".join(["slow@save:2:rank=0"] * 4)) as (first, second):
+        first.succeed(120)
+        second.succeed(120)
+    both = folder / "runs" / "both"
+    assert events(both, "injected") and not events(both, "hang") and not events(both, "restarted")
+
+
 def test_after_a_hang_all_machines_start_anew(folder: Path) -> None:
     write("sleep", "forward", rank=-1)
     words = ["stuck.py", "steps=30", "save_every=5", "--hang-after", f"{LIMIT:.0f}s"]
