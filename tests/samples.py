@@ -425,8 +425,8 @@ def train(
 
 def rows(folder: str | Path) -> list[dict[str, Any]]:
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    clock = ("time", "samples_per_second", "memory_bytes")
-    return [{k: v for k, v in json.loads(line).items() if k not in clock} for line in lines]
+    clock = ("time", "memory_bytes")
+    return [{k: v for k, v in json.loads(line).items() if k not in clock and not k.endswith("_per_second")} for line in lines]
 
 
 def weights(folder: str | Path) -> bytes:

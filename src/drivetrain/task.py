@@ -77,6 +77,12 @@ class Source:
     """Whether `collect` follows from the model, `rand` and `state` alone, by work on tensors: then a GPU replays it as one graph.
     Its `state` is empty before the first collection."""
 
+    @property
+    def speeds(self) -> dict[str, float]:
+        """What else rows tell a speed of: NAME -> how many of it one sample that is learned from stands for. Logged as
+        `NAME_per_second`, that many times `samples_per_second`."""
+        return {}
+
     def __len__(self) -> int:
         raise NotImplementedError
 

@@ -18,7 +18,7 @@ def test_rows_that_arrive_together_have_one_speed(monkeypatch: pytest.MonkeyPatc
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     figures = SimpleNamespace(read=lambda row, size: {"loss": row[0]}, guarded=list)
-    feed = SimpleNamespace(steps_per_epoch=1000, size=lambda index: 8)
+    feed = SimpleNamespace(steps_per_epoch=1000, size=lambda index: 8, speeds={"turns": 0.5})
     rates = SimpleNamespace(at=lambda step: 0.1)
     step: Any = SimpleNamespace(figures=figures, feed=feed, rates=rates, loss_scale=None, group=SimpleNamespace(device=torch.device("cpu")))
     rows = Rows(step, 8, Observer(), lambda: 0.0)
@@ -34,3 +34,4 @@ def test_rows_that_arrive_together_have_one_speed(monkeypatch: pytest.MonkeyPatc
     blocks[:] = [Block(30, [[1.0] * 20] * 10)]
     rows.take_in(ledger, 40, False, False)
     assert rows._rows[40]["samples_per_second"] == 10 * 8 / 1
+    assert rows._rows[40]["turns_per_second"] == 10 * 4 / 1, "what a source counts beside samples"

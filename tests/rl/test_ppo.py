@@ -141,6 +141,15 @@ def test_environments_are_dealt_to_processes(procs: int, folder: Path) -> None:
     good("train", "cartpole", *SMALL, "--procs", "1", "--name", "one")
     good("train", "cartpole", *SMALL, "--procs", str(procs), "--name", "many")
     same(rows("runs/one"), rows("runs/many"), 2e-4)
+    for line in Path("runs/many/metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        assert row["env_steps_per_second"] == row["samples_per_second"] / 2, "two passes"
+
+
+def test_steps_are_those_of_environments() -> None:
+    """In each of which all agents move; an LSTM's sample is several of them."""
+    assert Rollout(Snake(4, 5, 5), 6, 8, 2, 0.99, 0.95).speeds == {"env_steps": 1 / 8}
+    assert Rollout(CartPoleEnv(), 6, 40, 1, 0.99, 0.95, chunk=20, memory=16).speeds == {"env_steps": 20}
 
 
 def test_cartpole_is_solved_by_its_own_settings(folder: Path) -> None:

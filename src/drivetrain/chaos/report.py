@@ -50,8 +50,8 @@ def _weights(run: Run) -> bytes:
 
 def _rows(run: Run) -> list[dict[str, Any]]:
     """Every logged figure that is no measure of time or memory."""
-    clock = ("time", "samples_per_second", "memory_bytes")
-    return [{k: v for k, v in row.items() if k not in clock} for row in read_lines(run.metrics_path)]
+    clock = ("time", "memory_bytes")
+    return [{k: v for k, v in row.items() if k not in clock and not k.endswith("_per_second")} for row in read_lines(run.metrics_path)]
 
 
 def _apart(whole: Run, broken: Run) -> float:

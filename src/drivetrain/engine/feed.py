@@ -6,8 +6,9 @@ opening a feed at any step gives what an uninterrupted run would have seen there
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,6 +57,8 @@ class Feed:
     """Whether the samples are where the step runs."""
     largest: int
     """Samples of a full global batch that a rank takes at most."""
+    speeds: Mapping[str, float] = MappingProxyType({})
+    """What else rows tell a speed of: name -> how many of it a sample stands for."""
     notice: Callable[[str], None] = staticmethod(lambda text: None)
     """Tells the user something."""
     moment: Callable[[str], None] = staticmethod(lambda name: None)

@@ -143,6 +143,7 @@ class Rows:
         if self.step.loss_scale is not None:
             facts["loss_scale"], facts["skipped_steps"] = row[SCALE], int(row[SKIPPED])
         facts["samples_per_second"] = self._speed()
+        facts |= {f"{name}_per_second": each * self._speed() for name, each in feed.speeds.items()}
         facts["memory_bytes"] = peak_memory(self.step.group.device)
         return facts
 

@@ -210,6 +210,7 @@ class _Program:
         return {
             "step": done, "epoch": done // self.per_epoch, "time": round(now - self.begun, 3),
             "samples_per_second": speed, "memory_bytes": peak_memory(self.device),
+            **{f"{name}_per_second": each * speed for name, each in self.population.source.speeds.items()},
         }  # fmt: skip
 
     def _end(self, trial: int, member: _Member) -> None:

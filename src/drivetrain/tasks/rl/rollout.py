@@ -112,6 +112,11 @@ class Rollout(Source):
         self._cut: Tensor | None = None
         """On a GPU: what the episode of each environment that was cut off in this collection would have gone on from."""
 
+    @property
+    def speeds(self) -> dict[str, float]:
+        """Steps of environments, in each of which all agents move."""
+        return {"env_steps": self.chunk / (self.passes * self.env.agents)}
+
     def __len__(self) -> int:
         return self.groups * self.horizon * self.env.agents // self.chunk
 
