@@ -142,8 +142,8 @@ class Rows:
         facts["learning_rate"] = self.step.rates.at(step)
         if self.step.loss_scale is not None:
             facts["loss_scale"], facts["skipped_steps"] = row[SCALE], int(row[SKIPPED])
-        facts["samples_per_second"] = self._speed()
-        facts |= {f"{name}_per_second": each * self._speed() for name, each in feed.speeds.items()}
+        facts["samples_per_second"] = speed = self._speed()
+        facts |= {f"{name}_per_second": each * speed for name, each in feed.speeds.items()}
         facts["memory_bytes"] = peak_memory(self.step.group.device)
         return facts
 
