@@ -21,6 +21,6 @@ def test_held_out_perplexity_falls(folder: Path) -> None:
     before = next(e["metrics"]["perplexity"] for e in events if e["event"] == "before")
     after = [row["eval/perplexity"] for row in rows(folder / "runs" / "reference") if "eval/perplexity" in row][-1]
     print(f"held-out perplexity {before:.1f} before, {after:.1f} after 20 steps")
-    assert after < 0.9 * before
+    assert 32 < before < 33 and after < 28, "docs/lora.md says 32.5 and 27.1"
     assert out.count("'The with statement' goes on: ") == 2, "a sample before and one after"
     assert "goes on" not in good("predict", "reference", "The with statement", "temperature=0", "tokens=8", **cache)
