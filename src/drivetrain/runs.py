@@ -289,14 +289,6 @@ def die_with_parent(parent: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def outlive_parent() -> None:
-    """Take back `die_with_parent`."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, 0)
-
-
 # --- provenance --------------------------------------------------------------------------------
 
 

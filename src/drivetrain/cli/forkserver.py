@@ -18,7 +18,7 @@ import warnings
 from typing import Any
 
 from drivetrain.cli import worker
-from drivetrain.runs import die_with_parent, outlive_parent
+from drivetrain.runs import die_with_parent
 from drivetrain.supervise.nursery import WIRE
 from drivetrain.supervise.stacks import state_of
 
@@ -27,13 +27,12 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, worker.HELD)  # a worker takes them up when it can answer; this process need not
     handle, parent = map(int, sys.argv[1:])
     die_with_parent(parent)
+    guardian, alive = _guard()
     with socket.socket(fileno=handle) as front:
         _import()
-        outlive_parent()  # whose end the socket tells: what workers started must be ended then
-        try:
-            serve(front)
-        finally:
-            end_session()
+        serve(front, guardian, alive)
+    os.close(alive)
+    os.waitpid(guardian, 0)
 
 
 def _import() -> None:
@@ -50,19 +49,33 @@ def _import() -> None:
     gc.freeze()  # what is here is shared with all workers for good
 
 
-def serve(front: socket.socket) -> None:
+def _guard() -> tuple[int, int]:
+    """A process that outlives this one to end what workers started; and the handle that tells it that this one lives."""
+    ended, alive = os.pipe()
+    guardian = os.fork()
+    if guardian:
+        os.close(ended)
+        return guardian, alive
+    os.dup2(ended, 0)
+    os.closerange(1, 1 << 10)  # it holds no file, and no pipe that others read
+    os.read(0, 1)
+    end_session()
+    os._exit(0)
+
+
+def serve(front: socket.socket, guardian: int, alive: int) -> None:
     """Fork a worker for each request, and tell when one ends, until the front end closes its side."""
     wake, woken = os.pipe()
     for end in (wake, woken):
         os.set_blocking(end, False)
     signal.set_wakeup_fd(woken)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    mine = [front.fileno(), wake, woken]
+    mine = [front.fileno(), wake, woken, alive]
     while True:
         ready, _, _ = select.select([front.fileno(), wake], [], [])
         if wake in ready:
             os.read(wake, 1 << 10)
-            _reap(front)
+            _reap(front, guardian)
         if front.fileno() in ready:
             message, handles, _, _ = socket.recv_fds(front, 1 << 20, 3)
             if not message:
@@ -85,17 +98,17 @@ def end_session() -> None:
 
 
 def _session() -> list[int]:
-    """The other processes of the session that this one leads."""
-    found = []
+    """The other processes of this one's session, but for the one that leads it."""
+    found, leader = [], os.getsid(0)
     for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != os.getpid():
+        if name.isdigit() and int(name) not in (os.getpid(), leader):
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                if os.getsid(int(name)) == os.getpid():
+                if os.getsid(int(name)) == leader:
                     found.append(int(name))
     return found
 
 
-def _reap(front: socket.socket) -> None:
+def _reap(front: socket.socket, guardian: int) -> None:
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -103,7 +116,8 @@ def _reap(front: socket.socket) -> None:
             return
         if pid == 0:
             return
-        front.send(json.dumps({"died": pid, "code": os.waitstatus_to_exitcode(status)}).encode())
+        if pid != guardian:
+            front.send(json.dumps({"died": pid, "code": os.waitstatus_to_exitcode(status)}).encode())
 
 
 def _fork(request: dict[str, Any], handles: list[int], mine: list[int], front: socket.socket) -> None:

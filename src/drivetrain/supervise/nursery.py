@@ -1,7 +1,7 @@
 """Where workers come from: a process that has imported torch once and forks them, so that a restart takes no import.
 
-It never touches a GPU. When the front end dies it kills its workers and what they started, all of its session, and ends;
-should it die itself, its workers die with it (the kernel sees to that) and the front end kills what they started.
+It never touches a GPU. It dies with the front end, and its workers die with it (the kernel sees to both); a guardian, a small
+process that it forks first, then kills what they had started: all of its session.
 """
 
 from __future__ import annotations
