@@ -43,6 +43,7 @@ def test_cartpole_is_gymnasiums() -> None:
     assert compare_cartpole(40, 100) > 50
 
 
+@pytest.mark.timeout(5000)
 @pytest.mark.system  # very many steps, one by one
 def test_cartpole_is_gymnasiums_for_long() -> None:
     assert compare_cartpole(STEPS // 500, 500) > STEPS // 100
@@ -125,6 +126,7 @@ def test_snake_is_as_the_referee_says(env: Snake) -> None:
     assert seen["meals"] > 20 and seen["deaths"] > 20 and seen["longest"] > 4, seen
 
 
+@pytest.mark.timeout(5000)
 @pytest.mark.system  # very many steps, one by one
 def test_snake_is_as_the_referee_says_for_long() -> None:
     seen = {"meals": 0, "deaths": 0}
