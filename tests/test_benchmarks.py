@@ -48,8 +48,8 @@ def test_the_benchmark_of_adapters_runs_on_any_machine(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     full, chats = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert full["ratio"] > 0 and chats["ratio"] > full["ratio"], "packing leaves out what padding costs"
-    assert chats["packing_ratio"] > 0 and "padded" not in full
+    assert full["ratio"] > 0 and chats["ratio"] > 0 and "padded" not in full
+    assert chats["packing_ratio"] > 1, "packing leaves out what padding costs"
 
 
 @pytest.mark.system  # it takes its time

@@ -142,7 +142,7 @@ def memory(profile: Profile, candidate: Candidate, on_gpu: bool = True, resident
 
 
 def _sharded(profile: Profile, candidate: Candidate) -> dict[str, int]:
-    world, half = candidate.world_size, 0.5 if profile.precision in ("bf16", "fp16") else 1.0
+    world, half = candidate.world_size, _gathered(profile)
     root = profile.parameter_bytes - profile.blocks * profile.block_bytes
     parameters, gradients, optimizer = (size / world for size in (profile.parameter_bytes, profile.trained_bytes, profile.optimizer_bytes))
     at_once = 2 * profile.block_bytes + root if profile.blocks else profile.parameter_bytes
@@ -159,6 +159,11 @@ def _sharded(profile: Profile, candidate: Candidate) -> dict[str, int]:
     elif candidate.offload == "optimizer":
         optimizer = 0.0
     return {"parameters": int(parameters), "gradients": int(gradients), "optimizer": int(optimizer)}
+
+
+def _gathered(profile: Profile) -> float:
+    """The share of parameters' bytes in which they are gathered: those that are not stored in half precision yet are made so."""
+    return min(1.0, 2 * profile.parameters / profile.parameter_bytes) if profile.precision in ("bf16", "fp16") else 1.0
 
 
 def host_memory(profile: Profile, candidate: Candidate) -> int:
@@ -231,8 +236,11 @@ def _rate(work: Work, machine: Machine, precision: str) -> float:
 def _update(profile: Profile, candidate: Candidate, machine: Machine) -> float:
     """The optimizer reads gradients and reads and writes parameters and state."""
     moved = (3 * profile.trained_bytes + 2 * profile.optimizer_bytes) / (candidate.world_size if candidate.sharded else 1)
-    if candidate.offload != "none":  # on the host, and over the bus
-        return moved / (CPU_BANDWIDTH * machine.cores) + 2 * profile.trained_bytes / candidate.world_size / PCIE
+    if candidate.offload != "none":  # on the host, and over the bus: parameters there and gradients back
+        bus = 2 * profile.trained_bytes
+        if candidate.offload == "all":  # for every micro-batch, and parameters for its backward pass again
+            bus = candidate.accumulation * (2 * profile.parameter_bytes + profile.trained_bytes)
+        return moved / (CPU_BANDWIDTH * machine.cores) + bus / candidate.world_size / PCIE
     return moved / (machine.card.bandwidth * 1e9 * REACHED.bandwidth) + 20e-6
 
 
@@ -243,9 +251,8 @@ def _communication(profile: Profile, candidate: Candidate, machine: Machine, wor
     link = min(machine.link, machine.network) if candidate.nodes > 1 else machine.link
     if not candidate.sharded:
         return 2 * share * profile.trained_bytes / link  # one sum, after the last backward pass
-    half = 0.5 if profile.precision in ("bf16", "fp16") else 1.0
     gathers = 1 if candidate.zero_stage < 3 else 2
-    each = share * (gathers * profile.parameter_bytes * half + profile.trained_bytes)
+    each = share * (gathers * profile.parameter_bytes * _gathered(profile) + profile.trained_bytes)
     total = candidate.accumulation * each / link
     return total - min(OVERLAP * total, work)
 
