@@ -41,6 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "/tests/system/" in str(item.path):
             item.add_marker("system")
+    items.sort(key=lambda item: "README.md" not in item.name)  # by far the longest: at the end the others would wait for it
 
 
 @pytest.hookimpl(wrapper=True)

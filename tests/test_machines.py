@@ -63,6 +63,7 @@ def test_all_machines_name_the_rank_that_hangs(way: str, place: str, rank: int, 
     assert stacks.count("as torch's flight recorder has them") == 2 and "gloo:all_reduce" in stacks
 
 
+@pytest.mark.system  # slow by design
 def test_what_takes_its_time_on_one_machine_is_no_hang(folder: Path) -> None:
     """A slow first step of the second, slow evaluations and a slow save of the first: each longer than the shortest hang."""
     write("sleep", "forward", rank=-1)
