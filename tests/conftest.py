@@ -37,11 +37,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+LONGEST = ("README.md", "test_slow_is_not_hung", "test_golden_plans")  # at the end, one of two workers would wait for them
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "/tests/system/" in str(item.path):
             item.add_marker("system")
-    items.sort(key=lambda item: "README.md" not in item.name)  # by far the longest: at the end the others would wait for it
+    items.sort(key=lambda item: not any(name in item.name for name in LONGEST))
 
 
 @pytest.hookimpl(wrapper=True)
