@@ -33,7 +33,7 @@ from drivetrain.hardware import Hardware
 from drivetrain.hardware.described import parse
 from drivetrain.plan import Plan
 from drivetrain.plan.choose import choose
-from drivetrain.plan.predict import Machine
+from drivetrain.plan.predict import Candidate, Machine
 from drivetrain.plan.profile import Profile
 from drivetrain.plan.search import Search
 from drivetrain.runs import Run
@@ -105,10 +105,17 @@ class Case:
     profile: Profile
     hardware: Hardware
 
+    @property
+    def search(self) -> Search:
+        return Search(self.profile, Machine.of(self.hardware, "cuda", 1), 1 << 14, 1, 1)
+
+    @property
+    def way(self) -> Candidate:
+        [way] = self.search.ways(self.pins, deepspeed=False)
+        return way
+
     def largest(self) -> int:
-        machine = Machine.of(self.hardware, "cuda", 1)
-        search = Search(self.profile, machine, 1 << 14, 1, 1)
-        [way] = search.ways(self.pins, deepspeed=False)
+        search, way = self.search, self.way
         size = max(s for s in range(1, 4097) if search.rate(way, s).fits)
         return size - size % 8 if size > 16 else size
 
@@ -155,15 +162,9 @@ def compared(case: Case, size: int, largest: bool, found: dict[str, Any]) -> dic
     plan = case.plan(size)
     predicted, memory = plan.predicted["step_seconds"], sum(plan.predicted["memory_bytes"].values())
     return found | {
-        "model": case.model, "way": _name(plan), "micro_batch": size, "largest": largest, "predicted_bytes": memory, "predicted_seconds": predicted,
+        "model": case.model, "way": case.way.name(), "micro_batch": size, "largest": largest, "predicted_bytes": memory, "predicted_seconds": predicted,
         "memory_error": memory / found["peak_bytes"] - 1, "time_factor": predicted / found["step_seconds"],
     }  # fmt: skip
-
-
-def _name(plan: Plan) -> str:
-    words = [plan.strategy if plan.strategy != "fsdp" else f"fsdp (ZeRO-{plan.zero_stage})"]
-    words += ["activation checkpointing"] if plan.activation_checkpointing else []
-    return " + ".join(words + (["state on the host"] if plan.offload == "all" else []))
 
 
 def order(rows: list[dict[str, Any]], sweep: str) -> float:
@@ -194,7 +195,7 @@ def main() -> None:
             profiles[model] = survey(MODELS[model](), "bf16")
         case, largest = Case(model, pins, profiles[model], hardware), micro_batch == LARGEST
         size = micro_batch or case.largest()
-        before = None if args.only and model in args.only else known.get((model, _name(case.plan(size)), largest))
+        before = None if args.only and model in args.only else known.get((model, case.way.name(), largest))
         if before is not None:
             rows.append(compared(case, before["micro_batch"], largest, before))
         elif torch.cuda.is_available():
