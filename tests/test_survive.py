@@ -130,6 +130,16 @@ def test_a_hang_in_the_second_step_is_found(folder: Path) -> None:
     assert found == ["hang", "hang"]
 
 
+def test_a_hang_in_the_first_step_of_a_later_start_is_found(folder: Path) -> None:
+    """What first steps took before is known then, to the same command and to the next."""
+    write_task()
+    assert drivetrain(*WORDS, "--name", "again", DRIVETRAIN_FAULTS="preempt@step:12:rank=0").returncode == 200
+    step, watch = Run("runs/again").last_step + 1, Stopwatch()
+    output = good("resume", "again", "--hang-after", "2s", DRIVETRAIN_FAULTS=f"hang@step:{step}:rank=1")
+    assert f"rank 1 hangs in step {step}" in output, output
+    assert watch.seconds < 120, "not the hour of what is unknown, nor the ten minutes of a collective"
+
+
 def test_who_is_stopped_is_not_asked_before_its_time(tmp_path: Path) -> None:
     """To be asked it must go on for a moment: that would be another step, if it were not settled yet that it hangs."""
     sleepers = [subprocess.Popen(["sleep", "100"]) for _ in range(2)]
@@ -169,6 +179,10 @@ def test_limits_are_learnt() -> None:
     assert watchman.limit(Beat(1, NUMBER["take"], 0.0, 0.0)) == UNKNOWN, "what was not seen yet"
     assert watchman.limit(Beat(5, NUMBER["take"], 0.0, 0.1)) == 30
     assert watchman.limit(Beat(5, NUMBER["take"], 0.0, 9.0)) == 90
+    again = Watchman(30, first={"take": 1.0, "fetched": 20.0})
+    assert again.limit(Beat(1, NUMBER["take"], 0.0, 0.0)) == 120 and again.limit(Beat(1, NUMBER["fetched"], 0.0, 0.0)) == 200
+    assert again.limit(Beat(1, NUMBER["compile"], 0.0, 0.0)) == UNKNOWN, "a compiler may have to begin anew"
+    assert again.limit(Beat(2, NUMBER["take"], 0.0, 0.1)) == 30
 
 
 def test_the_first_step_is_no_measure() -> None:
@@ -176,10 +190,12 @@ def test_the_first_step_is_no_measure() -> None:
     pulse, heart = Pulse(page), Heart(page)
     for name in ("start", "step", "take"):
         heart.moment(name)
+    assert pulse.first() == {}
     time.sleep(0.05)  # compiles
     for name in ("backward", "update", "step", "take"):
         heart.moment(name)
     assert pulse.read().longest > 0.04, "all that is known of what comes"
+    assert pulse.first().keys() == {"step", "take", "backward", "update"} and 0.04 < pulse.first()["take"] < 1, "for the next start to know"
     for name in ("backward", "update", "step", "take"):
         heart.moment(name)
     assert 0 < pulse.read().longest < 0.04

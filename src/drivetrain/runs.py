@@ -78,6 +78,11 @@ class Run:
         """Where the time of its ranks goes."""
         return self.path / "logs" / "time.json"
 
+    @property
+    def first_path(self) -> Path:
+        """How long first steps take on this machine."""
+        return self.path / "logs" / f"first-{socket.gethostname()}.json"
+
     # run.json
     def read(self) -> dict[str, Any]:
         try:

@@ -10,12 +10,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drivetrain.chaos import ACTIONS, PACE, SAMPLES, VARIABLE, outages
 from drivetrain.cli.flags import Parser, add_common, add_placement
 from drivetrain.outcomes import EXIT_CODES, Outcome, Problem
+from drivetrain.runs import die_with_parent
 
 if TYPE_CHECKING:
     from drivetrain.runs import Run
@@ -156,7 +158,10 @@ def _train(command: list[str], folder: Path, faults: list[str], screen: Screen) 
     words = [*command, "--run-dir", str(folder)]
     for _ in range(1 + sum(fault.startswith(AGAIN) for fault in faults)):
         begun = len(injected(run))
-        done = subprocess.run([sys.executable, "-P", "-m", "drivetrain", *words], env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "drivetrain", *words], env=environment, capture_output=True, text=True,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )  # fmt: skip
         if done.returncode == 0:
             return run
         struck = injected(run)[begun:]

@@ -123,6 +123,7 @@ class Supervisor:
         self.interrupts, self.stopped = 0, False
         self._fruitless, self._reached = 0, self.run_dir.last_step
         self._before, self._noted = Spent([], 0), time.monotonic()
+        self._first, self._learnt = self._first_steps(), False
 
     def run(self) -> Ended:
         while True:
@@ -147,7 +148,7 @@ class Supervisor:
         with self._folder() as folder:
             file = folder / "job.json"
             file.write_text(json.dumps(self.job))
-            watchman = Watchman(self.policy.hang_after)
+            watchman, self._learnt = Watchman(self.policy.hang_after, self._first), False
             self.attempt = Attempt(self.job, file, self.place, self.screen, watchman, self.judge, self.verbose)
             self.attempt.each_look, self.attempt.on_verdict = self._each_look, self._note_hang
             if self.stopped:
@@ -194,6 +195,7 @@ class Supervisor:
     def _each_look(self) -> None:
         self.look()
         self._note_time()
+        self._learn()
 
     @property
     def steps_taken(self) -> int:
@@ -222,6 +224,21 @@ class Supervisor:
             if (spent := self.all_time(self._spent())) is not None:
                 with contextlib.suppress(OSError):
                     write_atomic(self.run_dir.time_path, json.dumps(spent.to_json()) + "\n")
+
+    def _first_steps(self) -> dict[str, float]:
+        """How long first steps took on this machine, in this run's earlier starts."""
+        with contextlib.suppress(OSError, ValueError):
+            return {str(place): float(seconds) for place, seconds in json.loads(self.run_dir.first_path.read_text()).items()}
+        return {}
+
+    def _learn(self) -> None:
+        """Keep how long the first step took: by that the next start's is judged."""
+        if self._learnt or self.job["mode"] != "train" or self.attempt is None or not (took := self.attempt.first()):
+            return
+        self._learnt = True
+        self._first |= {place: max(seconds, self._first.get(place, 0.0)) for place, seconds in took.items()}
+        with contextlib.suppress(OSError):
+            write_atomic(self.run_dir.first_path, json.dumps(self._first) + "\n")
 
     def _nursery(self) -> Nursery:
         # What the user has set wins. Asked whether there is a GPU, torch must not initialise the driver where forks come from.

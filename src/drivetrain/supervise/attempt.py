@@ -182,6 +182,11 @@ class Attempt:
         told = [worker.pulse.spent() for worker in self.workers]
         return Spent([parts for _, parts in told], max((steps for steps, _ in told), default=0))
 
+    def first(self) -> dict[str, float]:
+        """The longest that this machine's ranks took for the first step, by place; nothing before all have done it."""
+        told = [worker.pulse.first() for worker in self.workers]
+        return {place: max(t.get(place, 0.0) for t in told) for place in told[0]} if told and all(told) else {}
+
     def stop(self) -> None:
         """Ask them to end after their step, or where none has begun one: at once, for there is nothing to save."""
         self._leave()

@@ -17,6 +17,7 @@ FLOOR = 30.0
 """Seconds without a sign of life that are never called a hang."""
 TIMES = 10.0  # as long as the longest that was seen
 UNKNOWN = 3600.0  # seconds for what was not seen yet: loading data, the first step, a compiler
+FIRST_FLOOR = 4.0  # as long as FLOOR: what sets things up differs more from start to start than steps do
 AGAIN = 5.0  # seconds between two looks at stacks
 ASLEEP = 5.0  # a watcher that was away longer than this was itself stopped: nobody is judged by that time
 
@@ -76,12 +77,17 @@ class Verdict:
 @dataclass
 class Watchman:
     floor: float = FLOOR
+    first: dict[str, float] = field(default_factory=dict)
+    """Seconds that first steps took here in earlier starts, by place."""
     _looked: float = 0.0
     _seen: float = field(default_factory=time.monotonic)
     _excused: float = 0.0
 
     def limit(self, beat: Beat) -> float:
-        return max(self.floor, TIMES * beat.longest) if beat.longest else max(self.floor, UNKNOWN)
+        if beat.longest:
+            return max(self.floor, TIMES * beat.longest)
+        before = self.first.get(beat.name)
+        return max(self.floor, UNKNOWN) if before is None else max(FIRST_FLOOR * self.floor, TIMES * before)
 
     def look(self, ranks: list[Rank], at_once: bool = False) -> list[Sight] | None:
         """What is seen of this machine's ranks once one is silent beyond its limit, or `at_once`; nothing where none is; None between two looks."""

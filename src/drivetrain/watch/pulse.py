@@ -40,11 +40,14 @@ PLACES = {
     "finish": ("writing the final weights", "start"),
 }
 BEFORE_STEPS = ("begin", "restore", "start")
+OF_A_STEP = ("step", "take", "fetch", "copy", "fetched", "backward", "reduce", "update", "taken")
 NUMBER = {name: number for number, name in enumerate(PLACES)}
 PARTS = tuple(dict.fromkeys(part for _, part in PLACES.values()))
 OF_STEPS = [PARTS.index(part) for part in ("loop", "data", "copy", "compute", "communication", "optimizer")]
 OF_PLACE = [PARTS.index(part) for _, part in PLACES.values()]
 SPENT = struct.Struct(f"<q{len(PARTS)}d")  # steps, and the seconds they took by part
+FIRST = struct.Struct(f"<{len(OF_A_STEP)}d")  # seconds of the first step, by place
+FIRST_AT = RECORD.size + SPENT.size
 
 
 class Beat(NamedTuple):
@@ -57,9 +60,13 @@ class Beat(NamedTuple):
     """That it ever took from this place to the next; 0 where that is not known yet."""
 
     @property
+    def name(self) -> str:
+        return list(PLACES)[self.place]
+
+    @property
     def begun(self) -> bool:
         """Whether there is anything of its own that could be lost."""
-        return list(PLACES)[self.place] not in BEFORE_STEPS
+        return self.name not in BEFORE_STEPS
 
     def __str__(self) -> str:
         return list(PLACES.values())[self.place][0]
@@ -93,6 +100,11 @@ class Pulse:
         """Steps, and seconds by part of the time, up to the step under way; without the first, which sets things up."""
         steps, *seconds = SPENT.unpack_from(self._page, RECORD.size)
         return steps, dict(zip(PARTS, seconds, strict=True))
+
+    def first(self) -> dict[str, float]:
+        """Seconds of the first step by place; nothing before its end."""
+        told = zip(OF_A_STEP, FIRST.unpack_from(self._page, FIRST_AT), strict=True)
+        return {name: seconds for name, seconds in told if seconds}
 
 
 class Heart(Observer):
@@ -129,7 +141,9 @@ class Heart(Observer):
             self._step += 1
             self._steps_here += 1
         if name in ("step", "finish"):
-            self._page[RECORD.size : RECORD.size + SPENT.size] = SPENT.pack(max(0, self._steps_here - 1), *self._by_part())
+            self._page[RECORD.size : FIRST_AT] = SPENT.pack(max(0, self._steps_here - 1), *self._by_part())
+        if name == "step" and self._steps_here == 2:
+            self._page[FIRST_AT : FIRST_AT + FIRST.size] = FIRST.pack(*(self._first[NUMBER[place]] for place in OF_A_STEP))
         self._place, self._since = place, now
         # At once: pack_into would blank the page first, for the other side to see.
         self._page[: RECORD.size] = RECORD.pack(self._step, place, now, self._longest[place] or self._first[place])
