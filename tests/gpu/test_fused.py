@@ -27,7 +27,9 @@ from drivetrain.watch.files import MetricsFile
 from tests.samples import rows, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-SMALL = {"envs": 512, "horizon": 32, "global_batch": 4096}
+SMALL: dict[str, Any] = {
+    "envs": 512, "horizon": 32, "global_batch": 4096, "passes": 4, "learning_rate": 2.5e-3, "width": 64, "activation": "tanh",
+}  # fmt: skip
 
 
 def training(folder: Path, task: Any) -> Training:
@@ -110,6 +112,7 @@ def compare_gradients(done: Training, learner: Learner, seen: Any, facts: Any, n
     [
         {"envs": 4096, "horizon": 64, "global_batch": 65536},  # as it is benchmarked
         {},
+        {name: CartPole().settings()[name] for name in ("passes", "learning_rate", "width", "activation")},
         {"width": 32, "layers": 1, "activation": "relu"},
         {"width": 48, "layers": 3, "value_clip": 0.2},
         {"width": 128, "layers": 2},

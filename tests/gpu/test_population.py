@@ -22,7 +22,9 @@ from drivetrain.tune.generation import train
 from drivetrain.watch.files import MetricsFile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-SMALL: dict[str, Any] = {"envs": 64, "horizon": 8, "global_batch": 256, "eval_episodes": 5, "eval_every": "2ep", "best": "max:return"}
+SMALL: dict[str, Any] = {  # tanh: at the corner of a relu the last digit decides
+    "envs": 64, "horizon": 8, "global_batch": 256, "activation": "tanh", "eval_episodes": 5, "eval_every": "2ep", "best": "max:return",
+}  # fmt: skip
 TRIALS: list[dict[str, Any]] = [
     {"learning_rate": 1e-3, "gamma": 0.9},
     {"learning_rate": 3e-3, "entropy_weight": 0.05, "value_clip": 0.2},
@@ -75,5 +77,4 @@ def test_it_is_fast(tmp_path: Path) -> None:
     rates = [{"learning_rate": 1e-4 * 1.2**i} for i in range(25)]
     trained(tmp_path, 60, rates, envs=1024, horizon=16, global_batch=4096, eval_every="20ep")
     rows = Run(tmp_path / "0").rows()
-    passes = 4
-    assert rows[-1]["samples_per_second"] * len(rates) / passes > 10e6
+    assert rows[-1]["samples_per_second"] * len(rates) / CartPole().passes > 10e6

@@ -32,6 +32,14 @@ class CartPole(Ppo):
 
     epochs: Annotated[int, Range(1)] = 60
     """Collections; what one brings is learned from `passes` times."""
+    passes: Annotated[int, Range(1)] = 3
+    """Times that the policy learns from a collection."""
+    learning_rate: Annotated[float, Range(0)] = 8e-3
+    """The optimizer's peak learning rate."""
+    width: Annotated[int, Range(1, 65536)] = 32
+    """Width of the perceptrons' layers."""
+    activation: Literal["tanh", "relu"] = "relu"
+    """Between the perceptrons' layers."""
 
     def env(self) -> Env:
         return CartPoleEnv()
