@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drivetrain.engine.survey import survey
+from drivetrain.engine.survey import _beside, survey
 from drivetrain.hardware.described import parse
 from drivetrain.plan.predict import CHANNEL, Machine, _seconds
 from drivetrain.task import Task, Tensors
@@ -92,3 +94,21 @@ def test_convolutions_in_groups_are_counted_by_what_each_group_sees(precision: s
     assert forward.flops == (0.0, 2 * 24 * 64 * 49)
     assert backward.flops == (0.0, 2 * 2 * 24 * 64 * 49), "of the input and of the weights"
     assert forward.depth == backward.depth == (1.0, 0.0)
+
+
+def test_work_beside_is_done_here_where_the_copy_fails() -> None:
+    here = os.getpid()
+    assert _beside(lambda: os.getpid())() != here or len(os.sched_getaffinity(0)) == 1
+
+    def dies() -> int:
+        if os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 7
+
+    assert _beside(dies)() == 7
+
+    def wrong() -> int:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        _beside(wrong)()
