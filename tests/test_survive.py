@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -292,3 +293,17 @@ def test_a_long_evaluation_is_left_when_asked_to_stop(procs: int, folder: Path) 
     assert took < 20, f"{took:.1f} s; the evaluation takes {90 / procs:.0f} s"
     assert rows("runs/left") == rows("runs/whole") and weights("runs/left") == weights("runs/whole")
     assert [row["step"] for row in rows("runs/left") if "eval/accuracy" in row] == [14, 28]
+
+
+def test_what_a_killed_front_end_was_writing_is_swept_away(folder: Path) -> None:
+    write_task()
+    good(*WORDS, "steps=9", "--name", "swept")
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    host = socket.gethostname()
+    half = [Path(f"runs/swept/.run.json-{host}-{gone.pid}-x1"), Path(f"runs/swept/logs/.first-{host}.json-{host}-{gone.pid}-x2")]
+    others = [Path(f"runs/swept/.run.json-{host}-{os.getpid()}-x3"), Path("runs/swept/.run.json-elsewhere-1-x4")]  # being written
+    for file in half + others:
+        file.write_text("{")
+    good("resume", "swept", "steps=12")
+    assert not any(file.exists() for file in half) and all(file.exists() for file in others)

@@ -167,7 +167,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def write_atomic(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-{socket.gethostname()}-{os.getpid()}-")
     try:
         with os.fdopen(handle, "w") as file:
             file.write(text)
@@ -178,6 +178,14 @@ def write_atomic(path: Path, text: str) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def sweep(folder: Path) -> None:
+    """Remove what processes of this machine were writing when they were killed."""
+    for half in folder.glob(f".*-{socket.gethostname()}-*-*"):
+        writer = half.name.rsplit("-", 2)[1]
+        if half.is_file() and writer.isdigit() and not alive(int(writer)):
+            half.unlink(missing_ok=True)
 
 
 # --- finding and making runs -------------------------------------------------------------------
@@ -282,6 +290,16 @@ class Lock:
 
     def release(self) -> None:
         os.close(self.handle)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def die_with_parent(parent: int) -> None:

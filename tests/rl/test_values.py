@@ -89,7 +89,10 @@ def test_a_broken_run_is_the_unbroken_one(tmp_path: Path) -> None:
 
 def test_cartpole_is_learned_and_its_values_are_returns(tmp_path: Path) -> None:
     """Rewards as they are: a pole that stands for 500 steps is worth up to 1 / (1 - gamma) = 20."""
-    settings = {"scale_rewards": False, "gamma": 0.95, "envs": 256, "global_batch": 1024, "eval_every": "1000ep", "eval_episodes": 50}
+    settings = {
+        "scale_rewards": False, "gamma": 0.95, "envs": 256, "global_batch": 1024, "eval_every": "1000ep", "eval_episodes": 50,
+        "passes": 4, "learning_rate": 2.5e-3, "width": 64, "activation": "tanh",
+    }  # fmt: skip
     told, (count, total, squares), said = train(str(tmp_path), settings, None, ALONE)
     assert told[-1]["eval/return"] > 400, told[-1]
     mean, spread = total / count, (squares / count - (total / count) ** 2) ** 0.5

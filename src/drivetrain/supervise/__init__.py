@@ -20,7 +20,7 @@ from typing import Any
 
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
-from drivetrain.runs import Run, record_plan, write_atomic
+from drivetrain.runs import Run, alive, record_plan, sweep, write_atomic
 from drivetrain.supervise.attempt import RECORDED, Attempt, Ended, Place
 from drivetrain.supervise.judges import Judge
 from drivetrain.supervise.nursery import WIRE, Nursery
@@ -173,10 +173,12 @@ class Supervisor:
 
     def _own_folder(self) -> Path | None:
         """One in the run; None where the disk is full."""
+        sweep(self.run_dir.path)
+        sweep(self.run_dir.path / "logs")
         here = f".attempt-{socket.gethostname()}-"
         for old in self.run_dir.path.glob(f"{here}*"):
             number = old.name.removeprefix(here)
-            if number.isdigit() and (int(number) == os.getpid() or not _alive(int(number))):
+            if number.isdigit() and (int(number) == os.getpid() or not alive(int(number))):
                 shutil.rmtree(old, ignore_errors=True)
         folder = self.run_dir.path / f"{here}{os.getpid()}"
         try:
@@ -347,16 +349,6 @@ class Supervisor:
             self.attempt.stop()
         if number == signal.SIGINT and not (self.attempt is not None and self.attempt.left):
             self.screen.notice("stopping after this step and saving (Ctrl-C again ends at once)")
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 @contextlib.contextmanager
