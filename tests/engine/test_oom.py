@@ -15,6 +15,7 @@ from torch import Tensor
 from drivetrain.chaos import read
 from drivetrain.engine.group import Group
 from drivetrain.engine.loop import Training
+from drivetrain.engine.memory import shortages
 from drivetrain.engine.observe import Observer, Observers
 from drivetrain.engine.shortage import Before, OutOfMemory
 from drivetrain.outcomes import Outcome, Problem
@@ -339,3 +340,18 @@ def repeat(folder: str, seed: int, times: int, group: Group) -> int:
 
 def test_no_rank_is_left_behind(tmp_path: Path) -> None:
     assert on_ranks(4, repeat, str(tmp_path), 1, 8) == [8] * 4
+
+
+@pytest.mark.parametrize(
+    ("said", "short"),
+    [
+        ("[enforce fail at alloc_cpu.cpp:121] data. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.", True),
+        ("[enforce fail at alloc_cpu.cpp:113] data. DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes.", True),  # Arm
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)", False),
+    ],
+)
+def test_every_wording_of_a_shortage_is_one(said: str, short: bool) -> None:
+    with pytest.raises(torch.OutOfMemoryError if short else RuntimeError) as raised, shortages:
+        raise RuntimeError(said)
+    assert isinstance(raised.value, torch.OutOfMemoryError) == short and str(raised.value) == said

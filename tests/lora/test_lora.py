@@ -159,7 +159,8 @@ def test_the_run_leaves_an_adapter_that_peft_loads(place: Path) -> None:
     ids = torch.arange(1, 20)[None] % 20
     with torch.no_grad():
         expected = net(input_ids=ids).logits
-        assert torch.equal(ours.net(input_ids=ids).logits, expected)
+        # not to the bit: PEFT adds two products, ours adds the second within the first, which some CPUs round otherwise
+        assert torch.allclose(ours.net(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-6)
         assert not torch.allclose(AutoModelForCausalLM.from_pretrained(place / "model")(input_ids=ids).logits, expected, atol=1e-3)
     assert "| base model | model |" in (run / "model" / "README.md").read_text()
     assert (run / "model" / "model.safetensors").stat().st_size < 50_000, "the base is not in it"
