@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -112,3 +113,14 @@ def test_work_beside_is_done_here_where_the_copy_fails() -> None:
 
     with pytest.raises(ZeroDivisionError):
         _beside(wrong)()
+
+
+def test_a_process_that_may_have_no_children_works_by_itself() -> None:
+    """A daemonic one, as pools of processes are made of."""
+    with get_context("fork").Pool(1) as pool:
+        work, at_all = pool.apply(_pids)
+    assert work == at_all
+
+
+def _pids() -> tuple[int, int]:
+    return _beside(os.getpid)(), os.getpid()

@@ -227,7 +227,10 @@ def _beside(work: Callable[[], T]) -> Callable[[], T]:
             sender.send(work())
 
     copy = fork.Process(target=run, daemon=True)
-    copy.start()
+    try:
+        copy.start()
+    except (AssertionError, OSError):  # in a daemonic process, which may have no children; too many processes
+        return work
     sender.close()
 
     def result() -> T:
