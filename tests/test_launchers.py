@@ -208,7 +208,7 @@ def test_a_rendezvous_port_that_another_program_holds(task: Path) -> None:
 
 
 def test_a_rendezvous_port_whose_holder_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "ANSWER", 0.2)
+    monkeypatch.setattr(rendezvous.guest, "ANSWER", 0.2)
     with socket.create_server((LOCAL, 0)) as server, pytest.raises(Problem, match="is in use by another program"):
         rendezvous.come(server.getsockname(), (2, 2), 1, None, lambda text: None)
 
