@@ -35,6 +35,7 @@ def test_hosts_are_lost_in_turn() -> None:
         outages.draw(1, 120, 11, 120, 2, ["cut"])
 
 
+@pytest.mark.system  # it takes its time
 @pytest.mark.timeout(1200)
 def test_one_fault_of_each_kind(folder: Path) -> None:
     write_task()

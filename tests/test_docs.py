@@ -15,11 +15,11 @@ from tests.command import environment
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(?P<why><!-- not run[^>]*: [^>]+ -->\n)?```(?P<kind>\w*)\n(?P<text>.*?)```", re.S)
-SLOW = ("tune.md", "export.md", "survive.md", "lora.md", "rl.md")  # pages whose commands take half a minute and more
 
 
+@pytest.mark.system  # minutes of commands
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("page", [pytest.param(p, marks=pytest.mark.system if p.name in SLOW else ()) for p in PAGES], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_the_blocks_of_a_page_run(page: Path, folder: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     ran = 0

@@ -134,6 +134,7 @@ NOISY = """
 """
 
 
+@pytest.mark.system  # it takes its time
 def test_a_graph_that_differs_from_torch_is_refused_and_nothing_is_left(folder: Path) -> None:
     """onnxruntime draws other numbers than torch; the graph before it is good, and of no use without it."""
     write_task(text=TASK + NOISY)

@@ -41,6 +41,7 @@ def two_machines(folder: Path, *words: str, **variables: object) -> Iterator[tup
         yield first, second
 
 
+@pytest.mark.system  # it takes its time
 @pytest.mark.parametrize(
     ("way", "place", "rank"), [("sleep", "forward", 1), ("sleep", "forward", 0), ("receive", "loss", 1), ("receive", "loss", 0)]
 )
@@ -83,6 +84,7 @@ def test_what_takes_its_time_on_one_machine_is_no_hang(folder: Path) -> None:
     assert events(both, "injected") and not events(both, "hang") and not events(both, "restarted")
 
 
+@pytest.mark.system  # it takes its time
 def test_after_a_hang_all_machines_start_anew(folder: Path) -> None:
     write("sleep", "forward", rank=-1)
     words = ["stuck.py", "steps=30", "save_every=5", "--hang-after", f"{LIMIT:.0f}s"]
@@ -91,6 +93,7 @@ def test_after_a_hang_all_machines_start_anew(folder: Path) -> None:
     assert [event["why"] for event in events(folder / "runs" / "both", "restarted")] == ["hang"]
 
 
+@pytest.mark.system  # it takes its time
 def test_where_the_time_of_all_goes_is_told_by_the_first(folder: Path) -> None:
     """In one file that both could write: the first machine's, about all ranks."""
     write("sleep", "forward", rank=-1)

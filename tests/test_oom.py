@@ -132,6 +132,7 @@ def test_a_model_that_does_not_fit_is_not_tried_again(folder: Path) -> None:
     assert plan("n")["micro_batch"] == 100
 
 
+@pytest.mark.system  # it takes its time
 def test_under_torchrun_the_smaller_plan_is_left_behind(folder: Path) -> None:
     write_task()
     words = ("torchrun", "--nproc-per-node", 2, "--master-port", free_port(), "-m", "drivetrain", "train", "small.py", "save_every=8")

@@ -234,7 +234,7 @@ def test_stacks_are_read() -> None:
     assert not read("").frames and read("").text == "no answer"
 
 
-@pytest.mark.parametrize("procs", [1, 2])
+@pytest.mark.parametrize("procs", [pytest.param(1, marks=pytest.mark.system), 2])
 def test_sigusr1_leaves_a_run_that_goes_on_exactly(procs: int, folder: Path) -> None:
     write_task(change=("return F.cross", "import time; time.sleep(0.05 * model.training)\n        return F.cross"))
     words = ["train", "small.py", "epochs=4", "plan.compile=off", "--procs", str(procs)]
@@ -278,7 +278,7 @@ def test_time_is_up_while_the_task_still_loads(folder: Path) -> None:
     assert "before its first step; go on with: drivetrain resume early" in done.stdout
 
 
-@pytest.mark.parametrize("procs", [1, 2])
+@pytest.mark.parametrize("procs", [pytest.param(1, marks=pytest.mark.system), 2])
 def test_a_long_evaluation_is_left_when_asked_to_stop(procs: int, folder: Path) -> None:
     """What was trained is saved at once; the evaluation is done when the run goes on, and all comes out the same."""
     write_task(change=("return {", "import os, time; time.sleep(float(os.environ.get('SLEEP', 0)))\n        return {"))

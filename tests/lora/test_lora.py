@@ -86,6 +86,7 @@ def test_documents_in_a_row_do_not_see_each_other(place: Path, kind: str) -> Non
     assert not torch.allclose(apart, together, rtol=1e-4), "else the test proves nothing"
 
 
+@pytest.mark.system  # it takes its time
 def test_it_learns_as_transformers_trainer_does(place: Path) -> None:
     """200 steps on the same batches, to 1e-4."""
     from datasets import Dataset
@@ -234,6 +235,7 @@ def test_half_precision_learns_as_full_does(place: Path, precision: str) -> None
     assert half[-1] < 0.9 * half[0]
 
 
+@pytest.mark.system  # it takes its time
 def test_micro_batches_and_processes_change_no_loss(place: Path) -> None:
     """Rows have from few to many tokens to learn: a mean of means would show."""
     pairs = [{"prompt": text, "completion": " ".join(text.split()[: 1 + i % 9])} for i, text in enumerate(sentences(60, 3))]

@@ -19,6 +19,7 @@ def test_acrobot_is_learned(folder: Path) -> None:
     assert last["eval/return"] > -120, last  # chance alone ends at -500
 
 
+@pytest.mark.system  # it takes its time
 def test_a_broken_run_is_the_unbroken_one(folder: Path) -> None:
     assert "bit-equal" in good("verify-resume", "gym", "world=Acrobot-v1", "--steps", "24", *SMALL)
 
