@@ -48,7 +48,7 @@ test: lint
 
 test-system: .venv/.ready-dev
 	tests/system/install
-	$(call pytest,system and not alone,--numprocesses=2 --dist=loadfile)
+	$(call pytest,system and not alone,--numprocesses=2 --dist=loadfile --no-loadscope-reorder)
 	$(call pytest,system and alone)
 
 test-gpu: .venv/.ready-dev
