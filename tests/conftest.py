@@ -37,7 +37,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-LONGEST = ("README.md", "test_slow_is_not_hung", "test_killed_at_every_named_moment", "test_golden_plans")  # at the end, one of two workers would wait for them
+LONGEST = (
+    "README.md",
+    "test_slow_is_not_hung",
+    "test_killed_at_every_named_moment",
+    "test_golden_plans",
+)  # at the end, one of two workers would wait for them
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
