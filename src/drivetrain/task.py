@@ -112,6 +112,8 @@ class Workbench:
     """The place of the first figure in a row: sums as `loss` gives them, then their counts."""
     streams: Callable[[int], list[int]]
     """The keys of an epoch's random numbers: those of the first `rand.uniform` of its collection, then of each pass's order."""
+    record: Callable[[Callable[[], object]], Callable[[], None]]
+    """Work on the device as a graph: what to call to replay it."""
 
 
 class Learner(Protocol):

@@ -5,12 +5,14 @@ python -m pytest -m gpu tests/gpu/test_capture.py
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from drivetrain.engine.capture import record
 from drivetrain.engine.group import Group
 from tests.gpu.kinds import train
 from tests.samples import rows, weights
@@ -148,3 +150,27 @@ def test_no_host_sync_in_the_step(tmp_path: Path) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert strict.steps == 200
+
+
+def test_a_dead_graph_among_the_garbage_does_not_end_a_capture() -> None:
+    """A training before this one left graphs in cycles, which Python frees when it likes: here, while the next is captured."""
+    torch.cuda.set_stream(torch.cuda.Stream())
+    place, before = torch.zeros(8, device="cuda"), gc.get_threshold()
+
+    def work() -> None:
+        place.add_(1)
+        gc.set_threshold(100)
+        _ = [[] for _ in range(10_000)]  # enough for many a collection
+        place.mul_(2)
+
+    gc.set_threshold(10**9)
+    try:
+        dead: list[object] = [record(lambda: place.add_(1))]
+        dead.append(dead)
+        del dead
+        replay = record(work)
+    finally:
+        gc.set_threshold(*before)
+    place.zero_()
+    replay()
+    assert gc.isenabled() and place.tolist() == [2.0] * 8

@@ -8,6 +8,7 @@ in a state that is not to be relied on.
 from __future__ import annotations
 
 import contextlib
+import gc
 import linecache
 import os
 import sysconfig
@@ -144,7 +145,7 @@ class Graphs:
         fixed = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, self._pool, torch.cuda.current_stream(), "thread_local"):
+            with capturing(graph, self._pool):
                 output = work(tree_unflatten(fixed, layout), *constants)
         except BaseException:
             self._clean_up()
@@ -165,6 +166,27 @@ class Graphs:
             torch._C._cuda_endAllocateToPool(index, self._pool)
         generator = torch.cuda.default_generators[index]
         generator.graphsafe_set_state(torch.Generator(self._device).graphsafe_get_state())
+
+
+@contextlib.contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
+    """What is done inside becomes the graph. Meanwhile no garbage is collected: with a dead graph among it, the capture would fail."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool, torch.cuda.current_stream(), "thread_local"):
+            yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def record(work: Callable[[], object]) -> Callable[[], None]:
+    """Work that needs no inputs, as a graph: what to call to replay it."""
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph):
+        work()
+    return graph.replay
 
 
 def _tensors(inputs: Any) -> list[Tensor]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from drivetrain.engine.capture import WARM
+from drivetrain.engine.capture import WARM, record
 from drivetrain.engine.data import train_feed
 from drivetrain.engine.figures import TAIL
 from drivetrain.engine.group import Group
@@ -107,18 +107,11 @@ class Probe:
                 if step.graphs is not None:
                     times = max(EAGER, int(ENOUGH / seconds))
                     seconds, kind = min(self._seconds(take, times) for _ in range(2)), "captured"
-                    update = self._captured(update)
+                    update = record(update)  # as it is within a captured step: without the host's part
+                    update()
             return Point(micro_batch, True, peak, seconds, min(0.5 * seconds, self._seconds(update, EAGER)), kind)
         finally:
             feed.close()
-
-    def _captured(self, work: Callable[[], object]) -> Callable[[], None]:
-        """Work as it is within a captured step: without the host's part."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            work()
-        graph.replay()
-        return graph.replay
 
     def _seconds(self, work: Callable[[], object], times: int) -> float:
         self._sync()

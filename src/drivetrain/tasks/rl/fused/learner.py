@@ -76,7 +76,7 @@ class Learner:
         self._adam = (*group["betas"], group["eps"], group["weight_decay"])
         self._flatten([*agent.actor.parameters(), *agent.critic.parameters()])
         self._make_room(agent)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._replay: Callable[[], None] | None = None
         self._turns, self._waits, self._notice = 0, "", notice
         self._given: tuple[Tensor, ...] = ()
 
@@ -143,7 +143,7 @@ class Learner:
             assert samples is not None
             given = samples["seen"], samples["facts"]
             if any(a is not b for a, b in zip(given, self._given, strict=False)):
-                self._graph, self._turns = None, 0
+                self._replay, self._turns = None, 0
             self._given = given
         self._turns += 1
         if self._turns == 2:  # the first turns are launched one by one
@@ -154,11 +154,9 @@ class Learner:
             self._work()
         if self._turns <= 2 or self._waits:
             return
-        if self._graph is None:
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-                self._work()
-        self._graph.replay()
+        if self._replay is None:
+            self._replay = self.bench.record(self._work)
+        self._replay()
 
     def _adopt(self) -> None:
         """The worlds' state, always at the same place."""
