@@ -11,6 +11,7 @@ from drivetrain.settings import Duration, Range, resolve
 from drivetrain.source import of_class
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     import torch
@@ -114,6 +115,8 @@ class Workbench:
     """The keys of an epoch's random numbers: those of the first `rand.uniform` of its collection, then of each pass's order."""
     record: Callable[[Callable[[], object]], Callable[[], None]]
     """Work on the device as a graph: what to call to replay it."""
+    host_waits: Callable[[], AbstractContextManager[list[str]]]
+    """Where in the work inside the host waits for the device, which a graph cannot."""
 
 
 class Learner(Protocol):

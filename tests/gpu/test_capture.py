@@ -6,14 +6,16 @@ python -m pytest -m gpu tests/gpu/test_capture.py
 from __future__ import annotations
 
 import gc
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from drivetrain.engine.capture import record
+from drivetrain.engine.capture import host_waits, record
 from drivetrain.engine.group import Group
+from drivetrain.plan import HOST_WAITS
 from tests.gpu.kinds import train
 from tests.samples import rows, weights
 
@@ -174,3 +176,19 @@ def test_a_dead_graph_among_the_garbage_does_not_end_a_capture() -> None:
     place.zero_()
     replay()
     assert gc.isenabled() and place.tolist() == [2.0] * 8
+
+
+def test_a_wait_of_another_thread_is_none_of_the_steps() -> None:
+    """A checkpoint is written beside the training, by code that waits for the device."""
+
+    def wait() -> None:
+        torch.cuda.Stream().synchronize()
+
+    with host_waits() as waits:
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+    assert not waits
+    with host_waits() as waits:
+        wait()
+    assert len(waits) == 1 and HOST_WAITS in waits[0]

@@ -295,7 +295,7 @@ def test_a_world_for_which_the_host_waits_is_learned_without_a_graph(tmp_path: P
             return Waiting()
 
     _, learner = learned(tmp_path, Slow, epochs=5)
-    assert learner._replay is None and "waits for the GPU" in learner._waits
+    assert learner._replay is None and "the host waits" in learner._waits
 
 
 def test_a_gpu_that_is_too_old_takes_the_plain_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

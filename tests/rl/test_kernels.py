@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import re
+from contextlib import nullcontext
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,7 +120,16 @@ def test_where_there_can_be_no_kernels_the_plain_path_is_taken_and_said(
     task = CartPoleTask(envs=8, horizon=8, global_batch=32)
     model: Any = task.model()
     optimizer = torch.optim.AdamW(model.parameters())
-    bench = Workbench(torch.device("cpu"), optimizer, torch.zeros(8), torch.zeros(4, 16), 1, lambda epoch: [0], lambda work: lambda: None)
+    bench = Workbench(
+        torch.device("cpu"),
+        optimizer,
+        torch.zeros(8),
+        torch.zeros(4, 16),
+        1,
+        lambda epoch: [0],
+        lambda work: lambda: None,
+        lambda: nullcontext([]),
+    )
     before = [p.data_ptr() for p in model.parameters()]
     told: list[str] = []
     assert task.learner(model, task.train_data(), bench, told.append) is None

@@ -12,12 +12,13 @@ import gc
 import linecache
 import os
 import sysconfig
+import threading
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
@@ -200,21 +201,31 @@ def _tensors(inputs: Any) -> list[Tensor]:
 
 @contextlib.contextmanager
 def host_waits() -> Iterator[list[str]]:
-    """Collects a sentence for each operation inside for which the host waits for the device."""
+    """Collects a sentence for each operation inside for which this thread waits for the device.
+
+    Others, such as the one that writes checkpoints, may wait: torch warns of them, too.
+    """
     found: list[str] = []
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
+    before, thread = torch.cuda.get_sync_debug_mode(), threading.get_ident()
+    with warnings.catch_warnings():
         warnings.simplefilter("always")
+        show = warnings.showwarning
+
+        def look(
+            message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
+        ) -> None:
+            if "called a synchronizing" not in str(message):
+                if "Synchronization debug mode" not in str(message):
+                    show(message, category, filename, lineno, file, line)
+            elif threading.get_ident() == thread:
+                found.append(_sentence(filename, lineno, HOST_WAITS))
+
+        warnings.showwarning = look
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield found
         finally:
             torch.cuda.set_sync_debug_mode(before)
-            for warning in caught:
-                if "called a synchronizing" in str(warning.message):
-                    found.append(_sentence(warning.filename, warning.lineno, HOST_WAITS))
-                elif "Synchronization debug mode" not in str(warning.message):
-                    warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def blame(error: BaseException) -> str:

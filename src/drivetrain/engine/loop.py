@@ -17,7 +17,7 @@ from torch import nn
 
 from drivetrain.engine import saved, state
 from drivetrain.engine.best import Best
-from drivetrain.engine.capture import Graphs, record
+from drivetrain.engine.capture import Graphs, host_waits, record
 from drivetrain.engine.checkpoint import Damaged, Writer, folder, verify
 from drivetrain.engine.control import Agreement, Every, SupportsBool
 from drivetrain.engine.data import SourceFeed, eval_feed, train_feed
@@ -205,7 +205,7 @@ class Training:
         if not alone or rates is None or not isinstance(feed, SourceFeed) or feed.steps_per_epoch > HALF:
             return False
         ledger = self.step.ledger or Ledger(known.used, self.group.device)
-        bench = Workbench(self.group.device, self.optimizer, rates, ledger.ring, FIGURES, feed.streams, record)
+        bench = Workbench(self.group.device, self.optimizer, rates, ledger.ring, FIGURES, feed.streams, record, host_waits)
         self.learner = self.task.learner(self.model, feed.source, bench, self.observer.notice)
         if self.learner is not None:  # it may have moved the model's tensors
             self.step.know(known, ledger)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
@@ -147,8 +146,10 @@ class Learner:
             self._given = given
         self._turns += 1
         if self._turns == 2:  # the first turns are launched one by one
-            self._waits = host_waits(self._work)
-            if self._waits:
+            with self.bench.host_waits() as waits:
+                self._work()
+            self._waits = waits[0] if waits else ""
+            if waits:
                 self._notice(f"collections are not captured: {self._waits}")
         elif self._turns < 2 or self._waits:
             self._work()
@@ -273,19 +274,6 @@ class Learner:
         )  # fmt: skip
         launch("after_judging", (1,), 256, self.parts, self.stats, self.judge_blocks)
         launch("finish", (-(-self.envs // 256),), 256, self.stats, state["spread"], state["recent"], state["collections"], self.envs)
-
-
-def host_waits(work: Callable[[], None]) -> str:
-    """Do it; where in it the host waited for the GPU, which a graph cannot."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            work()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    waits = [w for w in found if "synchroniz" in str(w.message)]
-    return f"{waits[0].filename}:{waits[0].lineno} waits for the GPU" if waits else ""
 
 
 def make(task: Any, source: Any, model: Agent, bench: Workbench, notice: Callable[[str], None]) -> Learner | None:
