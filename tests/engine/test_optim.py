@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drivetrain.engine.optim import FUSED, has_short_way, pieces, short_step
+from drivetrain.engine.beside import FUSED, pieces
+from drivetrain.engine.optim import has_short_way, short_step
 
 PROCESSORS = 4
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.engine.group import Group
 from drivetrain.outcomes import Problem
@@ -114,51 +113,6 @@ def short_step(optimizer: Any) -> None:
         )  # fmt: skip
         if overflow is not None:
             torch._foreach_sub_(steps, [overflow] * len(steps))
-
-
-FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_")
-PIECE = 8192  # numbers: the least that is worth a processor of its own
-
-
-class InPieces(TorchDispatchMode):
-    """While a step is captured: a fused optimizer gives 65,536 numbers at a time to each of the GPU's processors, so that most
-    of them have nothing to do with a small model. Pieces of parameters keep all busy, and every number is computed as before."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in FUSED:
-            args = pieces(args, self.processors)
-        return func(*args, **(kwargs or {}))
-
-
-def pieces(lists: Sequence[Sequence[Tensor]], processors: int) -> list[list[Tensor]]:
-    """The lists of a fused optimizer (parameters, gradients, state, counts), with long tensors as views of their parts."""
-    each = max(PIECE, sum(p.numel() for p in lists[0]) // processors) // 8 * 8
-    cut: list[list[Tensor]] = [[] for _ in lists]
-    for i, parameter in enumerate(lists[0]):
-        row = [some[i] if some else None for some in lists]
-        whole = [t for t in row if t is not None and t.dim()]  # all but the count of steps
-        if parameter.numel() <= each or not all(_dense(t) and t.stride() == parameter.stride() for t in whole):
-            starts: Sequence[int | None] = [None]
-        else:
-            starts = range(0, parameter.numel(), each)
-        for start in starts:
-            for column, tensor in zip(cut, row, strict=True):
-                if tensor is not None:
-                    column.append(tensor if start is None or not tensor.dim() else _part(tensor, start, each))
-    return cut
-
-
-def _dense(tensor: Tensor) -> bool:
-    """Whether its numbers lie one beside the other, in whatever order."""
-    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
-
-
-def _part(tensor: Tensor, start: int, length: int) -> Tensor:
-    return tensor.as_strided((min(length, tensor.numel() - start),), (1,), tensor.storage_offset() + start)
 
 
 def schedule_of(task: Task, steps: int, steps_per_epoch: int) -> Callable[[int], float]:

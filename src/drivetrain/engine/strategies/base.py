@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.engine import state
+from drivetrain.engine.beside import side_by_side
 from drivetrain.engine.group import Group
-from drivetrain.engine.optim import InPieces, has_short_way, short_step, takes_factor
+from drivetrain.engine.optim import has_short_way, short_step, takes_factor
 
 
 class Strategy:
@@ -93,11 +94,9 @@ class Strategy:
                 self.scale(factor)
         if self._short:
             short_step(optimizer)
-        elif self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            with InPieces(self.group.device):
-                optimizer.step()
         else:
-            optimizer.step()
+            with side_by_side(self.group.device):
+                optimizer.step()
         return norm
 
     # --- state ---
