@@ -20,6 +20,17 @@ class Part:
     count: Any = None
 
 
+def summed(value: Any) -> Any:
+    """What `loss` returned, with logged figures of many values as their totals: where it is compiled, so is their sum."""
+    if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)):
+        return value
+    return value[0], {name: _total(figure) for name, figure in value[1].items()}
+
+
+def _total(figure: Any) -> Any:
+    return (figure.detach().float().sum(), figure.numel()) if isinstance(figure, Tensor) and figure.dim() else figure
+
+
 def read_loss(value: Any) -> tuple[list[Part], list[Part]]:
     """(parts to minimise, figures only logged) of what `loss` returned."""
     if isinstance(value, Tensor):
@@ -51,9 +62,9 @@ def _part(name: str, value: Any) -> Part:
 
 def read_figure(name: str, value: Any) -> Part:
     """A logged-only figure: per-sample values, a mean, or (total, count)."""
+    value = _total(value)
     if isinstance(value, tuple) and len(value) == 2:
         return Part(name, torch.as_tensor(value[0]).detach(), value[1])
     if not isinstance(value, Tensor):
         raise Problem(f"the logged figure {name!r} is a {type(value).__name__}: give a tensor, or (total, count)")
-    value = value.detach().float()
-    return Part(name, value) if value.dim() == 0 else Part(name, value.sum(), value.numel())
+    return Part(name, value.detach().float())

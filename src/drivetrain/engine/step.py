@@ -24,7 +24,7 @@ from drivetrain.engine.feed import Feed, Micro
 from drivetrain.engine.figures import FIGURES, NORM, SCALE, SKIPPED, STOP, Figures
 from drivetrain.engine.group import Group
 from drivetrain.engine.ledger import Ledger
-from drivetrain.engine.losses import Part, read_loss
+from drivetrain.engine.losses import Part, read_loss, summed
 from drivetrain.engine.memory import shortages
 from drivetrain.engine.optim import Rates, capturable, ready_to_skip
 from drivetrain.engine.precision import LossScale, Precision
@@ -310,7 +310,7 @@ class Step:
         """What the task's loss gives for a micro-batch; this is what gets compiled."""
         batch = given if ready else self.make_batch(given, ids)
         with self.precision.forward():
-            return self.task.loss(self.model, batch)
+            return summed(self.task.loss(self.model, batch))
 
     def backward(self, inputs: Inputs, form: Form, counts: dict[str, Tensor]) -> None:
         """Add a micro-batch's gradients, and its figures to the tail."""
