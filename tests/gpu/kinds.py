@@ -30,7 +30,7 @@ class Images(Plain):
         def block(a: int, b: int) -> nn.Module:
             return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2))
 
-        return nn.Sequential(block(1, 8), block(8, 16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.3), nn.Linear(16, 4))
+        return nn.Sequential(block(1, 16), block(16, 16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.3), nn.Linear(16, 4))
 
     def train_data(self) -> Any:
         return self._images(self.samples, 0)

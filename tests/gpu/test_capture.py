@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from drivetrain.engine import pace
 from drivetrain.engine.capture import host_waits, record
 from drivetrain.engine.group import Group
 from drivetrain.plan import HOST_WAITS
@@ -100,6 +101,25 @@ def test_an_optimizer_that_cannot_be_captured_runs_after_a_captured_backward(mic
     assert facts.plan["capture"] == "on", facts.plan
     assert rows(tmp_path / "captured") == rows(tmp_path / "eager")
     assert weights(tmp_path / "captured") == weights(tmp_path / "eager")
+
+
+def test_convolutions_are_tried_out_in_a_long_run_that_need_not_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def look(*_: Any) -> None:
+        seen.append(torch.backends.cudnn.benchmark)
+
+    monkeypatch.setattr(pace, "MANY", 10)
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(look)
+    try:
+        for options, tried in (({}, True), ({"deterministic": True}, False)):
+            seen.clear()
+            facts = train("Images", tmp_path / str(tried), epochs=8, **options)
+            assert seen[0] == tried and not any(seen[20:]), "not in the first step, or in others too"
+            assert ("convolutions" in facts.plan["reasons"]) == tried and facts.plan["capture"] == "on", facts.plan
+    finally:
+        hook.remove()
+    assert not torch.backends.cudnn.benchmark
 
 
 def test_pinned_off_is_off(tmp_path: Path) -> None:

@@ -6,16 +6,17 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from drivetrain.engine.blocks import repeated_blocks
+from drivetrain.engine.stem import narrowed
 
 
 class Compiled:
     """Calls the compiled function for the form it was made for, and the plain one for all others (the last
     partial batch): another form would be compiled anew, for longer than it ever runs."""
 
-    def __init__(self, function: Callable[..., Any], model: nn.Module, form: Hashable, deterministic: bool) -> None:
+    def __init__(self, function: Callable[..., Any], model: nn.Module, form: Hashable, deterministic: bool, cunning: bool) -> None:
         self._plain, self._form = function, form
         self.failure: Exception | None = None
         self._blocks = repeated_blocks(model)
@@ -25,8 +26,9 @@ class Compiled:
 
         config.deterministic = deterministic
         dynamo.recompile_limit = max(dynamo.recompile_limit, 8 + len(self._blocks))  # blocks that know their number
-        self._forwards = [torch.compile(block.forward, dynamic=False) for block in self._blocks]
-        self._whole = function if self._blocks else torch.compile(function, dynamic=False)
+        backend: Any = _cunning if cunning else "inductor"
+        self._forwards = [torch.compile(block.forward, dynamic=False, backend=backend) for block in self._blocks]
+        self._whole = function if self._blocks else torch.compile(function, dynamic=False, backend=backend)
         self._on = False
 
     def __call__(self, form: Hashable, *args: Any) -> Any:
@@ -53,3 +55,10 @@ class Compiled:
                     block.forward = forward
                 else:
                     del block.forward  # the class's own is behind it
+
+
+def _cunning(graph: fx.GraphModule, inputs: Any) -> Any:
+    """Inductor, with what it does not do by itself: first convolutions as products, and many small kernels in one launch."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(narrowed(graph), inputs, config_patches={"combo_kernels": True})

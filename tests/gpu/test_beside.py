@@ -1,0 +1,109 @@
+"""Kernels side by side in a graph: bit for bit what they give one after the other, replay after replay.
+
+python -m pytest -m gpu tests/gpu/test_beside.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drivetrain.engine import compiled
+from drivetrain.engine.beside import side_by_side
+from drivetrain.engine.capture import record
+from drivetrain.engine.stem import product
+from tests.gpu.kinds import train
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+@pytest.fixture(autouse=True)
+def own_stream() -> Iterator[None]:
+    """Exact convolutions, on a stream that can be captured."""
+    torch.backends.cudnn.deterministic = True
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield
+    torch.cuda.synchronize()
+    torch.backends.cudnn.deterministic = False
+
+
+def streams_of(replay: Any) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        replay()
+        torch.cuda.synchronize()
+    return len({e.device_resource_id for e in profiler.profiler.kineto_results.events() if "Memcpy" not in e.name()})
+
+
+def test_an_update_in_branches_is_exact() -> None:
+    """Inputs change from replay to replay: a branch that did not wait would read the ones before."""
+    torch.manual_seed(0)
+    device = torch.device("cuda", 0)
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        net = nn.Sequential(
+            nn.Conv2d(8, 64, 3), nn.Tanh(), nn.Conv2d(64, 96, 3), nn.Tanh(), nn.Conv2d(96, 32, 3), nn.Flatten(), nn.Linear(3200, 50)
+        )
+        net = net.to(device)
+        return net, torch.optim.AdamW(net.parameters(), lr=torch.tensor(1e-3, device=device), fused=True, capturable=True)
+
+    inputs = torch.zeros(32, 8, 16, 16, device=device)
+
+    def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in net.parameters():
+            parameter.grad = None
+        loss = net(inputs).square().mean()
+        loss.backward()
+        with side_by_side(device):
+            optimizer.step()
+
+    plain, branched = made(), made()
+    for one in (plain, branched):
+        for _ in range(3):
+            step(*one)
+    replay = record(lambda: step(*branched))
+    assert streams_of(replay) >= 2, "nothing ran beside anything"
+    step(*plain)
+    for seed in range(200):
+        inputs.copy_(torch.randn(inputs.shape, generator=torch.Generator().manual_seed(seed)))
+        step(*plain)
+        replay()
+    for mine, expected in zip(branched[0].parameters(), plain[0].parameters(), strict=True):
+        assert torch.equal(mine, expected)
+
+
+def test_a_first_convolution_as_a_product_is_as_exact_as_a_librarys() -> None:
+    """Both in bf16, against float64."""
+    torch.manual_seed(0)
+    images = torch.randn(64, 1, 28, 28, device="cuda")
+    weight, bias = torch.randn(32, 1, 5, 5, device="cuda") / 5, torch.randn(32, device="cuda")
+    given = torch.randn(64, 32, 28, 28, device="cuda")
+
+    def apart(convolve: Any) -> list[float]:
+        def run(images: Tensor, weight: Tensor, bias: Tensor, given: Tensor) -> tuple[Tensor, ...]:
+            weight, bias = weight.clone().requires_grad_(), bias.clone().requires_grad_()
+            out = convolve(images, weight, bias, 1, 2)
+            return out, *torch.autograd.grad(out, (weight, bias), given.to(out.dtype))
+
+        exact = run(*(t.double() for t in (images, weight, bias, given)))
+        with torch.autocast("cuda", torch.bfloat16):
+            got = run(images, weight, bias, given)
+        return [float((g.double() - e).norm() / e.norm()) for g, e in zip(got, exact, strict=True)]
+
+    for mine, librarys in zip(apart(product), apart(F.conv2d), strict=True):
+        assert mine < 1.5 * librarys + 1e-3
+
+
+def test_code_that_compiles_only_simply_is_compiled_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(graph: Any) -> Any:
+        raise RuntimeError("not this one")
+
+    monkeypatch.setattr(compiled, "narrowed", broken)
+    facts = train("Images", tmp_path, pins={"compile": "on"}, epochs=8)
+    assert facts.plan["compile"] == "on" and "not this one" in facts.plan["reasons"]["compile"], facts.plan["reasons"]
