@@ -112,6 +112,36 @@ def test_compiled_code_must_be_faster(tmp_path: Path, monkeypatch: pytest.Monkey
     assert plan["measured"]["work_seconds"]["compiled"] > plan["measured"]["work_seconds"]["eager"]
 
 
+@pytest.mark.parametrize("fault", ["fails", "differs", "is slow", ""])
+def test_what_does_not_compile_cunningly_is_compiled_simply(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "PAYS", 0.0)
+    monkeypatch.setattr(pace.Pace, "_may_be_cunning", lambda self: True)
+    plain, wait = Plain.loss, [0.02]
+
+    def loss(self: Plain, model: nn.Module, batch: Any) -> Any:
+        time.sleep(wait[0])
+        return plain(self, model, batch)
+
+    def compiler(function: Any, backend: Any, **_: Any) -> Any:
+        def call(*args: Any) -> Any:
+            wait[0] = 0.04 if callable(backend) and fault == "is slow" else 0.0
+            try:
+                if callable(backend) and fault == "fails":
+                    raise RuntimeError("not this one")
+                return function(*args) * (1.5 if callable(backend) and fault == "differs" else 1.0)
+            finally:
+                wait[0] = 0.02
+
+        return call
+
+    monkeypatch.setattr(Plain, "loss", loss)
+    monkeypatch.setattr(torch, "compile", compiler)
+    plan = train("Plain", tmp_path, epochs=4)
+    told = {"fails": "not this one", "differs": "came out otherwise", "is slow": "it was 0.", "": ""}[fault]
+    assert plan["compile"] == "on" and told in plan["reasons"]["compile"], plan["reasons"]
+    assert ("simply" in plan["reasons"]["compile"]) == bool(fault)
+
+
 def test_loader_workers_follow_from_what_loading_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(Listed):
         def __getitem__(self, i: int) -> Any:
