@@ -70,7 +70,7 @@ def test_a_traced_net_trains_as_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through dynamo and autograd's tracing, up to the compiler proper."""
     from torch._dynamo.backends.debugging import aot_eager
 
-    monkeypatch.setattr(stem, "_fits", lambda images, filters, *_: filters.meta["example_value"].shape[1] == 1)
+    monkeypatch.setattr(stem, "_fits", lambda input, weight, *_, **__: weight.meta["example_value"].shape[1] == 1)
     found: list[Any] = []
 
     def backend(graph: fx.GraphModule, inputs: Any) -> Any:
@@ -78,7 +78,12 @@ def test_a_traced_net_trains_as_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
         return aot_eager(graph, inputs)
 
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Conv2d(1, 16, 3, padding=1), torch.nn.BatchNorm2d(16), torch.nn.ReLU(), torch.nn.Conv2d(16, 4, 3))
+
+    class First(torch.nn.Conv2d):
+        def forward(self, input: Tensor) -> Tensor:
+            return F.conv2d(input, weight=self.weight, bias=self.bias, padding=1)  # named, as some write it
+
+    net = torch.nn.Sequential(First(1, 16, 3), torch.nn.BatchNorm2d(16), torch.nn.ReLU(), torch.nn.Conv2d(16, 4, 3))
     images = torch.randn(6, 1, 9, 9)
     gradients = []
     for forward in (net, torch.compile(net, backend=backend, dynamic=False)):

@@ -27,13 +27,13 @@ def narrowed(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _fits(
-    images: Any, filters: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
 ) -> bool:  # fmt: skip
     """Few channels, nothing before it to be trained, and the surroundings take no more room than what comes out."""
-    given, weight = (getattr(node, "meta", {}).get("example_value") for node in (images, filters))
-    if not isinstance(given, Tensor) or not isinstance(weight, Tensor) or given.dim() != 4 or given.requires_grad:
+    images, filters = (getattr(node, "meta", {}).get("example_value") for node in (input, weight))
+    if not isinstance(images, Tensor) or not isinstance(filters, Tensor) or images.dim() != 4 or images.requires_grad:
         return False
-    return given.is_cuda and groups == 1 and not isinstance(padding, str) and _room(weight) <= min(MOST, weight.shape[0])
+    return images.is_cuda and groups == 1 and not isinstance(padding, str) and _room(filters) <= min(MOST, filters.shape[0])
 
 
 def _room(filters: Tensor) -> int:
@@ -42,23 +42,23 @@ def _room(filters: Tensor) -> int:
 
 
 def product(
-    images: Tensor, filters: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
 ) -> Tensor:  # fmt: skip
-    """What `torch.conv2d` gives."""
-    across = [_both(one) for one in (filters.shape[2:], dilation, padding, stride)]
+    """What `torch.conv2d` gives, whose names these are."""
+    across = [_both(one) for one in (weight.shape[2:], dilation, padding, stride)]
     size = [
         (side + 2 * around - step * (tap - 1) - 1) // stride + 1
-        for side, tap, step, around, stride in zip(images.shape[2:], *across, strict=True)
+        for side, tap, step, around, stride in zip(input.shape[2:], *across, strict=True)
     ]
-    surroundings = F.unfold(images, *across).transpose(1, 2)
-    matrix = filters.flatten(1)
+    surroundings = F.unfold(input, *across).transpose(1, 2)
+    matrix = weight.flatten(1)
     if torch.is_autocast_enabled("cuda"):
         surroundings, matrix = (t.to(torch.get_autocast_dtype("cuda")) for t in (surroundings, matrix))
-    spare = (0, _room(filters) - matrix.shape[1])
+    spare = (0, _room(weight) - matrix.shape[1])
     out: Tensor = _Product.apply(F.pad(surroundings, spare), matrix, spare)
     if bias is not None:
         out = out + bias.to(out.dtype)
-    return out.transpose(1, 2).reshape(len(images), len(filters), *size)
+    return out.transpose(1, 2).reshape(len(input), len(weight), *size)
 
 
 class _Product(torch.autograd.Function):
