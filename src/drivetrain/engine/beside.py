@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_")
 PIECE = 4096  # numbers: the least that is worth a processor of its own
-BRANCHES = 8
+BRANCHES = 8  # at once: more launches than these fill the GPU anyway
 LAUNCHED = 30  # tensors of each list that one launch of a fused optimizer takes, of however many lists
 
 

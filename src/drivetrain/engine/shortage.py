@@ -108,7 +108,7 @@ def shrink(training: Training, ranks: list[int], possible: bool) -> None:
     training.plan = Plan.from_json(training.plan.to_json() | smaller.changes)
     training.feed.cut(training.plan.micro_batch)
     training.step.renew(training.strategy)
-    training.pace.rest()
+    training.pace.rest()  # it may have convolutions tried out, and another takes its place
     training.compiled_from = training.pace.compiled_from if training.plan.reasons.get("compile") == "pinned" else None
     training.set_pace()
     _free(training)
