@@ -25,6 +25,7 @@ from drivetrain.engine.observe import Observer, Observers
 from drivetrain.engine.purity import changed, marks
 from drivetrain.engine.rand import HostRandom
 from drivetrain.engine.step import Step
+from drivetrain.engine.trial import Trial
 from drivetrain.plan import Plan
 from tests import samples
 from tests.processes import on_ranks
@@ -115,7 +116,7 @@ def test_compiled_code_must_be_faster(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("fault", ["fails", "differs", "is slow", ""])
 def test_what_does_not_compile_cunningly_is_compiled_simply(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "PAYS", 0.0)
-    monkeypatch.setattr(pace.Pace, "_may_be_cunning", lambda self: True)
+    monkeypatch.setattr(Trial, "_may_be_cunning", lambda self: True)
     plain, wait = Plain.loss, [0.02]
 
     def loss(self: Plain, model: nn.Module, batch: Any) -> Any:

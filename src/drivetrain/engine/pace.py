@@ -7,51 +7,25 @@ runs is kept with the plan and in every checkpoint, so that a resumed run does t
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import nn
 
-from drivetrain.engine.blocks import repeated_blocks
-from drivetrain.engine.capture import Graphs, blame, host_waits, opaque
-from drivetrain.engine.compiled import Compiled
 from drivetrain.engine.group import Group
 from drivetrain.engine.loader import LoaderFeed
 from drivetrain.engine.observe import Observer
 from drivetrain.engine.optim import capturable
 from drivetrain.engine.purity import changed, marks
-from drivetrain.engine.rand import seed_model
-from drivetrain.engine.rehearsal import Aside, apart, pair
 from drivetrain.engine.step import Form, Inputs, Step
+from drivetrain.engine.trial import Findings, Trial
 from drivetrain.plan import Plan
 
 UNTIMED, TIMED, REPLAYED = 3, 5, 20  # steps before the clock, under it, and under it once the choice is made
 PAYS = 150.0  # seconds that a run must still take for compiling to be tried: it costs tens of them
-BETTER = 0.97  # compiled code must take less than this share of the time
 MANY = 20_000  # steps a run must have for its convolutions to be tried out, which takes about a second
 RENEWALS = 10  # times that steps are captured anew because something changed between epochs
-TIGHT = 0.4  # share of the GPU's memory from which on nothing runs beside the graphs
-
-
-@dataclass
-class Findings:
-    """What was measured and why the choice fell as it did: a part of the plan."""
-
-    step_seconds: dict[str, float] = field(default_factory=dict)
-    work_seconds: dict[str, float] = field(default_factory=dict)
-    """Forward and backward of one micro-batch."""
-    reasons: dict[str, str] = field(default_factory=dict)
-    rejected: list[dict[str, str]] = field(default_factory=list)
-
-    def reject(self, choice: str, why: str) -> None:
-        key, _, _ = choice.partition("=")
-        self.reasons[key] = why
-        self.rejected.append({"choice": choice, "why": why})
 
 
 class Pace:
@@ -85,7 +59,7 @@ class Pace:
         full = form.size == self.plan.global_batch  # the last batch of an epoch is not what most steps are like
         self._layouts |= {form.given} if full else set()
         if full and self.compiled_from is not None and self.step.compiled is None and self._last >= self.compiled_from:
-            self._compile(seed, inputs, form, must=True)
+            self._compile(self._trial(seed, inputs, form), must=True)
         waiting = self.compiled_from is not None and self.step.compiled is None
         if not self.cuda and not waiting and (self.compiled_from is not None or self.plan.compile != "auto"):
             self._conclude()
@@ -97,7 +71,7 @@ class Pace:
             self._start_clock()
         elif not self._chosen_at and self._count > UNTIMED + TIMED and full and not waiting:
             self.found.step_seconds[self._kind()] = self._read_clock()
-            self._choose(seed, inputs, form)
+            self._choose(self._trial(seed, inputs, form))
             self._chosen_at = self._count
             if not self.cuda:
                 self._conclude()
@@ -142,15 +116,19 @@ class Pace:
 
     # --- the choice ---
 
-    def _choose(self, seed: int, inputs: Inputs, form: Form) -> None:
+    def _trial(self, seed: int, inputs: Inputs, form: Form) -> Trial:
+        return Trial(self.step, self.plan, self.observer, self.found, seed, inputs, form)
+
+    def _choose(self, trial: Trial) -> None:
         if self.step.moment is not None:
             self.step.moment("choose")
         # All ranks take one way, for what is tried out may talk to the others.
         self.step.agree()
         obstacle = next((why for why in self.group.gather(self._obstacle()) if why), "")
-        captured = self._capture(seed, inputs, form, obstacle) if self.cuda else None
+        off = self.plan.capture == "off" and self._pinned("capture")
+        captured = trial.capture("pinned" if off else obstacle) if self.cuda else None
         if self.compiled_from is None and self._compile_is_worth_it(captured, obstacle):
-            self._compile(seed, inputs, form, must=False)
+            self._compile(trial, must=False)
         if isinstance(self.step.feed, LoaderFeed):
             self._choose_workers(self.step.feed)
         self._marks = self.marked()
@@ -168,56 +146,6 @@ class Pace:
     def _pinned(self, key: str) -> bool:
         return self.plan.reasons.get(key) == "pinned"
 
-    def _capture(self, seed: int, inputs: Inputs, form: Form, obstacle: str) -> float | None:
-        """Try a graph of forward and backward against the plain call; on success steps are captured from now on."""
-        why = obstacle
-        if self.plan.capture == "off" and self._pinned("capture"):
-            why = "pinned"
-        elif not why and self.plan.activation_checkpointing:
-            why = "a block that runs again puts the generator back, which a graph cannot"
-        elif not why and (kind := opaque(inputs)):
-            why = f"batches hold a {kind}, which a graph cannot be handed"
-        seconds = 0.0
-        if not why:
-            memory = torch.cuda.max_memory_allocated(self.group.device) / torch.cuda.get_device_properties(self.group.device).total_memory
-            graphs = Graphs(self.group.device, self.observer.notice, tight=memory > TIGHT)
-            try:
-                with Aside(self.step) as aside:
-                    seconds, why = self._prove_graph(graphs, seed, inputs, form, aside)
-            except torch.OutOfMemoryError:
-                why = "a graph's memory does not fit beside the model's"
-            except Exception as error:
-                why = blame(error)
-        if why:
-            self.found.reject("capture=on", why)
-            return None
-        self.found.work_seconds["captured"] = seconds
-        self.step.graphs = graphs
-        return seconds
-
-    def _prove_graph(self, graphs: Graphs, seed: int, inputs: Inputs, form: Form, aside: Aside) -> tuple[float, str]:
-        """(seconds of a replay, why it is not to be trusted): two seeds, each eager and replayed."""
-        other = seed ^ 1
-        expected = [self._rehearse(s, inputs, form, aside) for s in (seed, other, seed)]
-        with host_waits() as waits:
-            self._rehearse(seed, inputs, form, aside, read=False)
-        if waits:
-            return 0.0, waits[0]
-        captured = graphs.capture(self.step.rehearse, inputs, form)
-
-        def replay(s: int) -> list[float]:
-            aside.restore()
-            seed_model(self.group.device, s)
-            captured.graph.replay()
-            return self.step.rehearsed()
-
-        got = [replay(s) for s in (seed, other)]
-        spread = apart(expected[0], expected[2])  # of kernels that do not repeat
-        for mine, eager in zip(got, expected, strict=False):
-            if apart(mine, eager) > max(self._tolerance() / 5, 4 * spread):
-                return 0.0, f"replayed, the loss and its gradients came out otherwise ({pair(mine)}, not {pair(eager)})"
-        return self._median(captured.graph.replay), ""
-
     def _compile_is_worth_it(self, captured: float | None, obstacle: str) -> bool:
         if self.plan.compile != "auto":  # pinned, or decided before: then it stays so
             self.found.reasons["compile"] = self.plan.reasons.get("compile", "pinned")
@@ -232,103 +160,10 @@ class Pace:
             self.found.reject("compile=on", f"not tried: {obstacle}")
         return not obstacle
 
-    def _compile(self, seed: int, inputs: Inputs, form: Form, must: bool) -> None:
-        """Compile for full batches, and go on compiled where that is asked for or faster."""
-        step, found = self.step, self.found
+    def _compile(self, trial: Trial, must: bool) -> None:
         self._compiling = True
-        if step.moment is not None:
-            step.moment("compile")
-        begun = time.perf_counter()
-        shape = form._replace(ready=True) if step.has_counts else form
-        tries: list[str] = []
-        for cunning in (True, False) if self._may_be_cunning() else (False,):
-            compiled = Compiled(step.loss_value, step.model, shape, self.plan.deterministic, cunning)
-            if self.group.main and not tries:
-                self.observer.notice(f"compiling {compiled.kind} (plan.compile=off leaves it out)")
-            try:
-                why = self._prove_compiled(compiled, seed, inputs, form, must)
-            except Exception as error:
-                why = f"torch.compile failed: {blame(error)}"
-            step.compiled = None
-            compiled.switch(False)
-            gain = self._gain()
-            tries.append(why or (f"it was {gain:.2f} times as fast as without" if gain is not None and gain * BETTER <= 1 else ""))
-            if not tries[-1]:
-                break
-        step.agree()
-        why = next((w for w in self.group.gather(why) if w), "")
-        gain = self.group.share(gain) if not why else None
-        if gain is not None and gain * BETTER <= 1:
-            why = f"measured {gain:.2f} times as fast as without"
-        if why:
-            self.compiled_from = None
-            found.reject("compile=on", why)
-            return
-        step.compiled = compiled
-        self.compiled_from = self._last if self.compiled_from is None else self.compiled_from
-        faster = "" if gain is None else f", {gain:.2f} times as fast"
-        simply = f"; simply, for otherwise {tries[0]}" if tries[0] else ""
-        found.reasons["compile"] = f"{compiled.kind}{faster}; it took {time.perf_counter() - begun:.0f} s{simply}"
-
-    def _prove_compiled(self, compiled: Compiled, seed: int, inputs: Inputs, form: Form, must: bool) -> str:
-        """Why compiled code is not to be trusted, if so; else it is timed, if there is a choice."""
-        step, times = self.step, self.found.work_seconds
-        with Aside(step) as aside:
-            expected, other, again = (self._rehearse(s, inputs, form, aside) for s in (seed, seed ^ 1, seed))
-            draws = apart(other, expected) > 1e-6 + 10 * apart(again, expected)  # more than kernels that do not repeat would do
-            if not must and "captured" not in times:
-                times["eager"] = self._time(seed, inputs, form, aside)
-            step.compiled = compiled
-            got = self._rehearse(seed, inputs, form, aside)
-            if compiled.failure is not None:
-                raise compiled.failure
-            if apart(got, expected) > (1e3 if draws else self._tolerance()):  # with dropout it draws other masks; numbers they are
-                return f"compiled, the loss and its gradients came out otherwise ({pair(got)}, not {pair(expected)})"
-            if must:
-                return ""
-            self._rehearse(seed, inputs, form, aside)
-            if step.graphs is not None:
-                captured = step.graphs.capture(step.rehearse, inputs, form)
-                times["compiled"] = self._median(captured.graph.replay)
-            else:
-                times["compiled"] = self._time(seed, inputs, form, aside)
-        return ""
-
-    def _may_be_cunning(self) -> bool:
-        """It gains where kernels are small. Where runs must repeat, no second try may depend on a clock."""
-        return self.cuda and not self.plan.deterministic and not repeated_blocks(self.step.model)
-
-    def _gain(self) -> float | None:
-        """How many times as fast compiled code was, where it was timed."""
-        times = self.found.work_seconds
-        plain, fast = times.get("captured") or times.get("eager"), times.get("compiled")
-        return plain / fast if plain and fast else None
-
-    def _tolerance(self) -> float:
-        """How far the same mathematics may come out apart."""
-        return 5e-2 if self.plan.precision in ("bf16", "fp16") else 1e-3
-
-    # --- trying out ---
-
-    def _rehearse(self, seed: int, inputs: Inputs, form: Form, aside: Aside, read: bool = True) -> list[float]:
-        """Forward and backward without an update: the figures and the gradients' norms."""
-        aside.restore()
-        seed_model(self.group.device, seed)
-        self.step.rehearse(tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, inputs), form)
-        return self.step.rehearsed() if read else []
-
-    def _time(self, seed: int, inputs: Inputs, form: Form, aside: Aside) -> float:
-        return self._median(lambda: self._rehearse(seed, inputs, form, aside, read=False))
-
-    def _median(self, work: Callable[[], object], times: int = 5) -> float:
-        seconds = []
-        for _ in range(times):
-            self._sync()
-            begun = time.perf_counter()
-            work()
-            self._sync()
-            seconds.append(time.perf_counter() - begun)
-        return statistics.median(seconds)
+        first = self._last if self.compiled_from is None else self.compiled_from
+        self.compiled_from = first if trial.compile(must) else None
 
     def _choose_workers(self, feed: LoaderFeed) -> None:
         """As many loader workers as keep up with the step."""
