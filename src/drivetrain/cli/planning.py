@@ -24,6 +24,7 @@ from drivetrain.hardware import Hardware
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.plan.choose import choose
+from drivetrain.plan.environment import allowed_variables
 from drivetrain.plan.fit import Point, worth_measuring
 from drivetrain.plan.predict import Machine, step_seconds
 from drivetrain.plan.profile import FORMAT, Profile
@@ -58,19 +59,14 @@ def plan_for(
     recipe: Recipe, place: Place, screen: Screen, planner: Planner = "auto", measure: bool | None = False, fresh: bool = False
 ) -> Plan:
     """The plan; `measure` None measures where the run is long enough for it."""
-    own = {} if place.hardware.described or "RANK" in os.environ else _users_variables()  # a launcher sets its own for its workers
+    # The user's own values win, reach every worker, and are recorded; a launcher sets its own for its workers.
+    own = {} if place.hardware.described or "RANK" in os.environ else allowed_variables(os.environ)
     threads = own.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads) > 0 and "threads" not in recipe.pins:
         recipe = replace(recipe, pins=recipe.pins | {"threads": int(threads)})
     plan = _plan(recipe, place, screen, planner, measure, fresh)
     hidden = ("PYTORCH_CUDA_ALLOC_CONF",) if "PYTORCH_ALLOC_CONF" in own else ()  # two names of one thing
     return replace(plan, env={k: v for k, v in plan.env.items() if k not in hidden} | own)
-
-
-def _users_variables() -> dict[str, str]:
-    """What the user has set for the libraries below: it wins, reaches every worker, and is recorded."""
-    names = ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    return {k: v for k, v in sorted(os.environ.items()) if k in names or k.startswith(("NCCL_", "GLOO_", "TORCH_"))}
 
 
 def _plan(recipe: Recipe, place: Place, screen: Screen, planner: Planner, measure: bool | None, fresh: bool) -> Plan:

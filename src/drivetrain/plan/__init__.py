@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from drivetrain.outcomes import Problem
+from drivetrain.plan.environment import check_environment
 from drivetrain.settings import coerce, nearest, read_type
 
 HOST_WAITS = "the host waits there for the device's result"  # why steps are not captured, behind the line it is about
@@ -44,10 +45,14 @@ class Plan:
     pin_memory: bool = False
     channels_last: bool = False
     env: dict[str, str] = field(default_factory=dict)
+    """Variables that workers get unless the user has set them; `plan.environment` lists the names that are allowed."""
     predicted: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     rejected: list[dict[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check_environment(self.env)  # so that no plan exists, wherever it came from, with a variable that it may not set
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
