@@ -8,6 +8,7 @@ import sys
 
 from drivetrain import __version__
 from drivetrain.outcomes import Outcome, Problem
+from drivetrain.terminal import printable
 
 VERBS = {
     "train": ("train", "train a task: a built-in, your file.py, or a recipe.yaml"),
@@ -41,25 +42,30 @@ usage: drivetrain VERB ...        (drivetrain VERB --help tells more)
 
 
 def main(argv: list[str] | None = None) -> None:
-    words = list(sys.argv[1:] if argv is None else argv)
+    code = run_command(list(sys.argv[1:] if argv is None else argv))
+    if "torch" in sys.modules:  # a launcher's worker: tearing down its process group may abort or hang
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def run_command(words: list[str]) -> int:
+    """Runs one command and returns its exit code; an error for the user is printed, not raised."""
     # DeepSpeed's launcher adds --local_rank=N to every command; LOCAL_RANK says the same.
     words = [w for w in words if not w.startswith(("--local_rank=", "--local-rank="))]
     try:
         code = _dispatch(words)
         sys.stdout.flush()
     except Problem as problem:
-        print(f"drivetrain: {problem}", file=sys.stderr)
-        code = problem.outcome.code
+        print(f"drivetrain: {printable(problem)}", file=sys.stderr)
+        return problem.outcome.code
     except KeyboardInterrupt:
-        code = 130
+        return 130
     except BrokenPipeError:  # the reader of our output left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    if "torch" in sys.modules:  # a launcher's worker: tearing down its process group may abort or hang
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+        return 0
+    return code
 
 
 def _dispatch(words: list[str]) -> int:

@@ -15,6 +15,7 @@ from drivetrain.cli import ending
 from drivetrain.cli.flags import Parser
 from drivetrain.outcomes import Problem
 from drivetrain.runs import Run
+from drivetrain.terminal import one_line, show
 from drivetrain.watch.spent import Spent
 
 
@@ -49,7 +50,7 @@ def _runs(words: list[str]) -> int:
     if args.json:
         print(json.dumps(rows))
     elif not rows:
-        print(f"no runs in {runs.RUNS.absolute()}; start one: drivetrain train digits")
+        show(f"no runs in {runs.RUNS.absolute()}; start one: drivetrain train digits")
     else:
         _table(rows)
     return 0
@@ -115,8 +116,8 @@ def _table(rows: list[dict[str, Any]]) -> None:
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     right = (3, 5)
     for line in lines:
-        print("  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))).rstrip())
-    print(f"\n{len(rows)} run{'s' if len(rows) != 1 else ''}, {_size(sum(r['bytes'] for r in rows))}")
+        show("  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))).rstrip())
+    show(f"\n{len(rows)} run{'s' if len(rows) != 1 else ''}, {_size(sum(r['bytes'] for r in rows))}")
 
 
 def _not_running(found: Run) -> None:
@@ -130,7 +131,7 @@ def _rm(names: list[str], yes: bool, dry: bool) -> int:
     found = [one for name in names for one in _with_stages(name)]
     for one in found:
         _not_running(one)
-        print(f"{'would delete' if dry else 'delete'} {one.name}  {_size(one.disk_bytes())}")
+        show(f"{'would delete' if dry else 'delete'} {one.name}  {_size(one.disk_bytes())}")
     if dry:
         return 0
     if not yes:
@@ -164,12 +165,12 @@ def _prune(names: list[str], dry: bool) -> int:
             doomed += sorted(one.checkpoints.glob("step-*"))
         count = sum(Run(p).disk_bytes() for p in doomed)
         if doomed:
-            print(f"{'would free' if dry else 'freed'} {_size(count)}  {one.name}")
+            show(f"{'would free' if dry else 'freed'} {_size(count)}  {one.name}")
             freed += count
         for path in doomed:
             if not dry:
                 shutil.rmtree(path)
-    print(f"{_size(freed)} {'could be freed' if dry else 'freed'}")
+    show(f"{_size(freed)} {'could be freed' if dry else 'freed'}")
     return 0
 
 
@@ -206,31 +207,31 @@ def _status(words: list[str]) -> int:
         print(json.dumps(facts))
         return 0
     plan = info["plan"]
-    print(f"run          {found.name}   {info['recipe']['identity']['task']}   {facts['status']}")
+    show(f"run          {found.name}   {info['recipe']['identity']['task']}   {facts['status']}")
     if info["message"]:
-        print(f"             {info['message'].splitlines()[-1]}")
-    print(f"plan         {plan['world_size']} process(es) on {plan['device']}, {plan['precision']}, global batch {plan['global_batch']}")
+        show(f"             {info['message'].splitlines()[-1]}")
+    show(f"plan         {plan['world_size']} process(es) on {plan['device']}, {plan['precision']}, global batch {plan['global_batch']}")
     if last:
         speed = f", {last['samples_per_second']:,.0f} samples/s" if "samples_per_second" in last else ""
-        print(f"step         {last['step']:,}   epoch {last['epoch']}   loss {last.get('train/loss', float('nan')):.4g}{speed}")
+        show(f"step         {last['step']:,}   epoch {last['epoch']}   loss {last.get('train/loss', float('nan')):.4g}{speed}")
     if evaluated:
         figures = "   ".join(_metric(k.removeprefix("eval/"), v) for k, v in evaluated.items() if k.startswith("eval/"))
-        print(f"eval         {figures}   (step {evaluated['step']:,})")
+        show(f"eval         {figures}   (step {evaluated['step']:,})")
     for remark in facts["remarks"]:
-        print(f"remark       {remark['text']}   (step {remark['step']:,})")
+        show(f"remark       {remark['text']}   (step {remark['step']:,})")
     if spent is not None and spent.steps:
-        print(f"time         {spent.sentence()}")
+        show(f"time         {spent.sentence()}")
         if facts["time"]["bottleneck"]:
-            print(f"             {facts['time']['bottleneck']}")
-    print(f"checkpoints  {', '.join(f'{s:,}' for s in facts['checkpoints']) or 'none'}   ({_size(facts['bytes'])} in all)")
+            show(f"             {facts['time']['bottleneck']}")
+    show(f"checkpoints  {', '.join(f'{s:,}' for s in facts['checkpoints']) or 'none'}   ({_size(facts['bytes'])} in all)")
     for event in facts["events"]:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
         detail = "  ".join(
             f"{k}={str(v).splitlines()[0] if str(v) else ''}" for k, v in event.items() if k not in ("time", "event", "rank")
         )
-        print(f"  {when}  {event['event']:<12} {detail}".rstrip())
+        show(f"  {when}  {event['event']:<12} {detail}".rstrip())
     if facts["status"] not in ("finished", "running"):
-        print(f"go on with   drivetrain resume {found.name}")
+        show(f"go on with   drivetrain resume {found.name}")
     return 0
 
 
@@ -262,6 +263,6 @@ def _print_new(found: Run, pattern: str, seen: dict[Path, int]) -> None:
             stream.seek(seen.get(file, 0))
             data = stream.read()
         seen[file] = seen.get(file, 0) + len(data)
-        prefix = f"[{file.stem}] " if len(files) > 1 else ""
+        prefix, colours = f"[{file.stem}] " if len(files) > 1 else "", sys.stdout.isatty()
         for line in data.decode(errors="replace").splitlines():
-            print(f"{prefix}{line}", flush=True)
+            print(f"{prefix}{one_line(line, colours)}", flush=True)

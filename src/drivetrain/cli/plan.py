@@ -9,6 +9,7 @@ from argparse import Namespace
 from typing import Any
 
 from drivetrain.cli.flags import Parser, add_placement
+from drivetrain.terminal import show
 
 TEXT = """\
 How a task would run: strategy, micro-batch, precision and the rest, with predicted memory, time and samples a second,
@@ -69,7 +70,7 @@ def _plan(recipe: Any, args: Namespace, screen: Any) -> dict[str, Any]:
         told["table"] = other.to_json()
     screen.close()
     if not args.json and not args.quiet:
-        print(f"drivetrain {__version__}   {recipe.task.label}   {place.hardware.sentence()}\n")
+        show(f"drivetrain {__version__}   {recipe.task.label}   {place.hardware.sentence()}\n")
         _show(plan, total, place)
         if other is not None:
             _compare(recipe, plan, other, place, planning.profile_of(recipe, plan, screen))
@@ -143,18 +144,18 @@ def _show(plan: Any, total: dict[str, Any], place: Any) -> None:
         _line("note", place.hardware.gpu_note)
     if "predicted" in plan.reasons:
         _line("note", f"{plan.reasons['predicted']}; --measure on the machine itself tells")
-    print()
+    show()
     values = plan.to_json()
     for name in SHOWN:
         if (name in plan.reasons and values[name] not in (0, "none", False)) or name in ("strategy", "micro_batch"):
-            print(f"  {name:<26}{values[name]!s:<10} {plan.reasons.get(name, '')}".rstrip())
+            show(f"  {name:<26}{values[name]!s:<10} {plan.reasons.get(name, '')}".rstrip())
     for name, value in plan.env.items():
         mine = os.environ.get(name)
-        print(f"  {name:<26}{mine or value!s:<10} {'yours' if mine else ''}".rstrip())
+        show(f"  {name:<26}{mine or value!s:<10} {'yours' if mine else ''}".rstrip())
     if plan.rejected:
-        print("\nrejected")
+        show("\nrejected")
         for lost in plan.rejected:
-            print(f"  {lost['choice']:<45} {lost['why']}")
+            show(f"  {lost['choice']:<45} {lost['why']}")
 
 
 def _compare(recipe: Any, plan: Any, other: Any, place: Any, profile: Any) -> None:
@@ -163,11 +164,11 @@ def _compare(recipe: Any, plan: Any, other: Any, place: Any, profile: Any) -> No
     from drivetrain.plan.predict import Candidate, Machine
     from drivetrain.plan.search import Search, rate_text
 
-    print("\nthe guide's table")
+    show("\nthe guide's table")
     mine, theirs = plan.to_json(), other.to_json()
     for name in ("global_batch", *SHOWN):
         if mine[name] != theirs[name]:
-            print(f"  {name:<26}{theirs[name]!s:<10} instead of {mine[name]}: {other.reasons.get(name, '')}".rstrip(": "))
+            show(f"  {name:<26}{theirs[name]!s:<10} instead of {mine[name]}: {other.reasons.get(name, '')}".rstrip(": "))
     if profile is None or profile.plain is None:
         return
     machine = Machine.of(place.hardware, place.device, place.local_procs)
@@ -179,11 +180,11 @@ def _compare(recipe: Any, plan: Any, other: Any, place: Any, profile: Any) -> No
     rated = search.rate(way, other.micro_batch)
     faster = plan.predicted["samples_per_second"] / rated.rate
     fits = "" if rated.fits else "; it does not fit"
-    print(f"  predicted                 {rate_text(rated.rate)}, {gib(rated.bytes)}{fits}: the plan above is {faster:.2f} times as fast")
+    show(f"  predicted                 {rate_text(rated.rate)}, {gib(rated.bytes)}{fits}: the plan above is {faster:.2f} times as fast")
 
 
 def _line(label: str, text: str) -> None:
-    print(f"{label:<10}{text}")
+    show(f"{label:<10}{text}")
 
 
 def _duration(seconds: float) -> str:

@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 from drivetrain.cli.flags import Parser, add_common
 from drivetrain.outcomes import Problem
 from drivetrain.settings import coerce, nearest
+from drivetrain.terminal import printable
 
 TEXT = """\
 Give an input to a run's model and print what it makes of it, as it comes: a language model goes on with the text.
@@ -31,7 +32,7 @@ def run(verb: str, words: list[str]) -> int:
     task, model = trained(runs.find(args.target))
     given = sys.stdin.read() if args.given == "-" else args.given
     for piece in task.predict(model, given, **_options(task.predict, args.options)):
-        print(piece, end="", flush=True)
+        print(printable(piece), end="", flush=True)
     print()
     return 0
 

@@ -14,6 +14,7 @@ from drivetrain.cli.flags import Parser, add_common, add_looks, add_placement, a
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.recipe import BUILT_IN, Recipe, TaskRef, find_task, is_recipe_file, load, read_file
 from drivetrain.settings import Setting
+from drivetrain.terminal import show
 
 if TYPE_CHECKING:
     from drivetrain.cli.launch import Request
@@ -145,17 +146,17 @@ def dry_run(recipe: Recipe, request: Request) -> None:
     plan = launch.make_plan(recipe, machine, place, request.nodes, None, request)
     recipe = launch.with_batch_of(recipe, plan)
     width = max(map(len, recipe.settings))
-    print(f"task      {recipe.task.label} ({recipe.task.class_name})")
-    print(f"hardware  {machine.hardware.sentence()}")
-    print(f"plan      {plan.sentence()}\n\nsettings")
+    show(f"task      {recipe.task.label} ({recipe.task.class_name})")
+    show(f"hardware  {machine.hardware.sentence()}")
+    show(f"plan      {plan.sentence()}\n\nsettings")
     for name, value in recipe.settings.items():
-        print(f"  {name:<{width}}  {value!s:<14}  {recipe.origin[name]}")
-    print("\nplan")
+        show(f"  {name:<{width}}  {value!s:<14}  {recipe.origin[name]}")
+    show("\nplan")
     for name, value in plan.to_json().items():
         if name not in ("reasons", "env") and value not in ({}, [], None):
-            print(f"  {name:<{width}}  {value!s:<14}  {plan.reasons.get(name, '')}".rstrip())
+            show(f"  {name:<{width}}  {value!s:<14}  {plan.reasons.get(name, '')}".rstrip())
     for notice in recipe.notices:
-        print(f"\nnote: {notice}")
+        show(f"\nnote: {notice}")
 
 
 def smoke(recipe: Recipe, request: Request, screen: Screen) -> int:
@@ -198,14 +199,14 @@ def print_settings(text: str) -> TaskRef:
     task = find_task(str(read_file(Path(text))["task"]), Path(text).parent) if is_recipe_file(text) else find_task(text)
     source = task.source()
     settings = source.settings if source.complete else task.settings()
-    print(f"\n{task.class_name}: {source.doc.splitlines()[0] if source.doc else ''}".rstrip())
+    show(f"\n{task.class_name}: {source.doc.splitlines()[0] if source.doc else ''}".rstrip())
     own = [s for s in settings.values() if s.owner != "Task"]
     shared = [s for s in settings.values() if s.owner == "Task"]
     for title, rows in ((f"settings of {task.class_name}", own), ("settings of every task", shared)):
         if rows:
-            print(f"\n{title}")
+            show(f"\n{title}")
             for setting in rows:
-                print(_setting_line(setting))
+                show(_setting_line(setting))
     return task
 
 

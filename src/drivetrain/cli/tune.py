@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.cli.flags import Parser
 from drivetrain.outcomes import Outcome, Problem
+from drivetrain.terminal import show
 
 if TYPE_CHECKING:
     from drivetrain.cli.launch import Machine
@@ -170,9 +171,9 @@ def _parser() -> Parser:
 def _print_search(task: TaskRef) -> None:
     """What a task searches by itself."""
     if own := task.search():
-        print("\nsearched, unless --search says what")
+        show("\nsearched, unless --search says what")
         for name, text in own.items():
-            print(f"  {name}={text}")
+            show(f"  {name}={text}")
 
 
 def _goal(recipe: Recipe, args: argparse.Namespace) -> Goal:

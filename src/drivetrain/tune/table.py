@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from drivetrain.terminal import one_line
 from drivetrain.tune.space import Space, short
 from drivetrain.watch.screen import LABEL, PLAIN_SECONDS, Screen, number
 
@@ -54,7 +55,7 @@ class Table:
             return
         if self.screen.live:
             width = shutil.get_terminal_size((200, 24)).columns
-            lines = [line[: width - 1] for line in lines]
+            lines = [one_line(line)[: width - 1] for line in lines]
             if lines != self._shown:
                 self.clear()
                 self.screen.stream.write("".join(f"{line}\n" for line in lines))

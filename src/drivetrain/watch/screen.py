@@ -10,6 +10,7 @@ import time
 from typing import Any, TextIO
 
 from drivetrain.engine.observe import Observer
+from drivetrain.terminal import one_line
 
 LABEL = 8  # width of the first column
 PLAIN_SECONDS = 30.0  # between progress lines where nothing can be redrawn
@@ -59,9 +60,13 @@ class Screen(Observer):
         head = f"{label:<{LABEL}}"
         if self.colour and label:
             head = f"\x1b[1m{head}\x1b[0m"
-        self.put(head + text)
+        self._put(head + one_line(text))
 
     def put(self, text: str) -> None:
+        """One finished line as it is, without codes that a terminal would obey."""
+        self._put(one_line(text))
+
+    def _put(self, text: str) -> None:
         wipe, self._drawn = "\r\x1b[2K" if self._drawn else "", False
         self._write(f"{wipe}{text}\n")
 
@@ -75,12 +80,13 @@ class Screen(Observer):
     def busy(self, text: str) -> None:
         """Something that takes a moment, shown until the next line; only where it can be wiped again."""
         if self.live and not self.quiet:
-            self._write(f"\r\x1b[2K{'start':<{LABEL}}{text}")
+            self._write(f"\r\x1b[2K{'start':<{LABEL}}{one_line(text)}")
             self._drawn = self._passing = True
 
     def passed_on(self, text: str) -> None:
-        """A line that the user's own code printed."""
-        self.put(text)
+        """A line that the user's own code printed; its colours stay."""
+        if not self.quiet:
+            self._put(one_line(text, self.colour))
 
     def notice(self, text: str) -> None:
         first, *more = text.splitlines() or [""]
@@ -129,7 +135,7 @@ class Screen(Observer):
             self.tick(row)
 
     def _draw(self, facts: dict[str, Any], final: bool) -> None:
-        text = self._fit(self._pieces(facts))
+        text = self._fit([(importance, one_line(piece)) for importance, piece in self._pieces(facts)])
         if self.live and not final:
             self._write("\r\x1b[2K" + text)
             self._drawn, self._passing = True, False
