@@ -82,7 +82,7 @@ def test_mistakes_are_told(folder: Path) -> None:
     assert "--kinds flood: there are" in bad("chaos", "small.py", "--kinds", "flood")
     assert "--kinds cut: there are die" in bad("chaos", "small.py", "--kinds", "cut")
     assert "--kinds die: there are host, agent, cut" in bad("chaos", "small.py", "--hosts", "2", "--kinds", "die")
-    assert "--hosts 1: from 2 to 8" in bad("chaos", "small.py", "--hosts", "1")
+    assert "argument --hosts: 1: write a whole number of 2 to 8" in bad("chaos", "small.py", "--hosts", "1")
     assert "a host from 2 to 2" in bad("chaos", "small.py", "--hosts", "2", "--schedule", "cut@step:20:host=1")
     assert "write kill@MOMENT:COUNT" in bad("chaos", "small.py", "--schedule", "flood@step:3", "--steps", "12", lines=4)
 

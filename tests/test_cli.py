@@ -92,7 +92,7 @@ BAD = {
     "unknown flag": (["train", "small.py", "--proc", "2"], "did you mean --procs?"),
     "no class": (["train", "small.py:Smal"], "did you mean Small?"),
     "not a setting": (["train", "small.py", "fast"], "key=value"),
-    "no process": (["train", "small.py", "--procs", "0"], "at least one process"),
+    "no process": (["train", "small.py", "--procs", "0"], "--procs: 0: write a whole number of 1"),
     "no gpu": (["train", "small.py", "--device", "cuda"], "no GPU here"),
     "unknown run": (["resume", "smal-001"], "there is no run"),
     "unknown plan": (["train", "small.py", "plan.micro_bach=3"], "did you mean micro_batch?"),

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from drivetrain.names import check_name
 from drivetrain.outcomes import Problem
-from drivetrain.settings import PACKAGE, Setting, nearest, resolve
+from drivetrain.settings import PACKAGE, Length, Setting, nearest, resolve
 from drivetrain.source import TaskSource, from_json, read_source
+from drivetrain.structured import parse_yaml, read_text
 from drivetrain.task import Task
+from drivetrain.terminal import printable
 
 BUILT_IN = {
     "digits": "vision/digits.py:Digits",
@@ -31,6 +37,7 @@ BUILT_IN = {
     "lora": "lora/lora.py:Lora",
 }
 RESERVED = ("task", "name", "plan", "stages")
+IMPORTING, IMPORT_SECONDS = "still importing", 10.0
 VARIABLES = ("OFFLINE", "FAULTS")  # DRIVETRAIN_<these> are not settings
 
 # What a later resume may change: nothing here alters a step already taken.
@@ -119,24 +126,26 @@ def is_recipe_file(text: str) -> bool:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """A recipe file's mapping, its keys checked for form (settings are checked against the task later)."""
-    import yaml
-
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Problem(f"cannot read the recipe {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        raise Problem(f"{path}{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    """Returns a recipe file's mapping, its keys checked for form (settings are checked against the task later)."""
+    values = parse_yaml(read_text(path, "the recipe"), path)
     if not isinstance(values, dict) or not isinstance(values.get("task"), str):
         raise Problem(f"{path} is no recipe: it needs a line such as `task: digits`, then `setting: value` lines")
-    if not isinstance(values.get("plan", {}), dict):
-        raise Problem(f"{path}: plan is a mapping, such as `plan: {{micro_batch: 8}}`")
     stages = values.get("stages", [{}])
     if not isinstance(stages, list) or not stages or not all(isinstance(s, dict) for s in stages):
         raise Problem(f"{path}: stages is a list of mappings, each with a `name` and settings")
+    for part in (values, *stages):
+        for key in part:
+            if not isinstance(key, str):
+                raise Problem(f"{path}: the key {str(key)[:80]!r} is no name of a setting: write `setting: value` lines")
+        if not isinstance(part.get("task", ""), str):
+            raise Problem(f"{path}: task is text, such as `task: digits`, not {str(part['task'])[:80]}")
+        if not isinstance(part.get("plan", {}), dict):
+            raise Problem(f"{path}: plan is a mapping, such as `plan: {{micro_batch: 8}}`")
+        if "name" in part:
+            check_name(part["name"], f"{path}: name")
+    for stage in stages:
+        if "/" in stage.get("name", "") or "stages" in stage:
+            raise Problem(f"{path}: a stage has a name without / and no stages of its own")
     return values
 
 
@@ -165,12 +174,12 @@ def load(text: str, words: list[str], environment: Mapping[str, str] = os.enviro
     stages = top.get("stages")
     recipes = []
     for number, stage in enumerate(stages or [{}], 1):
-        ref = find_task(str(stage.get("task", top["task"])), path.parent)
+        ref = find_task(stage.get("task", top["task"]), path.parent)
         values = common | {k: v for k, v in stage.items() if k not in RESERVED}
         values |= {f"plan.{k}": v for k, v in {**top.get("plan", {}), **stage.get("plan", {})}.items()}
         stage_name = f"{number}-{stage.get('name', 'stage')}" if stages else None
         if stages and name is None:
-            name = path.stem
+            name = check_name(path.stem, "the name of the recipe's file,")
         recipes.append(make(ref, values, given, environment, "/".join(filter(None, [name, stage_name])) or None))
     return recipes
 
@@ -203,22 +212,66 @@ def make(
                 pins[key.removeprefix("plan.")] = entry
             else:
                 values[key], origin[key] = entry, source
-    return Recipe(task, resolve(known, values, task.label), origin, pins, name, tuple(notices))
+    settings = resolve(known, values, task.label)
+    check_agreement(settings)
+    return Recipe(task, settings, origin, pins, name, tuple(notices))
+
+
+def check_agreement(settings: Mapping[str, Any]) -> None:
+    """Raises Problem where two settings of a task do not go together."""
+    if settings["patience"] and not settings["best"]:
+        raise Problem(f"patience={settings['patience']} needs a metric that gets better: say best=NAME of one the evaluation gives")
+    with contextlib.suppress(ValueError):  # a task may give it a type of its own
+        if Length.parse(settings["warmup"]).unit == "seconds":
+            raise Problem(f"warmup={settings['warmup']}: give steps or epochs (1ep), not a time")
 
 
 def describe(task: TaskRef) -> dict[str, Any]:
     """Ask a child process that imports the file; slower, but it sees everything."""
     import subprocess
+    import tempfile
 
-    child = subprocess.run(
-        [sys.executable, "-P", "-m", "drivetrain.cli.describe", f"{task.path}:{task.class_name}"],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
-    if child.returncode != 0:
-        raise Problem(child.stderr.strip() or f"{task.path} could not be imported")
-    return dict(json.loads(child.stdout.splitlines()[-1]))
+    command = [sys.executable, "-P", "-m", "drivetrain.cli.describe", f"{task.path}:{task.class_name}"]
+    with tempfile.TemporaryFile("w+") as told:
+        said = []
+        child = subprocess.Popen(command, stdout=told, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, errors="replace")
+        try:
+            assert child.stderr is not None
+            for line in child.stderr:
+                if line.startswith(IMPORTING):
+                    print(f"note    {printable(line)}", end="", file=sys.stderr, flush=True)
+                else:
+                    said.append(line)
+            child.wait()
+        except BaseException:
+            child.kill()
+            child.wait()
+            raise
+        told.seek(0)
+        if child.returncode != 0:
+            raise Problem("".join(said).strip() or f"{task.path} could not be imported")
+        return dict(json.loads(told.read().splitlines()[-1]))
+
+
+@contextlib.contextmanager
+def progress_of_import(path: Path) -> Iterator[None]:
+    """Says where an import is, on stderr, while it takes long: a loop at the top of a task file would end never and silently."""
+    importing, done = threading.get_ident(), threading.Event()
+
+    def say() -> None:
+        spent = pause = IMPORT_SECONDS
+        while not done.wait(pause):
+            frames = [f for f, _ in traceback.walk_stack(sys._current_frames().get(importing)) if f.f_code.co_filename == str(path)]
+            line = f" (line {frames[0].f_lineno})" if frames else ""
+            print(f"{IMPORTING} {path.name}{line}, for {spent:.0f} s so far", file=sys.stderr, flush=True)
+            pause = spent
+            spent += pause
+
+    threading.Thread(target=say, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def load_class(task: TaskRef) -> type:
@@ -241,7 +294,8 @@ def load_class(task: TaskRef) -> type:
     if Path(task.origin).is_file():
         module.__file__ = task.origin  # so that files beside it are found
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    with progress_of_import(path):
+        spec.loader.exec_module(module)
     found = getattr(module, task.class_name, None)
     if not isinstance(found, type) or not issubclass(found, Task):
         raise Problem(f"{task.class_name} in {path} is no task: derive it from drivetrain.Task")

@@ -40,7 +40,7 @@ class Length:
 
     @staticmethod
     def parse(text: object) -> Length:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ep|epochs?|s|sec|min|h|d)?", str(text).strip())
+        match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*(ep|epochs?|s|sec|min|h|d)?", str(text)[:80].strip())
         if match is None:
             raise ValueError("a number of steps, of epochs (2ep) or a time (30s, 10min, 4h)")
         number, unit = float(match[1]), match[2]
@@ -98,14 +98,26 @@ class Setting:
     def coerce(self, value: object) -> Any:
         """The value in the setting's type; text is read as on a command line."""
         try:
+            if isinstance(self.default, float) and math.isinf(self.default) and str(value).strip().lower() in ("inf", "infinity"):
+                return math.inf  # what the task itself takes where nothing is said
             return coerce(self.type, value)
         except ValueError as error:
             doc = f" ({self.doc.splitlines()[0]})" if self.doc else ""
-            raise Problem(f"{self.name}={value} does not fit: {self.name} is {error}{doc}") from None
+            raise Problem(f"{self.name}={shortened(str(value))} does not fit: {self.name} is {error}{doc}") from None
+
+
+def shortened(text: str, length: int = 80) -> str:
+    """Returns text for an error message: its beginning, where it is long."""
+    return text if len(text) <= length else f"{text[:length]}... ({len(text):,} characters)"
+
+
+def brief(value: object) -> str:
+    """Returns a value as Python writes it, for an error message."""
+    return shortened(repr(value))
 
 
 def nearest(name: str, names: typing.Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name[:80], list(names), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -113,7 +125,7 @@ def resolve(settings: Mapping[str, Setting], given: Mapping[str, object], owner:
     """Every setting's value: the given ones checked, the rest by default."""
     for name in given:
         if name not in settings:
-            raise Problem(f"{owner} has no setting {name!r}{nearest(name, settings)} (all: --help)")
+            raise Problem(f"{owner} has no setting {brief(name)}{nearest(name, settings)} (all: --help)")
     missing = [s.name for s in settings.values() if s.required and s.name not in given]
     if missing:
         raise Problem(f"{owner} needs a value for {', '.join(missing)}: say {missing[0]}=VALUE")
@@ -161,7 +173,8 @@ def _coerce_annotated(args: tuple[Any, ...], value: object) -> Any:
     number = coerce(args[0], value)
     for mark in args[1:]:
         if isinstance(mark, Range) and number is not None and not mark.low <= number <= mark.high:
-            upper = f" to {mark.high:g}" if mark.high != float("inf") else " or more"
+            bound = f"{mark.high:g}" if mark.high < 1e6 else f"{mark.high:,}"
+            upper = " or more" if mark.high == float("inf") or (mark.high >= 2**31 - 1 and number < mark.low) else f" to {bound}"
             raise ValueError(f"{_article(args[0])} of {mark.low:g}{upper}")
     return number
 
@@ -179,8 +192,10 @@ def _coerce_plain(kind: Any, value: object) -> Any:
             number = float(text.replace("_", "")) if kind is float or "e" in text.lower() else int(text)
         except ValueError:
             raise ValueError(_article(kind)) from None
-        if kind is int and (not math.isfinite(number) or number != int(number)):
-            raise ValueError(_article(int))
+        if isinstance(number, float) and not math.isfinite(number):
+            raise ValueError(f"{_article(kind)} that is finite" if kind is float else _article(kind))
+        if kind is int and (number != int(number) or abs(number) >= 2**63):
+            raise ValueError(_article(int) if number != int(number) else "a whole number of at most 63 bits")
         return kind(number)
     if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return text if isinstance(value, str) else str(value)

@@ -7,6 +7,7 @@ workers), so help, errors and values agree.
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import linecache
 import sysconfig
@@ -60,14 +61,17 @@ def read_source(path: Path, class_name: str | None = None) -> TaskSource:
     """Read one task class of a file; Problem when there is none, or several and none was named."""
     module = _module(path)
     tasks = [name for name in module.classes if _reaches_task(module, name)]
+    imported = _imported_tasks(module)
     if class_name is None:
-        tasks = [t for t in tasks if not t.startswith("_")]
-        tasks = [t for t in tasks if _reaches_task(module, t, guess=False)] or tasks
+        tasks = [t for t in tasks if not t.startswith("_")] or list(imported)
+        tasks = [t for t in tasks if t in imported or _reaches_task(module, t, guess=False)] or tasks
         if not tasks:
             raise Problem(f"{path} defines no task: write a class that derives from drivetrain.Task")
         if len(tasks) > 1:
             raise Problem(f"{path} defines {len(tasks)} tasks: name one, as {path}:{tasks[-1]} (of {', '.join(tasks)})")
         class_name = tasks[0]
+    elif class_name in imported and class_name not in module.classes:
+        pass
     elif class_name not in module.classes:
         hint = nearest(class_name, tasks) or (f" (it has {', '.join(tasks)})" if tasks else "")
         raise Problem(f"{path} has no class {class_name}{hint}")
@@ -75,9 +79,22 @@ def read_source(path: Path, class_name: str | None = None) -> TaskSource:
         raise Problem(f"{class_name} in {path} is no task: derive it from drivetrain.Task")
     settings: dict[str, Setting] = {}
     hooks: set[str] = set()
-    complete = _collect(module, class_name, settings, hooks)
-    doc = ast.get_docstring(module.classes[class_name]) or ""
-    return TaskSource(class_name, doc, settings, frozenset(hooks), complete, _search(module, class_name))
+    home, name_there = (module, class_name) if class_name in module.classes else imported[class_name]
+    complete = _collect(home, name_there, settings, hooks)
+    doc = ast.get_docstring(home.classes[name_there]) or ""
+    return TaskSource(class_name, doc, settings, frozenset(hooks), complete, _search(home, name_there))
+
+
+def _imported_tasks(module: _Module) -> dict[str, tuple[_Module, str]]:
+    """Returns the tasks that a file imports from modules beside it, by their names here: those are tasks of the file as well."""
+    names = [name for name, (where, there) in module.imports.items() if there and _beside(module, where) is not None]
+    names += [name for where in module.stars if (other := _beside(module, where)) is not None for name in _public(other)]
+    found = {}
+    for name in names:
+        base = None if name.startswith("_") else _base(module, ast.Name(name, ast.Load()))
+        if base is not None and not base[0].path.is_relative_to(PACKAGE) and _reaches_task(*base):
+            found[name] = base
+    return found
 
 
 @dataclass(frozen=True)
@@ -86,6 +103,10 @@ class _Module:
     classes: dict[str, ast.ClassDef]
     imports: dict[str, tuple[str, str]]
     """local name -> (module, name there)"""
+    stars: tuple[str, ...]
+    """Modules of which everything is imported (`from x import *`)."""
+    exported: tuple[str, ...] | None
+    """The module's `__all__`, where it has one."""
 
 
 @cache
@@ -99,48 +120,88 @@ def _module(path: Path) -> _Module:
         raise Problem(f"{path}, line {error.lineno}: {error.msg}\n    {line.strip()}") from None
     except (UnicodeDecodeError, ValueError):
         raise Problem(f"{path} is not Python source text") from None
+    except (RecursionError, MemoryError):
+        raise Problem(f"{path} is nested too deeply to be read") from None
     classes = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
     imports: dict[str, tuple[str, str]] = {}
+    stars: list[str] = []
+    exported: tuple[str, ...] | None = None
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module:
-            imports |= {a.asname or a.name: (node.module, a.name) for a in node.names}
+            if node.names[0].name == "*":
+                stars.append(node.module)
+            else:
+                imports |= {a.asname or a.name: (node.module, a.name) for a in node.names}
         elif isinstance(node, ast.Import):
             imports |= {a.asname or a.name.split(".")[0]: (a.name, "") for a in node.names}
-    return _Module(path, classes, imports)
+        elif isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
+            with contextlib.suppress(ValueError, TypeError):
+                exported = tuple(str(name) for name in ast.literal_eval(node.value))
+    return _Module(path, classes, imports, tuple(stars), exported)
 
 
-def _base(module: _Module, node: ast.expr) -> tuple[_Module, str] | None:
-    """Where a base class is defined, if here or in this package."""
+def _public(module: _Module, seen: frozenset[Path] = frozenset()) -> list[str]:
+    """Returns the names that `from module import *` brings along, of classes and of what is imported there."""
+    if module.path in seen:
+        return []
+    if module.exported is not None:
+        return list(module.exported)
+    others = [other for where in module.stars if (other := _beside(module, where)) is not None]
+    names = [*module.classes, *module.imports, *(name for other in others for name in _public(other, seen | {module.path}))]
+    return [name for name in names if not name.startswith("_")]
+
+
+def _file_beside(folder: Path, where: str) -> Path | None:
+    """Returns the file of a module that lies beside a task's file."""
+    inside = folder.joinpath(*where.split("."))
+    return next((file for file in (inside.with_suffix(".py"), inside / "__init__.py") if file.is_file()), None)
+
+
+def _beside(module: _Module, where: str) -> _Module | None:
+    """Returns the module of this name beside another one; None where there is none, or it cannot be read."""
+    file = _file_beside(module.path.parent, where) if where and where.split(".")[0] != "drivetrain" else None
+    try:
+        return _module(file) if file is not None else None
+    except Problem:
+        return None  # importing it will tell
+
+
+def _base(module: _Module, node: ast.expr, seen: frozenset[tuple[Path, str]] = frozenset()) -> tuple[_Module, str] | None:
+    """Where a base class is defined, if here, in a module beside the file or in this package."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        target = (module.imports.get(node.value.id, ("", ""))[0], node.attr)
+        targets = [(module.imports.get(node.value.id, ("", ""))[0], node.attr)]
     elif isinstance(node, ast.Name):
         if node.id in module.classes:
             return module, node.id
-        target = module.imports.get(node.id, ("", ""))
+        targets = [module.imports[node.id]] if node.id in module.imports else [(where, node.id) for where in reversed(module.stars)]
     else:
         return None
-    where, name = target
-    if name == "Task" and where in ("drivetrain", "drivetrain.task"):
-        return _module(PACKAGE / "task.py"), "Task"
-    if where.startswith("drivetrain."):
-        inside = PACKAGE.joinpath(*where.split(".")[1:])
-        for file in (inside.with_suffix(".py"), inside / "__init__.py"):
-            if file.is_file():
-                other = _module(file)
-                if name in other.classes:
-                    return other, name
-                if name in other.imports:
-                    return _base(other, ast.Name(name, ast.Load()))
+    for where, name in targets:
+        if name == "Task" and where in ("drivetrain", "drivetrain.task"):
+            return _module(PACKAGE / "task.py"), "Task"
+        other = _inside(where) if where.startswith("drivetrain.") else _beside(module, where)
+        if other is None or not name or (other.path, name) in seen:  # modules may import each other
+            continue
+        if found := _base(other, ast.Name(name, ast.Load()), seen | {(other.path, name)}):
+            return found
     return None
 
 
-def _reaches_task(module: _Module, name: str, guess: bool = True) -> bool:
+def _inside(where: str) -> _Module | None:
+    """Returns a module of this package."""
+    inside = PACKAGE.joinpath(*where.split(".")[1:])
+    return next((_module(file) for file in (inside.with_suffix(".py"), inside / "__init__.py") if file.is_file()), None)
+
+
+def _reaches_task(module: _Module, name: str, guess: bool = True, seen: frozenset[tuple[Path, str]] = frozenset()) -> bool:
     """Whether a class derives from Task; a base in another module of the user's may be one (`guess`)."""
     if name == "Task" and module.path == PACKAGE / "task.py":
         return True
+    if (module.path, name) in seen:
+        return False
     for node in module.classes[name].bases:
         found = _base(module, node)
-        if found is not None and _reaches_task(*found, guess):
+        if found is not None and _reaches_task(*found, guess, seen | {(module.path, name)}):
             return True
         if found is None and guess and isinstance(node, (ast.Name, ast.Attribute)) and _imported(module, node):
             return True

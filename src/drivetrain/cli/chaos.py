@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drivetrain.chaos import ACTIONS, PACE, SAMPLES, VARIABLE, outages
-from drivetrain.cli.flags import Parser, add_common, add_placement
+from drivetrain.chaos import ACTIONS, PACE, SAMPLES, VARIABLE, outages, read
+from drivetrain.cli.flags import Parser, add_common, add_placement, folder_flag, seconds, whole_number
 from drivetrain.outcomes import EXIT_CODES, Outcome, Problem
 from drivetrain.runs import die_with_parent
 
@@ -52,14 +52,16 @@ def run(verb: str, words: list[str]) -> int:
     parser = Parser("drivetrain chaos", TEXT)
     parser.add_argument("target", metavar="TASK", help="as for train")
     parser.add_argument("settings", nargs="*", metavar="key=value")
-    parser.add_argument("--faults", type=int, metavar="N", help=f"how many (default {FAULTS}; {LOST} with --hosts)")
+    parser.add_argument("--faults", type=whole_number(0), metavar="N", help=f"how many (default {FAULTS}; {LOST} with --hosts)")
     parser.add_argument("--kinds", metavar="A,B", help="only of these kinds (default: all but oom)")
-    parser.add_argument("--hosts", type=int, metavar="N", help="over so many hosts, made on this machine; --procs processes on each")
+    parser.add_argument(
+        "--hosts", type=whole_number(2, MOST_HOSTS), metavar="N", help="over so many hosts, made on this machine; --procs processes on each"
+    )
     parser.add_argument("--schedule", metavar="FAULTS", help="just these, such as die@step:7:rank=1,hang@step:20 (see DRIVETRAIN_FAULTS)")
-    parser.add_argument("--steps", type=int, default=STEPS, metavar="K", help=f"optimizer steps to train (default {STEPS})")
-    parser.add_argument("--seed", type=int, default=0, help="of the faults (default 0)")
-    parser.add_argument("--hang-after", default="2s", metavar="TIME", help="as for train (default 2s)")
-    parser.add_argument("--keep", metavar="DIR", help="keep both runs, and report.json, in this folder")
+    parser.add_argument("--steps", type=whole_number(3), default=STEPS, metavar="K", help=f"optimizer steps to train (default {STEPS})")
+    parser.add_argument("--seed", type=whole_number(0), default=0, help="of the faults (default 0)")
+    parser.add_argument("--hang-after", type=seconds, default=2.0, metavar="TIME", help="as for train (default 2s)")
+    parser.add_argument("--keep", type=folder_flag("--keep"), metavar="DIR", help="keep both runs, and report.json, in this folder")
     add_placement(parser)
     add_common(parser)
     args = parser.parse(words)
@@ -75,7 +77,7 @@ def run(verb: str, words: list[str]) -> int:
     placement = [*(["--device", args.device] if args.device else []), *(["--gpus", args.gpus] if args.gpus else [])]
     folder = Path(args.keep).resolve() if args.keep else Path(tempfile.mkdtemp(prefix="drivetrain-chaos-"))
     try:
-        command = ["train", args.target, *settings, *placement, "-q", "--hang-after", args.hang_after, "--restarts", "5"]
+        command = ["train", args.target, *settings, *placement, "-q", "--hang-after", f"{args.hang_after:f}s", "--restarts", "5"]
         every = procs * (args.hosts or 1)
         screen.line("chaos", f"{args.steps} steps on {every} process{'' if every == 1 else 'es'}, left alone")
         whole = _train([*command, "--procs", str(every)], folder / "whole", [], screen)
@@ -97,8 +99,6 @@ def run(verb: str, words: list[str]) -> int:
 
 def _schedule(args: argparse.Namespace, procs: int, first: int) -> list[str]:
     """What is to happen, as asked for or drawn."""
-    if args.hosts is not None and not 2 <= args.hosts <= MOST_HOSTS:
-        raise Problem(f"--hosts {args.hosts}: from 2 to {MOST_HOSTS}")
     given = args.schedule.split(",") if args.schedule else []
     known, usual = (outages.KINDS, list(outages.KINDS)) if args.hosts else (tuple(ACTIONS), USUAL)
     kinds = args.kinds.split(",") if args.kinds else usual
@@ -109,6 +109,8 @@ def _schedule(args: argparse.Namespace, procs: int, first: int) -> list[str]:
         lost = LOST if args.faults is None else args.faults
         found = [outages.read(text, args.hosts) for text in given]
         return [str(o) for o in found or outages.draw(args.seed, lost, first + 1, args.steps, args.hosts, kinds)]
+    for fault in given:
+        read(fault, 0)
     return given or draw(args.seed, FAULTS if args.faults is None else args.faults, args.steps, procs, kinds)
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drivetrain.cli.flags import Parser, add_common
+from drivetrain.cli.flags import Parser, add_common, folder_flag
 from drivetrain.outcomes import Problem
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ or with --merge a whole model of transformers."""
 def run(verb: str, words: list[str]) -> int:
     parser = Parser("drivetrain export", TEXT)
     parser.add_argument("target", metavar="RUN", help="a run's name or folder")
-    parser.add_argument("--out", metavar="DIR", help="the folder (default: the run's model/)")
+    parser.add_argument("--out", type=folder_flag("--out"), metavar="DIR", help="the folder (default: the run's model/)")
     parser.add_argument("--merge", action="store_true", help="for adapters: the base model with the adapters added to its weights")
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     add_common(parser)

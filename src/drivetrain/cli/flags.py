@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
+from drivetrain.names import check_folder, check_name
 from drivetrain.outcomes import Problem
 from drivetrain.settings import Length, nearest
 
@@ -31,14 +34,44 @@ def add_common(parser: Parser) -> None:
     parser.add_argument("-v", "--verbose", action="store_true", help="print every process's output")
 
 
+MAX_PROCS, MAX_NODES = 4096, 100_000
+
+
+def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
+    """Returns the type of a flag that is a whole number within bounds."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = low - 1
+        if not low <= number <= high:
+            upper = f"{low} or more" if high == 2**31 - 1 else f"{low} to {high}"
+            raise argparse.ArgumentTypeError(f"{text[:80]}: write a whole number of {upper}")
+        return number
+
+    return read
+
+
+def folder_flag(flag: str) -> Callable[[str], str]:
+    """Returns the type of a flag that is a folder of this machine."""
+    return partial(check_folder, what=flag)
+
+
+def add_run_folder(parser: Parser, what: str) -> None:
+    """Adds --run-dir and --name, of which one may be given."""
+    parser.add_argument("--run-dir", type=folder_flag("--run-dir"), metavar="DIR", help=f"the {what}'s own folder")
+    parser.add_argument("--name", type=partial(check_name, what="--name"), metavar="N", help=f"the {what}'s name: its folder is runs/N")
+
+
 def seconds(text: str) -> float:
     """A flag's wall-clock time."""
     try:
         length = Length.parse(text)
     except ValueError:
         length = None
-    if length is None or length.unit != "seconds":
-        raise argparse.ArgumentTypeError(f"{text}: write a time, such as 30s, 10min or 4h")
+    if length is None or length.unit != "seconds" or length.value <= 0:
+        raise argparse.ArgumentTypeError(f"{text[:80]}: write a time, such as 30s, 10min or 4h")
     return length.value
 
 
@@ -49,14 +82,14 @@ def node_range(text: str) -> tuple[int, int]:
         least, most = int(low), int(high or low)
     except ValueError:
         least, most = 0, 0
-    if not 1 <= least <= most:
-        raise argparse.ArgumentTypeError(f"{text}: write a number of machines, or MIN:MAX, such as 1:4")
+    if not 1 <= least <= most <= MAX_NODES:
+        raise argparse.ArgumentTypeError(f"{text[:80]}: write a number of machines, or MIN:MAX, such as 1:4")
     return least, most
 
 
 def add_survival(parser: Parser) -> None:
     parser.add_argument(
-        "--restarts", type=int, default=3, metavar="N",
+        "--restarts", type=whole_number(0), default=3, metavar="N",
         help="start a lost or hung process anew from the last checkpoint, up to N times without progress (default 3; 0: never)",
     )  # fmt: skip
     parser.add_argument(
@@ -70,14 +103,18 @@ def add_survival(parser: Parser) -> None:
 
 def add_looks(parser: Parser) -> None:
     parser.add_argument("--find-nan", action="store_true", help="should a loss be no number: take its steps again and name the module")
-    parser.add_argument("--profile", type=int, default=0, metavar="N", help="profile N steps: a trace, the dearest operations, a sentence")
+    parser.add_argument(
+        "--profile", type=whole_number(0), default=0, metavar="N", help="profile N steps: a trace, the dearest operations, a sentence"
+    )
     parser.add_argument(
         "--check-collectives", action="store_true", help="compare every collective over all processes before it begins (slow)"
     )
 
 
 def add_placement(parser: Parser) -> None:
-    parser.add_argument("--procs", type=int, metavar="N", help="processes on this machine (default: one a visible GPU, one on a CPU)")
+    parser.add_argument(
+        "--procs", type=whole_number(1, MAX_PROCS), metavar="N", help="processes on this machine (default: one a visible GPU, one on a CPU)"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu", "mps"], help="where to train (default: GPUs if there are any; mps is untested)")
     parser.add_argument("--gpus", metavar="0,1", help="the GPUs to use")
     parser.add_argument(
@@ -85,4 +122,4 @@ def add_placement(parser: Parser) -> None:
         help="machines that train together: run the same command on each. With MIN:MAX it goes on while MIN are left, and with more when they come",
     )  # fmt: skip
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="where they meet; HOST is one of them")
-    parser.add_argument("--node-rank", type=int, metavar="K", help="this machine's number, where the order matters")
+    parser.add_argument("--node-rank", type=whole_number(0, MAX_NODES), metavar="K", help="this machine's number, where the order matters")

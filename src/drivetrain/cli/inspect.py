@@ -12,7 +12,7 @@ from typing import Any
 
 from drivetrain import runs
 from drivetrain.cli import ending
-from drivetrain.cli.flags import Parser
+from drivetrain.cli.flags import Parser, whole_number
 from drivetrain.outcomes import Problem
 from drivetrain.runs import Run
 from drivetrain.terminal import one_line, show
@@ -242,7 +242,7 @@ def _logs(words: list[str]) -> int:
     parser = Parser("drivetrain logs", "What a run's processes printed.")
     parser.add_argument("target", metavar="RUN")
     parser.add_argument("-f", "--follow", action="store_true", help="go on printing until the run ends")
-    parser.add_argument("--rank", type=int, metavar="K", help="only this process's")
+    parser.add_argument("--rank", type=whole_number(0), metavar="K", help="only this process's")
     args = parser.parse(words)
     found = runs.find(args.target)
     pattern = "rank-*.log" if args.rank is None else f"rank-{args.rank}.log"

@@ -12,10 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from drivetrain import __version__, hardware, runs
+from drivetrain import __version__, hardware, rendezvous, runs
 from drivetrain import recipe as recipes
 from drivetrain.cli import ending, planning
 from drivetrain.hardware import Hardware, size
+from drivetrain.names import check_folder, check_name
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.plan.table import ORIGIN
@@ -49,6 +50,14 @@ class Request:
     """When all must be saved and over, in seconds since the epoch."""
     looks: dict[str, Any] = field(default_factory=dict)
     """What is looked at closely: find_nan, profile, check_collectives."""
+
+    def __post_init__(self) -> None:
+        if self.name is not None:
+            check_name(self.name, "--name")
+        if self.run_dir is not None:
+            check_folder(self.run_dir, "--run-dir")
+        if self.name is not None and self.run_dir is not None:
+            raise Problem("--run-dir and --name both say where the run goes: give one")
 
 
 @dataclass(frozen=True)
@@ -103,21 +112,48 @@ class Opened:
     why: str = ""
 
 
-def open_run(recipe: Recipe, request: Request) -> Opened:
-    """Decide where the run lives: a directory that was named, an unfinished run of the same recipe, or a new one."""
+def check_request(recipe: Recipe, request: Request) -> None:
+    """Raises what `train` refuses before it starts anything; nothing is written or locked."""
+    if request.nodes > 1:
+        if request.rendezvous is None:
+            raise Problem(f"--nodes {request.nodes} needs --rendezvous HOST:PORT, the same on each machine (HOST is one of them)")
+        rendezvous.parse(request.rendezvous)
+    else:  # with several, the run's folder may be another machine's
+        named_run(recipe, request)
+
+
+def check_start(start: str) -> None:
+    """Raises Problem where there are no weights to begin from."""
+    if not start.endswith(".safetensors"):
+        runs.find(start)
+    elif not Path(start).is_file():
+        raise Problem(f"start={start}: there is no such file")
+
+
+def named_run(recipe: Recipe, request: Request) -> Run | None:
+    """Returns the run that a flag or the recipe names, if one does; another recipe's, or a folder that is no run, is refused."""
     named = request.run_dir or (str(runs.RUNS / request.name) if request.name else None)
     named = named or (str(runs.RUNS / recipe.name) if recipe.name else None)
     if named is None:
-        return _continue_or_new(recipe)
+        return None
     run = Run(Path(named))
     if run.json_path.is_file():
-        before = run.read()
-        _check_same(recipe, before, run)
-        return _go_on(recipe, run, before)
+        _check_same(recipe, run.read(), run)
+        return run
     # A start that was killed before run.json leaves its lock and perhaps a part of the task's copy; whoever starts
     # trainings may keep their output in logs.
     if run.path.is_dir() and any(p.name not in ("lock", "task", "logs") and not p.name.startswith(".run.json") for p in run.path.iterdir()):
         raise Problem(f"{run.path} is not empty and no run: choose another --run-dir or --name")
+    return run
+
+
+def open_run(recipe: Recipe, request: Request) -> Opened:
+    """Decide where the run lives: a directory that was named, an unfinished run of the same recipe, or a new one."""
+    run = named_run(recipe, request)
+    if run is None:
+        return _continue_or_new(recipe)
+    if run.json_path.is_file():
+        return _go_on(recipe, run, run.read())
     return Opened(run, Lock.take(run.path), None)
 
 
@@ -279,6 +315,7 @@ def train_recipe(recipe: Recipe, request: Request, screen: Screen) -> tuple[Run,
         recipe, machine, Place(0, machine.procs, machine.procs * request.nodes, ("", 0)), request.nodes, None, request, screen
     )
     recipe = with_batch_of(recipe, first)
+    check_request(recipe, request)
     if request.nodes > 1:
         from drivetrain.cli import nodes
 
@@ -392,6 +429,7 @@ def recipe_of_run(run: Run, words: list[str]) -> Recipe:
             values[key] = known[key].coerce(value) if key in known else _like(values[key], value)
             origin[key] = "command line"
         check_changes(values, told["settings"], run)
+        recipes.check_agreement(values)
     return Recipe(ref, values, origin, pins, None)
 
 

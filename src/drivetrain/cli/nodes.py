@@ -19,8 +19,7 @@ from drivetrain.watch.screen import Screen
 
 
 def train(recipe: Recipe, request: Request, machine: Machine, screen: Screen) -> tuple[Run, Ended]:
-    if request.rendezvous is None:
-        raise Problem(f"--nodes {request.nodes} needs --rendezvous HOST:PORT, the same on each machine (HOST is one of them)")
+    assert request.rendezvous is not None, "check_request asks for it"
     same = recipe.identity()
     same["settings"] = {k: v for k, v in same["settings"].items() if k != "start"}  # stages put a path of this machine there
     nodes = (request.least_nodes or request.nodes, request.nodes)

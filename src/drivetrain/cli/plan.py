@@ -55,9 +55,11 @@ def run(verb: str, words: list[str]) -> int:
 
 def _plan(recipe: Any, args: Namespace, screen: Any) -> dict[str, Any]:
     from drivetrain import __version__
-    from drivetrain.cli import planning
+    from drivetrain.cli import launch, planning
 
     place = _place(args)
+    if args.hardware is None and recipe.settings["start"] is not None:
+        launch.check_start(recipe.settings["start"])
     plan = planning.plan_for(recipe, place, screen, args.planner, measure=args.measure, fresh=args.fresh)
     samples = None
     if args.planner != "off":

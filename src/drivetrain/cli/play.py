@@ -9,7 +9,7 @@ import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drivetrain.cli.flags import Parser, add_common
+from drivetrain.cli.flags import Parser, add_common, folder_flag, whole_number
 from drivetrain.outcomes import Problem
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ with the package; several can be chosen from on the page. Episode N is episode N
 def run(verb: str, words: list[str]) -> int:
     parser = Parser("drivetrain play", TEXT)
     parser.add_argument("targets", metavar="RUN", nargs="*", help="runs' names or folders, snake, cartpole (default: those two)")
-    parser.add_argument("--out", metavar="DIR", help="write a static site for any web server, and serve nothing")
-    parser.add_argument("--port", type=int, default=0, metavar="N", help="the port on 127.0.0.1 (default: a free one)")
+    parser.add_argument("--out", type=folder_flag("--out"), metavar="DIR", help="write a static site for any web server, and serve nothing")
+    parser.add_argument("--port", type=whole_number(0, 65535), default=0, metavar="N", help="the port on 127.0.0.1 (default: a free one)")
     parser.add_argument("--no-open", action="store_true", help="print the address and open no browser")
     add_common(parser)
     args = parser.parse(words)

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drivetrain.cli.flags import Parser, add_common, add_looks, add_placement, add_survival
-from drivetrain.outcomes import Outcome, Problem
+from drivetrain.cli.flags import Parser, add_common, add_looks, add_placement, add_run_folder, add_survival
+from drivetrain.outcomes import Outcome
 from drivetrain.recipe import BUILT_IN, Recipe, TaskRef, find_task, is_recipe_file, load, read_file
 from drivetrain.settings import Setting
 from drivetrain.terminal import show
@@ -48,8 +48,7 @@ def _parser(verb: str) -> Parser:
         parser.add_argument(
             "--plan", metavar="FILE", help="a saved plan (drivetrain plan --json, a run.json), accelerate's YAML or DeepSpeed's JSON"
         )
-        parser.add_argument("--run-dir", metavar="DIR", help="the run's own folder")
-        parser.add_argument("--name", metavar="N", help="the run's name: its folder is runs/N")
+        add_run_folder(parser, "run")
         parser.add_argument("--dry-run", action="store_true", help="show every setting with its origin and the plan, and stop")
         parser.add_argument(
             "--smoke", action="store_true", help="a few steps on a few samples through train, save, resume and eval; nothing is kept"
@@ -78,8 +77,6 @@ def run(verb: str, words: list[str]) -> int:
         policy=Policy(args.restarts, args.hang_after), end=None if args.time_limit is None else time.time() + args.time_limit,
         looks={"find_nan": args.find_nan, "profile": args.profile, "check_collectives": args.check_collectives},
     )  # fmt: skip
-    if request.run_dir and request.name:
-        raise Problem("--run-dir and --name both say where the run goes: give one")
     screen = Screen(quiet=args.quiet)
     started = foreign.launcher(os.environ)
     if verb == "resume":
@@ -95,7 +92,7 @@ def run(verb: str, words: list[str]) -> int:
         recipes, request = plan_file.apply(args.plan, recipes, request, screen)
     if args.dry_run:
         for recipe in recipes:
-            dry_run(recipe, request)
+            dry_run(recipe, of_stage(recipe, recipes, request))
         return 0
     if args.smoke:
         return smoke(recipes[0], request, screen)
@@ -114,16 +111,23 @@ def train_stages(recipes: list[Recipe], request: Request, screen: Screen, starte
                 recipe, settings=recipe.settings | {"start": str(before.path.resolve())},
                 origin=recipe.origin | {"start": "the stage before"},
             )  # fmt: skip
-        where = request
-        if len(recipes) > 1 and recipe.name and (request.name or request.run_dir):
-            base = Path(request.run_dir) if request.run_dir else runs.RUNS / str(request.name)
-            where = replace(request, name=None, run_dir=str(base / recipe.name.rpartition("/")[2]))
+        where = of_stage(recipe, recipes, request)
         train = launch.train_recipe if started is None else lambda r, q, s: foreign.train(r, q, s, str(started))
         before, ended = train(recipe, where, screen)
         ending.raise_failure(ended, before)
         if ended.outcome is not Outcome.OK:
             return ending.exit_code(ended)
     return 0
+
+
+def of_stage(recipe: Recipe, recipes: list[Recipe], request: Request) -> Request:
+    """Returns the request for one stage of several: its folder lies in the one that was asked for."""
+    from drivetrain import runs
+
+    if len(recipes) == 1 or not recipe.name or not (request.name or request.run_dir):
+        return request
+    base = Path(request.run_dir) if request.run_dir else runs.RUNS / str(request.name)
+    return replace(request, name=None, run_dir=str(base / recipe.name.rpartition("/")[2]))
 
 
 def _resume(recipe: Recipe, request: Request, screen: Screen, started: str | None) -> int:
@@ -145,6 +149,9 @@ def dry_run(recipe: Recipe, request: Request) -> None:
     place = Place(0, machine.procs, machine.procs * request.nodes, ("", 0))
     plan = launch.make_plan(recipe, machine, place, request.nodes, None, request)
     recipe = launch.with_batch_of(recipe, plan)
+    launch.check_request(recipe, request)
+    if recipe.settings["start"] is not None:
+        launch.check_start(recipe.settings["start"])
     width = max(map(len, recipe.settings))
     show(f"task      {recipe.task.label} ({recipe.task.class_name})")
     show(f"hardware  {machine.hardware.sentence()}")
@@ -196,7 +203,7 @@ def smoke(recipe: Recipe, request: Request, screen: Screen) -> int:
 
 def print_settings(text: str) -> TaskRef:
     """The settings of a task, its own before those all tasks have; gives the task."""
-    task = find_task(str(read_file(Path(text))["task"]), Path(text).parent) if is_recipe_file(text) else find_task(text)
+    task = find_task(read_file(Path(text))["task"], Path(text).parent) if is_recipe_file(text) else find_task(text)
     source = task.source()
     settings = source.settings if source.complete else task.settings()
     show(f"\n{task.class_name}: {source.doc.splitlines()[0] if source.doc else ''}".rstrip())

@@ -7,7 +7,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.cli.flags import Parser
+from drivetrain.cli.flags import MAX_PROCS, Parser, add_run_folder, whole_number
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.terminal import show
 
@@ -45,8 +45,6 @@ def run(verb: str, words: list[str]) -> int:
     args = parser.parse(words)
     if args.run_dir and args.name:
         raise Problem("--run-dir and --name both say where the study goes: give one")
-    if args.trials < 1:
-        raise Problem(f"--trials {args.trials}: at least one")
 
     from drivetrain import runs
     from drivetrain.cli import launch
@@ -137,7 +135,7 @@ def _parser() -> Parser:
     parser = Parser("drivetrain tune", TEXT)
     parser.add_argument("target", metavar="TASK", help="as for train")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that are the same in all trials, such as epochs=5")
-    parser.add_argument("--trials", type=int, default=50, metavar="N", help="trials in all (default 50)")
+    parser.add_argument("--trials", type=whole_number(1), default=50, metavar="N", help="trials in all (default 50)")
     parser.add_argument(
         "--search",
         action="append",
@@ -151,18 +149,19 @@ def _parser() -> Parser:
     parser.add_argument("--direction", choices=["max", "min"], help="which way (default: losses and errors fall, all else rises)")
     parser.add_argument("--prune", choices=["median", "hyperband", "none"], help="how trials are stopped early (default median)")
     parser.add_argument("--sampler", choices=["tpe", "random"], default="tpe", help="how parameters are proposed")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the proposals; with one job, the same trials again")
-    parser.add_argument("--jobs", type=int, metavar="J", help="trials at a time (default: one a GPU, one on a CPU)")
+    parser.add_argument(
+        "--seed", type=whole_number(0), default=0, metavar="N", help="of the proposals; with one job, the same trials again"
+    )
+    parser.add_argument("--jobs", type=whole_number(1, MAX_PROCS), metavar="J", help="trials at a time (default: one a GPU, one on a CPU)")
     parser.add_argument(
         "--population", default="auto", metavar="N",
         help="train N trials at once as one program, in generations, none stopped early (policies learned by PPO);"
         " off: one by one; auto, the default: on a GPU, where what is searched allows it",
     )  # fmt: skip
-    parser.add_argument("--procs", type=int, metavar="N", help="processes of each trial")
+    parser.add_argument("--procs", type=whole_number(1, MAX_PROCS), metavar="N", help="processes of each trial")
     parser.add_argument("--device", choices=["cuda", "cpu", "mps"], help="where to train (default: GPUs if there are any)")
     parser.add_argument("--gpus", metavar="0,1", help="the GPUs to use, shared out among the jobs")
-    parser.add_argument("--run-dir", metavar="DIR", help="the study's own folder")
-    parser.add_argument("--name", metavar="N", help="the study's name: its folder is runs/N")
+    add_run_folder(parser, "study")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("-q", "--quiet", action="store_true", help="print errors only")
     return parser
@@ -193,8 +192,6 @@ def _slots(args: argparse.Namespace, machine: Machine, recipe: Recipe) -> list[l
     where = [*(["--device", args.device] if args.device else []), *(["--procs", str(args.procs)] if args.procs else [])]
     procs, count = args.procs or 1, len(machine.gpus)
     jobs = args.jobs if args.jobs is not None else max(1, count // procs)
-    if jobs < 1:
-        raise Problem(f"--jobs {jobs}: at least one trial at a time")
     if machine.gpus:
         if jobs * procs > count:
             each = f" of {procs} processes" if procs > 1 else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.chaos import VARIABLE
-from drivetrain.cli.flags import Parser, add_common, add_placement
+from drivetrain.cli.flags import Parser, add_common, add_placement, whole_number
 from drivetrain.outcomes import Outcome, Problem
 
 if TYPE_CHECKING:
@@ -35,15 +36,13 @@ def run(verb: str, words: list[str]) -> int:
     parser.add_argument("settings", nargs="*", metavar="key=value")
     parser.add_argument(
         "--steps",
-        type=int,
+        type=whole_number(2),
         metavar="K",
-        help=f"steps to train (default {STEPS}, on a GPU {GPU_STEPS}; a checkpoint and the kill come after half)",
+        help=f"steps to train (default {STEPS}, on a GPU {GPU_STEPS}; at least 2: a checkpoint and the kill come after half)",
     )
     add_placement(parser)
     add_common(parser)
     args = parser.parse(words)
-    if args.steps is not None and args.steps < 2:
-        raise Problem("--steps: at least 2, so that some lie on either side of the kill")
 
     from drivetrain.cli import launch
     from drivetrain.recipe import load
@@ -52,7 +51,7 @@ def run(verb: str, words: list[str]) -> int:
     recipe = load(args.target, args.settings)[0]
     machine = launch.look_at_machine(launch.Request(procs=args.procs, gpus=args.gpus, device=args.device))
     args.steps = args.steps or (GPU_STEPS if machine.device == "cuda" else STEPS)
-    few = {"steps": args.steps, "log_every": 1, "save_every": args.steps // 2, "keep": 1000, "best": None}
+    few = {"steps": args.steps, "log_every": 1, "save_every": args.steps // 2} | _where_allowed(recipe, best=None, patience=0, keep=1000)
     recipe = replace(recipe, settings=recipe.settings | few, name=None)
     screen = Screen(quiet=args.quiet)
     folder = Path(tempfile.mkdtemp(prefix="drivetrain-verify-"))
@@ -68,6 +67,16 @@ def run(verb: str, words: list[str]) -> int:
         return _judge(runs, screen, recipe, args, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _where_allowed(recipe: Recipe, **values: Any) -> dict[str, Any]:
+    """Returns those values that the task's own types allow: `best: str` is never None. All runs here keep its value alike."""
+    known = recipe.task.settings()
+    allowed = {}
+    for name, value in values.items():
+        with contextlib.suppress(Problem):
+            allowed[name] = known[name].coerce(value)
+    return allowed
 
 
 def _train(recipe: Recipe, args: argparse.Namespace, folder: Path, kill: bool, look: str = "") -> Path:

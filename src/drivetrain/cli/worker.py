@@ -113,10 +113,10 @@ def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag, wa
         task, plan = _smoke(task, plan, job)
         Training(task, plan, run, group, observer, stop).run_to_end(stop_after=SMOKE_STEPS // 2)
     training = Training(task, plan, run, group, observer, stop)
-    if looks.get("armed"):
-        from drivetrain.engine.nonfinite import Finder
+    if looks.get("nan_step"):
+        from drivetrain.engine.nonfinite import Finder, nothing_found
 
-        Finder(training)
+        Finder(training, looks["nan_step"])
     if os.environ.get(SAMPLES):
         Samples(training, run.path / "logs" / f"samples-{group.rank}.jsonl")
     if job["mode"] == "verify":
@@ -127,6 +127,8 @@ def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag, wa
             Fingerprint(training, Path(job["fingerprint"]), name_operations=job["look"] == "operations")
     try:
         result = training.run_to_end()
+        if looks.get("nan_step") and result.outcome is Outcome.OK:
+            raise nothing_found(looks["nan_step"])
     finally:  # also of a failure: nothing that was logged or saved so far may be lost
         if training.writer is not None:
             training.writer.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
@@ -218,10 +219,23 @@ def check_data(data: Any, hook: str) -> None:
             f"{hook} gave an IterableDataset: it has no sample numbers, so order and resume could not be exact."
             f" Give a map-style Dataset (__len__ and __getitem__), for example a list or an index of files"
         )
+    if _is_columns(data):
+        raise Problem(
+            f"{hook} gave a {type(data).__name__} of {len(data)} tensors, which would be {len(data)} samples: return Tensors(x, y)"
+        )
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise Problem(f"{hook} gave a {type(data).__name__}: return Tensors(...) or a map-style Dataset (__len__ and __getitem__)")
     if len(data) == 0:
         raise Problem(f"{hook} gave an empty data set: check the path or the filter that made it")
+
+
+def _is_columns(data: Any) -> bool:
+    """Whether a tuple or list holds a data set's columns (x, y), not its samples: samples have one form, columns one length."""
+    if not isinstance(data, (tuple, list)) or not 1 <= len(data) <= 16 or not all(isinstance(c, (Tensor, np.ndarray)) for c in data):
+        return False
+    if isinstance(data, tuple):
+        return True
+    return len({c.shape[:1] for c in data}) == 1 and len({(c.ndim, c.dtype) for c in data}) == len(data) > 1 and data[0].ndim > 0
 
 
 def _fits(data: Tensors, device: torch.device) -> bool:

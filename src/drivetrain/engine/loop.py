@@ -38,6 +38,7 @@ from drivetrain.engine.step import Step
 from drivetrain.engine.strategies import spread
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
+from drivetrain.recipe import check_agreement
 from drivetrain.runs import Run
 from drivetrain.task import Learner, Source, Task, Workbench, overrides
 
@@ -62,8 +63,7 @@ class Training:
         self.feed: Feed = train_feed(task, data, plan, group)
         self.feed.notice, self.feed.moment = observer.notice, observer.moment
         self.test: OrderedFeed | None = None if test is None else eval_feed(task, test, plan, group)
-        if task.patience and not task.best:
-            raise Problem(f"patience={task.patience} needs a metric that gets better: say best=NAME of one the evaluation gives")
+        check_agreement(task.settings())
         if task.best and test is None:
             raise Problem(f"best={task.best} needs an evaluation, but the task has no eval_data()")
         self.source: Source | None = data if isinstance(data, Source) else None
@@ -305,6 +305,8 @@ class Training:
             self.writer.wait()
         good = self.run.steps()
         where = f"the last good checkpoint is step {good[-1]:,}" if good else "no checkpoint was written before"
+        if self.group.main:
+            self.run.event("nan", step=step + 1)
         return Problem(
             f"the loss or its gradient is not a number at step {step + 1:,} (epoch {step // self.feed.steps_per_epoch + 1});"
             f" {where}.\nTry a lower learning_rate, clip=1, a warmup, or precision=fp32;"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ def _bad(value: Any) -> bool:
 class Finder:
     """Stops a training at the first module whose outputs, or whose gradients, are not numbers; and names it."""
 
-    def __init__(self, training: Any) -> None:
-        self.training = training
+    def __init__(self, training: Any, until: int) -> None:
+        """`until` is the step whose loss was not a number; once it has been taken again, nothing is left to find."""
+        self.training, self.until = training, until
         self._forward = ""
         for name, module in training.model.named_modules():
             for parameter_name, parameter in module.named_parameters(recurse=False):
@@ -30,6 +32,8 @@ class Finder:
         plain = training.task.loss
 
         def loss(model: nn.Module, batch: Any) -> Any:
+            if model.training and training.done >= until:
+                raise nothing_found(until)
             if model.training and _bad(batch):
                 raise self._found("the batch itself, as the task's loss() gets it: look at the data, and at augment()")
             value = plain(model, batch)
@@ -62,3 +66,14 @@ class Finder:
 
     def _found(self, what: str) -> Problem:
         return Problem(f"the first value that is not a number, at step {self.training.done + 1:,}: {what}", Outcome.NAN)
+
+
+def nothing_found(step: int) -> Problem:
+    """The end of a search that met no bad value: the original outcome stays."""
+    where = f" at step {step:,}" if step < sys.maxsize else ""
+    return Problem(
+        f"the loss or its gradient was not a number{where}, but --find-nan found nothing: taken again with every module looked"
+        " at, and without graphs or compiled code, all values are numbers.\nIt does not repeat, or compiled code makes it:"
+        " try plan.capture=off plan.compile=off, deterministic=true, or precision=fp32",
+        Outcome.NAN,
+    )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from drivetrain.outcomes import Problem
 from drivetrain.plan.environment import check_environment
-from drivetrain.settings import coerce, nearest, read_type
+from drivetrain.settings import Range, brief, coerce, nearest, read_type
 
 HOST_WAITS = "the host waits there for the device's result"  # why steps are not captured, behind the line it is about
 
@@ -20,15 +20,15 @@ class Plan:
     """What fsdp and deepspeed shard: 1 optimizer state, 2 gradients too, 3 parameters too (fsdp knows 2 and 3)."""
     device: str = "cpu"
     backend: str = "none"
-    world_size: int = 1
-    nodes: int = 1
-    global_batch: int = 1
-    micro_batch: int = 1
-    eval_micro_batch: int = 1
-    accumulation: int = 1
+    world_size: Annotated[int, Range(1, 1_000_000)] = 1
+    nodes: Annotated[int, Range(1, 100_000)] = 1
+    global_batch: Annotated[int, Range(1, 2**31 - 1)] = 1
+    micro_batch: Annotated[int, Range(1, 2**31 - 1)] = 1
+    eval_micro_batch: Annotated[int, Range(1, 2**31 - 1)] = 1
+    accumulation: Annotated[int, Range(1, 2**31 - 1)] = 1
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     deterministic: bool = False
-    threads: int = 1
+    threads: Annotated[int, Range(1, 1024)] = 1
     activation_checkpointing: bool = False
     """Blocks keep only their inputs and run again in the backward pass."""
     offload: Literal["none", "optimizer", "all"] = "none"
@@ -37,11 +37,11 @@ class Plan:
     """Keys of DeepSpeed's configuration that the user gave."""
     capture: Literal["auto", "on", "off"] = "auto"
     compile: Literal["auto", "on", "off"] = "auto"
-    compile_from: int | None = None
+    compile_from: Annotated[int, Range(0, 2**63 - 1)] | None = None
     """The step from which on compiled code ran, where that was decided on the way."""
     data: Literal["auto", "device", "loader"] = "auto"
-    workers: int = 0
-    prefetch: int = 2
+    workers: Annotated[int, Range(0, 256)] = 0
+    prefetch: Annotated[int, Range(1, 64)] = 2
     pin_memory: bool = False
     channels_last: bool = False
     env: dict[str, str] = field(default_factory=dict)
@@ -59,8 +59,9 @@ class Plan:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Plan:
-        known = {f.name for f in fields(Plan)}
-        return Plan(**{k: v for k, v in values.items() if k in known})
+        """Returns the plan that JSON describes; a value that no plan has is a Problem, an unknown key is left out."""
+        kinds = {f.name: str(f.type) for f in fields(Plan)}
+        return Plan(**{key: _checked(key, kinds[key], value) for key, value in values.items() if key in kinds})
 
     @property
     def shards(self) -> bool:
@@ -143,23 +144,47 @@ class Smaller:
         return {"plan": self.changes, "sizes": self.sizes(), "oom": oom, "sentence": text}
 
 
-PINNABLE = {
-    "micro_batch": "Annotated[int, Range(1)]",
-    "eval_micro_batch": "Annotated[int, Range(1)]",
-    "accumulation": "Annotated[int, Range(1)]",
-    "strategy": "Literal['single', 'ddp', 'fsdp', 'deepspeed']",
-    "zero_stage": "Annotated[int, Range(1, 3)]",
-    "activation_checkpointing": "bool",
-    "offload": "Literal['none', 'optimizer', 'all']",
-    "deepspeed_config": "str",
-    "threads": "Annotated[int, Range(1)]",
-    "data": "Literal['auto', 'device', 'loader']",
-    "workers": "Annotated[int, Range(0, 256)]",
-    "prefetch": "Annotated[int, Range(1, 64)]",
-    "capture": "Literal['auto', 'on', 'off']",
-    "compile": "Literal['auto', 'on', 'off']",
-    "channels_last": "bool",
+_FREE = ("micro_batch", "eval_micro_batch", "accumulation", "strategy", "zero_stage", "activation_checkpointing", "offload", "deepspeed_config",
+         "threads", "data", "workers", "prefetch", "capture", "compile", "channels_last")  # fmt: skip
+PINNABLE = {f.name: str(f.type) for f in fields(Plan) if f.name in _FREE} | {
+    "zero_stage": "Annotated[int, Range(1, 3)]",  # 0 is what other strategies have
+    "deepspeed_config": "str",  # a file
 }
+
+
+WORDS = {"device": "Literal['cuda', 'cpu', 'mps']", "backend": "Literal['none', 'nccl', 'gloo']"}  # of a str within Plan
+
+
+def _checked(key: str, kind: str, value: Any) -> Any:
+    """Returns a key's value in its type."""
+    container = {"dict": dict, "list": list}.get(kind.partition("[")[0])
+    try:
+        if container is None:
+            return coerce(read_type(WORDS.get(key, kind)), value)
+        if not isinstance(value, container):
+            raise ValueError("an object" if container is dict else "a list")
+        if key == "reasons" and not all(isinstance(text, str) for text in value.values()):
+            raise ValueError("an object of texts")
+        if key == "rejected" and not all(
+            isinstance(lost, dict) and isinstance(lost.get("choice"), str) and isinstance(lost.get("why"), str) for lost in value
+        ):
+            raise ValueError("a list of objects with a choice and a why")
+        if key == "predicted" and value and not _is_prediction(value):
+            raise ValueError("an object with memory_bytes, usable_bytes, step_seconds, seconds_by_part and samples_per_second")
+    except ValueError as error:
+        raise Problem(f"plan.{key}: {brief(value)} does not fit: it is {error}") from None
+    return value
+
+
+def _is_prediction(values: Mapping[str, Any]) -> bool:
+    parts = [part for key in ("memory_bytes", "seconds_by_part") if isinstance(part := values.get(key), dict)]
+    if len(parts) < 2:
+        return False
+    numbers = [
+        *(n for part in parts for n in part.values()),
+        *(values.get(k) for k in ("usable_bytes", "step_seconds", "samples_per_second")),
+    ]
+    return all(isinstance(n, (int, float)) and not isinstance(n, bool) and 0 <= n < 2**63 for n in numbers)
 
 
 def read_pins(given: Mapping[str, object]) -> dict[str, Any]:
@@ -167,12 +192,12 @@ def read_pins(given: Mapping[str, object]) -> dict[str, Any]:
     pins = {}
     for key, value in given.items():
         if key not in PINNABLE:
-            raise Problem(f"the plan has no choice {key!r} to pin{nearest(key, PINNABLE)} (these can be: {', '.join(PINNABLE)})")
+            raise Problem(f"the plan has no choice {brief(key)} to pin{nearest(key, PINNABLE)} (these can be: {', '.join(PINNABLE)})")
         if key == "deepspeed_config" and isinstance(value, Mapping):
             pins[key] = dict(value)  # the content itself, read from a file already
             continue
         try:
             pins[key] = coerce(read_type(PINNABLE[key]), value)
         except ValueError as error:
-            raise Problem(f"plan.{key}={value} does not fit: it is {error}") from None
+            raise Problem(f"plan.{key}={brief(value)} does not fit: it is {error}") from None
     return pins

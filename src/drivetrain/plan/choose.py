@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +15,7 @@ from drivetrain.plan.fit import Fit, Point
 from drivetrain.plan.predict import Machine
 from drivetrain.plan.profile import Profile
 from drivetrain.plan.search import Search
+from drivetrain.structured import parse_json, read_text
 
 GPU_LOADER_WORKERS = 4
 SHARDS = {"zero_stage": "fsdp or deepspeed", "offload": "fsdp or deepspeed", "deepspeed_config": "deepspeed"}
@@ -184,12 +184,7 @@ def _sharding(strategy: str, pin: dict[str, Any], pinned: Callable[[str, Any, st
 def _read_json(path: str | dict[str, Any] | None) -> dict[str, Any]:
     if path is None or isinstance(path, dict):
         return path or {}
-    try:
-        found = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise Problem(f"plan.deepspeed_config={path}: {error.strerror}") from None
-    except ValueError as error:
-        raise Problem(f"plan.deepspeed_config={path} is no JSON: {error}") from None
+    found = parse_json(read_text(Path(path), "plan.deepspeed_config"), Path(path))
     if not isinstance(found, dict):
         raise Problem(f"plan.deepspeed_config={path}: DeepSpeed's configuration is an object, not a {type(found).__name__}")
     return found

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -138,7 +139,7 @@ class Supervisor:
 
     def use(self, plan: Plan, place: Place) -> None:
         """In the next attempt."""
-        if (self.job.get("looks") or {}).get("armed"):  # nothing can be looked at inside of a graph
+        if (self.job.get("looks") or {}).get("nan_step"):  # nothing can be looked at inside of a graph
             plan = replace(plan, capture="off", compile="off", reasons=plan.reasons | {"capture": "pinned"})
         self.plan, self.place = plan, place
         self.job = self.job | {"plan": plan.to_json()}
@@ -271,8 +272,9 @@ class Supervisor:
         if ended.outcome is Outcome.OOM and self.job["mode"] in RECORDED:
             return self._after_shortage(ended, whole)
         looks = self.job.get("looks") or {}
-        if ended.outcome is Outcome.NAN and looks.get("find_nan") and not (looks.get("armed") or self.stopped) and whole:
-            self.job = self.job | {"looks": looks | {"armed": True}}
+        if ended.outcome is Outcome.NAN and looks.get("find_nan") and not (looks.get("nan_step") or self.stopped) and whole:
+            steps = [event["step"] for event in self.run_dir.events() if event["event"] == "nan"]
+            self.job = self.job | {"looks": looks | {"nan_step": steps[-1] if steps else sys.maxsize}}
             return f"{ended.message.splitlines()[0]} Every module is looked at now; "
         if not ended.lost or self.stopped or not whole or not self.policy.restarts:
             return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -12,11 +11,10 @@ from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
 from drivetrain.plan.imported import accelerate, deepspeed
 from drivetrain.plan.imported.keys import Draft, Key
-from drivetrain.settings import coerce, read_type
+from drivetrain.structured import parse_json, parse_yaml, read_text
 
 KINDS = "a plan (drivetrain plan TASK --json, or a run.json), accelerate's default_config.yaml, or a DeepSpeed JSON"
 NEEDED = ("strategy", "device", "world_size", "global_batch", "micro_batch", "accumulation", "precision")
-TEMPLATES: dict[str, type] = {"dict": dict, "list": list}
 
 
 @dataclass(frozen=True)
@@ -68,31 +66,14 @@ def _known(values: Mapping[Any, Any], keys: list[Key]) -> int:
 
 def _load(path: Path) -> dict[Any, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise Problem(f"--plan {path}: {error.strerror}; it takes {KINDS}") from None
-    except UnicodeDecodeError:
-        raise Problem(f"{path} is no text; --plan takes {KINDS}") from None
-    try:
-        values = json.loads(text)
-    except ValueError as not_json:
-        if path.suffix == ".json":
-            raise Problem(f"{path} is not valid JSON: {not_json}") from None
-        values = _yaml(path, text)
+        text = read_text(path, "--plan")
+    except Problem as problem:
+        raise Problem(f"{problem}; it takes {KINDS}") from None
+    is_json = path.suffix == ".json" or text.lstrip()[:2] in ('{"', "{\n")
+    values = parse_json(text, path) if is_json else parse_yaml(text, path)
     if not isinstance(values, dict):
         raise Problem(f"{path} holds a {type(values).__name__}, not a mapping of keys; --plan takes {KINDS}")
     return values
-
-
-def _yaml(path: Path, text: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        raise Problem(f"{path}{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
 
 
 # --- plans of drivetrain's own -----------------------------------------------------------------
@@ -107,11 +88,14 @@ def _saved(path: Path, values: Mapping[Any, Any]) -> Imported:
     missing = [key for key in NEEDED if key not in told]
     if missing:
         raise Problem(f"{path} is no whole plan, it lacks {', '.join(missing)}: make it anew with drivetrain plan TASK --json")
-    known = {f.name: str(f.type) for f in fields(Plan)}
-    plan = Plan(**{key: _value(path, key, known[key], value) for key, value in told.items() if key in known})
+    known = {f.name for f in fields(Plan)}
+    try:
+        plan = Plan.from_json(told)
+    except Problem as problem:
+        raise Problem(f"{path}: {problem}") from None
     _check(path, plan)
     why = "not of the plan itself" if around else "no key of a plan"
-    unused = [(key, "no key of a plan") for key in told if key not in known and key not in ("format", "task")]
+    unused = [(str(key), "no key of a plan") for key in told if key not in known and key not in ("format", "task")]
     outside = [(str(key), why) for key in values if key not in ("plan", "format", "task")] if around else []
     return Imported(
         "plan",
@@ -132,24 +116,8 @@ def _task(values: Mapping[Any, Any]) -> str:
     return str(task.get("label", "") if isinstance(task, Mapping) else task or "")
 
 
-def _value(path: Path, key: str, kind: str, value: Any) -> Any:
-    container = TEMPLATES.get(kind.partition("[")[0])
-    try:
-        if container is None:
-            return coerce(read_type(kind), value)
-        if not isinstance(value, container):
-            raise ValueError("an object" if container is dict else "a list")
-    except ValueError as error:
-        raise Problem(f"{path}: plan.{key}: {value!r} does not fit: it is {error}") from None
-    return value
-
-
 def _check(path: Path, plan: Plan) -> None:
     """A plan that was edited by hand must still add up."""
-    counts = {k: getattr(plan, k) for k in ("world_size", "nodes", "global_batch", "micro_batch", "eval_micro_batch", "accumulation")}
-    for key, value in counts.items():
-        if value < 1:
-            raise Problem(f"{path}: plan.{key}: {value} does not fit: it is a whole number of 1 or more")
     if plan.world_size % plan.nodes:
         raise Problem(f"{path}: {plan.world_size} processes do not divide by {plan.nodes} machines")
     share = -(-plan.global_batch // plan.world_size)
