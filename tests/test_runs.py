@@ -18,7 +18,7 @@ from drivetrain.outcomes import Problem
 from drivetrain.runs import Follower, Run, cut_rows, files, layout, read_lines
 from drivetrain.tune.study import Proposal
 from drivetrain.tune.trial import Trial
-from tests.command import bad
+from tests.command import bad, good, write_task
 
 PLAN = {"world_size": 1, "nodes": 1, "device": "cpu", "precision": "fp32", "global_batch": 8, "reasons": {}}
 
@@ -215,6 +215,38 @@ def test_names_that_no_file_system_takes_are_said_in_a_line(folder: Path) -> Non
     long = "x" * 300
     assert "File name too long" in bad("train", "digits", "--name", long)
     assert "File name too long" in bad("tune", "digits", "--search", "learning_rate=0.1..0.2", "--name", long)
+
+
+# --- the weights that are kept -----------------------------------------------------------------
+
+
+def test_all_speak_of_the_weights_that_are_kept(folder: Path) -> None:
+    """With `best` those are not the last ones: every figure of a finished run is theirs, and says so."""
+    write_task()
+    text = good("train", "small.py", "--name", "a", "steps=6", "eval_every=1", "best=min:accuracy")
+    evaluated = {row["step"]: row for row in read_lines(Path("runs/a/metrics.jsonl"))}
+    best = min(evaluated, key=lambda step: evaluated[step]["eval/accuracy"])
+    figure = evaluated[best]["eval/accuracy"]
+    assert figure < evaluated[6]["eval/accuracy"], "the last weights must not be the best, or the test proves nothing"
+    card = json.loads(Path("runs/a/model/task.json").read_text())
+    assert (card["step"], card["steps"], card["metrics"]["accuracy"]) == (best, 6, figure)
+    assert f"accuracy {100 * figure:.1f} %   (450 samples; weights of step {best}, the best by accuracy)" in text
+    status = good("status", "a")
+    assert f"eval         accuracy {100 * figure:.1f} %   (step {best}, the weights in model/)" in status
+    told = json.loads(good("status", "a", "--json"))
+    assert told["evaluated"] == {"step": best, "eval/accuracy": figure}
+    assert (told["weights_step"], told["last"]["step"]) == (best, 6)
+    assert f"accuracy {100 * figure:.1f} %" in good("runs")
+    summary = Path("runs/a/summary.txt").read_text()
+    assert f"Test Accuracy:      {100 * figure:.2f} %" in summary
+    assert f"Weights:            of step {best}, the best by accuracy" in summary
+    result = json.loads(good("eval", "a", "--json"))
+    assert (result["step"], result["metrics"]["accuracy"]) == (best, pytest.approx(figure))
+    # A run that goes on after its end is unfinished again: its final weights are yet to come.
+    run = Run(Path("runs/a"))
+    run.update(status="stopped", outcome="preempted")
+    assert json.loads(good("status", "a", "--json"))["evaluated"]["step"] == 6
+    assert json.loads(good("eval", "a", "--json"))["step"] == 6
 
 
 # --- long files --------------------------------------------------------------------------------
