@@ -213,8 +213,8 @@ def test_prune_leaves_what_is_no_checkpoint(ask: Callable[..., str]) -> None:
 
 def test_names_that_no_file_system_takes_are_said_in_a_line(folder: Path) -> None:
     long = "x" * 300
-    assert "File name too long" in bad("train", "digits", "--name", long)
-    assert "File name too long" in bad("tune", "digits", "--search", "learning_rate=0.1..0.2", "--name", long)
+    assert "File name too long" in bad("train", "digits", "--run-dir", long)
+    assert "File name too long" in bad("tune", "digits", "--search", "learning_rate=0.1..0.2", "--run-dir", long)
 
 
 # --- the weights that are kept -----------------------------------------------------------------

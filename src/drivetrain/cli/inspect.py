@@ -207,7 +207,9 @@ def _logs(words: list[str]) -> int:
     parser.add_argument("target", metavar="RUN")
     parser.add_argument("-f", "--follow", action="store_true", help="go on printing until the run ends")
     parser.add_argument("--rank", type=whole_number(0), metavar="K", help="only this process's")
-    parser.add_argument("-n", "--lines", type=whole_number(0), default=LOG_LINES, metavar="N", help=f"so many of each; 0: all (usual: {LOG_LINES:,})")
+    parser.add_argument(
+        "-n", "--lines", type=whole_number(0), default=LOG_LINES, metavar="N", help=f"so many of each; 0: all (usual: {LOG_LINES:,})"
+    )
     args = parser.parse(words)
     found = runs.find(args.target)
     seen: dict[Path, int] = {}
