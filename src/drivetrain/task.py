@@ -98,6 +98,10 @@ class Source:
     def load(self, state: dict[str, Tensor]) -> None:
         """Take back what `state` gave (rows of this rank's groups)."""
 
+    def fault(self) -> str:
+        """Why what was collected is not all numbers, where that is known; asked once a loss is not a number."""
+        return ""
+
 
 @dataclass(frozen=True)
 class Workbench:

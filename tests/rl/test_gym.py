@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
+from torch import Tensor
 
+from drivetrain.outcomes import Problem
+from drivetrain.tasks.rl.gym import Gym
+from drivetrain.tasks.rl.rollout import facts_of
 from tests.command import bad, good
+from tests.rl.test_ppo import Knows, Table
 
 SMALL = ["epochs=3", "envs=4", "horizon=32", "global_batch=64", "eval_episodes=2", "log_every=1"]
 
@@ -41,3 +49,124 @@ def test_numbered_observations(folder: Path) -> None:
     good("export", "one", "-q")
     card = json.loads(Path("runs/one/model/export.json").read_text())
     assert list(card["graphs"]) == ["policy"] and card["graphs"]["policy"]["inputs"][0]["shape"] == [1, 16]
+
+
+class Short(gymnasium.Env[np.ndarray, int]):
+    """Registered with 100 steps, truncated after 10; what is seen counts the episode's steps, and all after the end is 1000."""
+
+    action_space = gymnasium.spaces.Discrete(2)
+    observation_space = gymnasium.spaces.Box(-2000, 2000, (1,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.count = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, Any, bool, bool, dict[str, Any]]:
+        self.count += 1
+        return np.full(1, self.count if self.count <= 10 else 1000, np.float32), 1.0, False, self.count >= 10, {}
+
+
+def registered(name: str, **change: Any) -> str:
+    """The name of a world like `Short`, with other attributes or methods."""
+    gymnasium.register(f"{name}-v0", entry_point=type(name, (Short,), change), max_episode_steps=100)
+    return f"{name}-v0"
+
+
+def collected(world: str, horizon: int = 25) -> dict[str, Tensor]:
+    task = Gym(world=world, envs=2, horizon=horizon, global_batch=2 * horizon, eval_episodes=2, scale_rewards=False)
+    batch = task.train_data().collect(Knows(), Table(2), lambda t: t)[:]
+    return facts_of(batch) | {"seen": batch["seen"]}
+
+
+def test_a_truncated_episode_ends_and_what_would_have_come_counts() -> None:
+    got = collected(registered("Cut"))
+    assert got["seen"].view(2, 25)[0].tolist() == [*range(10), *range(10), *range(5)], "no step after the end is learned from"
+    assert got["length"].tolist() == [10.0] * 50
+    targets = got["target"].view(2, 25)[0]
+    assert targets[9] == targets[19] == 1 + 0.99 * 100, "the observation at the cut (10) is worth 100: it is no end"
+
+
+def test_a_terminated_episode_is_worth_nothing_more() -> None:
+    def step(self: Short, action: int) -> Any:
+        seen, reward, _, cut, info = Short.step(self, action)
+        return seen, reward, cut, False, info
+
+    assert collected(registered("Dead", step=step))["target"].view(2, 25)[0][9] == 1.0
+
+
+def image(*shape: int, high: int = 255, kind: Any = np.uint8) -> dict[str, Any]:
+    """A world that shows one picture, whose value at [1, 0, 0] alone is not 0."""
+    picture = np.zeros(shape, kind)
+    picture[1, 0, 0] = high
+    return {
+        "observation_space": gymnasium.spaces.Box(0, high, shape, kind),
+        "reset": lambda self, seed=None, options=None: (picture, {}),
+        "step": lambda self, action: (picture, 0.0, False, False, {}),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected", "words"),
+    [
+        ("Rows", (6, 5, 3), (3, 6, 5), "read as height x width x channels\n"),
+        ("Grey", (6, 5, 1), (1, 6, 5), "read as height x width x channels\n"),
+        ("Planes", (4, 6, 5), (4, 6, 5), ""),
+        ("Either", (3, 5, 3), (3, 3, 5), "if they are channels x height x width, let the world"),
+        ("Neither", (6, 5, 2), (6, 5, 2), "read as channels x height x width (neither end"),
+    ],
+)
+def test_images_are_turned_to_channels_first_and_scaled(
+    name: str, shape: tuple[int, ...], expected: tuple[int, ...], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    world = registered(name, **image(*shape))
+    seen = collected(world, horizon=2)["seen"]
+    assert tuple(seen.shape[1:]) == expected
+    bright = seen[0].nonzero().tolist()
+    assert bright == [[0, 1, 0]] if expected != shape else bright == [[1, 0, 0]]
+    assert float(seen.max()) == 1.0
+    said = capfd.readouterr().err
+    assert words in said and (bool(words) or "read as" not in said)
+    assert f"{world}: observations are divided by 255, so that they are 0..1" in said
+
+
+def changed(method: str, **change: Any) -> dict[str, Any]:
+    """`Short`, whose `step` or `reset` gives other values: observation or reward, from the third step on."""
+
+    def step(self: Short, action: int) -> Any:
+        seen, reward, ended, cut, info = Short.step(self, action)
+        return (
+            (change.get("seen", seen), change.get("reward", reward), ended, cut, info)
+            if self.count >= 3
+            else (seen, reward, ended, cut, info)
+        )
+
+    return {method: step}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("NanSeen", changed("step", seen=np.full(1, np.nan, np.float32)), "NanSeen-v0 step() at step 3 gave an observation of nan"),
+        ("InfReward", changed("step", reward=float("inf")), "InfReward-v0 step() at step 3 gave a reward of inf: rewards must be finite"),
+        ("NoReward", changed("step", reward="one"), "NoReward-v0 step() at step 3 gave a reward of str: it must be a number"),
+        ("Wide", changed("step", seen=np.zeros(2, np.float32)), "Wide-v0 step() at step 3 gave an observation of shape [2]: its space says [1]"),
+        ("Four", {"step": lambda self, action: (np.zeros(1, np.float32), 0.0, False, {})}, "Four-v0 step() at step 1"),
+        ("Bare", {"reset": lambda self, seed=None, options=None: np.zeros(1, np.float32)}, "Bare-v0 reset("),
+        ("Empty", {"observation_space": gymnasium.spaces.Box(0, 1, (), np.float32)}, "Empty-v0 is seen as Box(0.0, 1.0, (), float32)"),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore")
+def test_faults_of_a_world_name_it_and_the_step(name: str, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(Problem) as refused:
+        collected(registered(name, **change))
+    assert words in str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_world_that_fails_in_its_own_lines_keeps_its_traceback() -> None:
+    def step(self: Short, action: int) -> Any:
+        raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost"):
+        collected(registered("Failing", step=step))

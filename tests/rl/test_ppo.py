@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.outcomes import Problem
+from drivetrain.outcomes import Outcome, Problem
 from drivetrain.tasks.rl.chance import chance
+from drivetrain.tasks.rl.checks import fault_text, first_fault
 from drivetrain.tasks.rl.envs import Env, State
 from drivetrain.tasks.rl.envs.cartpole import CartPole as CartPoleEnv
 from drivetrain.tasks.rl.envs.snake import Snake
@@ -180,7 +182,7 @@ def test_a_world_of_ones_own_is_learned(folder: Path) -> None:
     [
         (("there.float() - 0.05, there", "there.float()[:, None], there"), "Corridor.step() gave a reward of shape [32, 1], not [32]"),
         (("there.float() - 0.05, there", "there.float(), there.float()"), "must be true or false"),
-        (("one_hot(state[\"place\"], 7)", "one_hot(state[\"place\"], 9)"), "Corridor.observe() gave [32, 9], not [32, 7]"),
+        (("one_hot(state[\"place\"], 7)", "one_hot(state[\"place\"], 9)"), "Corridor.observe() gave [32, 9] after reset(), not [32, 7]"),
         (("there.float() - 0.05, there", "0.5, there"), "Corridor.step() gave a reward as a float"),
         ((", there.float() - 0.05, there", ", there"), "Corridor.step() gave 2 values: it must return (state, reward, ended)"),
         (("{\"place\": place.clamp(max=6)}", "{\"place\": place.clamp(max=6), \"new\": place}"), "a state 'new' that reset() does not make"),
@@ -189,9 +191,74 @@ def test_a_world_of_ones_own_is_learned(folder: Path) -> None:
         (("{\"place\": place.clamp(max=6)}", "{\"place\": place.float()}"), "for state 'place', which reset() makes torch.int64"),
     ],
 )  # fmt: skip
-def test_wrong_shapes_are_named(change: tuple[str, str], words: str, folder: Path) -> None:
-    Path("walk.py").write_text(OWN.replace(*change))
-    assert words in bad("train", "walk.py:Walk")
+def test_wrong_shapes_are_named(change: tuple[str, str], words: str) -> None:
+    assert words in refusal(OWN.replace(*change))
+
+
+def refusal(source: str) -> str:
+    """What a training in this world is refused with, at its first collection or before."""
+    names: dict[str, Any] = {}
+    exec(source, names)
+    task = names["Walk"]()
+    with pytest.raises(Problem) as refused, torch.no_grad():
+        task.train_data().collect(task.model(), Table(task.envs), lambda t: t)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("    def reset(", "    def begin("), "Corridor has no reset(): a world needs reset, step and observe"),
+        (("    def step(", "    def move("), "Corridor has no step()"),
+        ((" 2, (7,), 1, 20", " 0, (7,), 1, 20"), "Corridor.actions is 0: it must be a whole number, at least 1"),
+        ((" 2, (7,), 1, 20", " 2, (), 1, 20"), "Corridor.shape is (): it must be the sizes of one agent's observation"),
+        ((" 2, (7,), 1, 20", " 2, (7,), -1, 20"), "Corridor.chances is -1: it must be a whole number, at least 0"),
+        ((" 2, (7,), 1, 20", " 2, (7,), 1, -20"), "Corridor.limit is -20: it must be a whole number, at least 1, or None"),
+        ((" 2, (7,), 1, 20", " 2, (7,), 1, 0"), "Corridor.limit is 0"),
+        (("return Corridor()", "return object()"), "Walk.env() gave a object, which is no Env"),
+        (("return Corridor()", "import gymnasium; return gymnasium.make('CartPole-v1')"), "drivetrain train gym world=NAME"),
+        (("7).float()", "7).double()"), "Corridor.observe() gave torch.float64 after reset(): it must be a tensor of float32 (add .float())"),
+        (("there.float() - 0.05, there", "there.float() / (place < 0), there"), "Corridor.step() gave a reward of nan in environment 0 at step 1"),
+        (("7).float()", "7) / (1.0 - (state[\"place\"] == 5).float())[:, None]"), "Corridor.observe() gave nan in environment"),
+        (("there.float() - 0.05, there", "there.float()[:5], there"), "Corridor.step() gave a reward of shape [5], not [32]"),
+        (("return {\"place\": (rand[:, 0] * 6).long()}", "return (rand[:, 0] * 6).long()"), "Corridor.reset() must give a dict of tensors"),
+    ],
+)  # fmt: skip
+def test_faults_of_a_world_name_it_and_the_method(change: tuple[str, str], words: str) -> None:
+    assert change[0] in OWN
+    assert words in refusal(OWN.replace(*change))
+
+
+def test_a_reward_that_is_no_number_later_names_the_world_and_the_step(folder: Path) -> None:
+    """Only at the right end, which no environment reaches in the first steps; not the learning rate is to blame."""
+    lazy = OWN.replace("* 6)", "* 0)").replace("there.float() - 0.05", "torch.where(there, float('nan'), 0.0)")
+    Path("walk.py").write_text(lazy)
+    said = bad("train", "walk.py:Walk", "horizon=64", code=Outcome.NAN.code)
+    assert "Corridor.step() gave a reward that is not finite (nan or inf): environment" in said and "of collection 1" in said
+    assert "learning_rate" not in said
+
+
+def test_rewards_of_doubles_are_learned_from() -> None:
+    names: dict[str, Any] = {}
+    exec(OWN.replace("there.float() - 0.05", "there.double() - 0.05"), names)
+    task = names["Walk"]()
+    source = task.train_data()
+    batch = source.collect(task.model(), Table(task.envs), lambda t: t)[:]
+    assert batch["facts"].dtype == source.state()["return"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_the_first_fault_of_a_run_is_remembered(kind: int) -> None:
+    steps, none = 4, torch.zeros(3, dtype=torch.int64)
+    seen, reward = torch.zeros(3, steps, 1, 2), torch.zeros(3, steps, 1)
+    noted = first_fault(none, none + 1, reward, seen)
+    assert fault_text(Clock(), noted, steps) == ""
+    (seen, reward)[kind][2, 1] = float("nan")
+    noted = first_fault(noted, none + 2, reward, seen)
+    later = first_fault(noted, none + 3, torch.full_like(reward, torch.inf), seen)
+    assert torch.equal(later[2:], noted[2:]), "the first counts"
+    assert fault_text(Clock(), later, steps).endswith("environment 2, step 2 of collection 2")
+    assert ("reward" in fault_text(Clock(), later, steps)) == bool(kind)
 
 
 def test_a_batch_that_does_not_divide_a_collection_is_refused_with_one_that_does() -> None:

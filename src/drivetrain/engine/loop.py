@@ -309,6 +309,8 @@ class Training:
         where = f"the last good checkpoint is step {good[-1]:,}" if good else "no checkpoint was written before"
         if self.group.main:
             self.run.event("nan", step=step + 1)
+        if self.source is not None and (fault := self.source.fault()):
+            return Problem(f"{fault}.\nSo the loss is not a number from step {step + 1:,} on; {where}", Outcome.NAN)
         return Problem(
             f"the loss or its gradient is not a number at step {step + 1:,} (epoch {step // self.feed.steps_per_epoch + 1});"
             f" {where}.\nTry a lower learning_rate, clip=1, a warmup, or precision=fp32;"

@@ -35,7 +35,8 @@ class Finder:
             if model.training and training.done >= until:
                 raise nothing_found(until)
             if model.training and _bad(batch):
-                raise self._found("the batch itself, as the task's loss() gets it: look at the data, and at augment()")
+                fault = training.source.fault() if training.source is not None else ""
+                raise self._found(f"the batch itself, as the task's loss() gets it: {fault or 'look at the data, and at augment()'}")
             value = plain(model, batch)
             if model.training and _bad(value):
                 raise self._found("the loss: every module's outputs are numbers, so it is loss() itself (a logarithm or a division?)")

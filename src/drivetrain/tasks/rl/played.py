@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.tasks.rl.chance import chance
-from drivetrain.tasks.rl.envs import Env, State
+from drivetrain.tasks.rl.envs import Env, State, merged
 from drivetrain.tasks.rl.nets import Agent
-from drivetrain.tasks.rl.rollout import choose, merged, with_memory
+from drivetrain.tasks.rl.rollout import choose, with_memory
 
 STEPS = "steps"  # taken in this episode, beside the world's own state
 NEXT = "next_"

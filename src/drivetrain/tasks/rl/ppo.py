@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from drivetrain.outcomes import Problem
 from drivetrain.settings import Duration, Range
 from drivetrain.task import Learner, Task, Tensors, Workbench
+from drivetrain.tasks.rl.checks import checked
 from drivetrain.tasks.rl.envs import Env
 from drivetrain.tasks.rl.nets import Agent, ConvAgent, Independent, LstmAgent, MlpAgent, Rivals
 from drivetrain.tasks.rl.played import graphs
@@ -91,10 +92,11 @@ class Ppo(Task):
         """The world to learn in."""
         raise Problem(f"{type(self).__name__} has no env(): return the Env to learn in")
 
+    def _checked_env(self) -> Env:
+        return checked(self.env(), type(self).__name__)
+
     def model(self) -> Agent:
-        env = self.env()
-        if not isinstance(env.shape, tuple):
-            raise Problem(f"{type(env).__name__}.shape is {env.shape!r}: write it as a tuple, such as (4,)")
+        env = self._checked_env()
         agent = self.agent(env)
         if self.policies == "independent" and env.agents > 1:
             if agent.memory:
@@ -116,7 +118,7 @@ class Ppo(Task):
         return ConvAgent(env.shape, env.actions)
 
     def train_data(self) -> Rollout:
-        env = self.env()
+        env = self._checked_env()
         chunk = self.chunk if self.net == "lstm" else 1
         if self.horizon % chunk:
             raise Problem(f"horizon={self.horizon} is no multiple of chunk={chunk}: an LSTM learns from whole chunks")

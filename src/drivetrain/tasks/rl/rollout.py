@@ -11,7 +11,8 @@ from torch import Tensor
 from drivetrain.outcomes import Problem
 from drivetrain.task import Rand, Source, Tensors
 from drivetrain.tasks.rl.chance import chance
-from drivetrain.tasks.rl.envs import Env, State
+from drivetrain.tasks.rl.checks import check_first_steps, check_reset, fault_text, first_fault
+from drivetrain.tasks.rl.envs import Env, State, merged
 from drivetrain.tasks.rl.nets import Agent, Rivals
 
 FIGURES = ("return", "length", "explained_variance")  # of the last collection that finished an episode
@@ -45,11 +46,6 @@ def log_probability(logits: Tensor, action: Tensor) -> Tensor:
 def with_memory(seen: Tensor, memory: Tensor) -> Tensor:
     """Rows as agents with a memory expect them."""
     return torch.cat((seen.flatten(1), memory), 1) if memory.shape[1] else seen
-
-
-def merged(over: Tensor, new: State, old: State) -> State:
-    """New episodes where one is over."""
-    return {k: torch.where(over.view(-1, *(1,) * (old[k].dim() - 1)), new[k], old[k]) for k in old}
 
 
 def _any(flags: Tensor) -> bool:
@@ -113,6 +109,11 @@ class Rollout(Source):
         """On a GPU: what the episode of each environment that was cut off in this collection would have gone on from."""
 
     @property
+    def cut_once(self) -> bool:
+        """Whether an environment's episodes are cut off at most once in a collection."""
+        return self.env.limit is None or self.horizon <= self.env.limit
+
+    @property
     def speeds(self) -> dict[str, float]:
         """Steps of environments, in each of which all agents move."""
         return {"env_steps": self.chunk / (self.passes * self.env.agents)}
@@ -124,6 +125,8 @@ class Rollout(Source):
         return self._state
 
     def load(self, state: dict[str, Tensor]) -> None:
+        if state:  # checkpoints of earlier versions have no faults noted
+            state.setdefault("fault", torch.zeros_like(state["collections"]))
         self._state = state
 
     def collect(self, model: Any, rand: Rand, total: Callable[[Tensor], Tensor]) -> Tensors:
@@ -138,6 +141,7 @@ class Rollout(Source):
         self._cut = None
         steps = [self._step(model, draws[:, t]) for t in range(self.horizon)]
         record = {name: torch.stack([step[name] for step in steps], 1) for name in steps[0]}
+        self._note_fault(record)
         said, after, logp = self._judge(model, record)
         values, after = self._worth(said), self._worth(after)
         reward = record["reward"] / self._scale(record, total) if self.scaled else record["reward"]
@@ -159,6 +163,13 @@ class Rollout(Source):
         facts = torch.stack([known[name].to(values.dtype).expand_as(values) for name in FACTS], -1)
         return Tensors(seen=self._samples(record["seen"]), facts=self._samples(facts))
 
+    def _note_fault(self, record: dict[str, Tensor]) -> None:
+        """Remembers, without waiting for the device, where the world first gave what is not a number."""
+        kept, seen = self._state, record["seen"]
+        if self.memory:  # behind what was seen stands what the model remembers, which is its own
+            seen = seen[..., : seen.shape[-1] - self.memory]
+        kept["fault"] = first_fault(kept["fault"], kept["collections"], record["reward"], seen)
+
     def _samples(self, column: Tensor) -> Tensor:
         """From [environments, steps, agents, ...] to samples: single steps, or chunks of them."""
         if not self.memory:
@@ -169,16 +180,15 @@ class Rollout(Source):
     def begin(self, rand: Tensor) -> State:
         """The state before the first collection; rows of `rand` are environments."""
         agents = self.env.agents
-        made, name = self.env.reset(rand), type(self.env).__name__
-        if not isinstance(made, dict) or not all(isinstance(v, Tensor) and v.dim() and len(v) == len(rand) for v in made.values()):
-            raise Problem(f"{name}.reset() must give a dict of tensors, each with {len(rand)} rows, one an environment")
+        made = self.env.reset(rand)
+        check_reset(self.env, made, len(rand))
         world = {f"env.{k}": v for k, v in made.items()}
         nothing = rand.new_zeros(len(rand), agents)
         targets = {"targets": nothing.new_zeros(len(rand), 3)} if self.scaled_values else {}
         return world | targets | {
             "steps": nothing[:, 0].long(), "return": nothing, "ended": nothing > 0, "recent": nothing.new_zeros(len(rand), 2),
             "discounted": nothing, "spread": nothing.new_zeros(len(rand), 3), "collections": nothing[:, 0].long(),
-            "memory": nothing.new_zeros(len(rand), agents, self.memory),
+            "memory": nothing.new_zeros(len(rand), agents, self.memory), "fault": nothing[:, 0].long(),
         }  # fmt: skip
 
     def _step(self, model: Agent, draws: Tensor) -> dict[str, Tensor]:
@@ -196,9 +206,9 @@ class Rollout(Source):
         action = choose(logits, draws[:, :agents])
         chances, anew = draws[:, agents:].split(env.chances, 1) if env.chances else (draws[:, :0], draws[:, :0])
         world, reward, ended = env.step(world, action if agents > 1 else action[:, 0], chances)
-        reward, ended, alive = reward.view(-1, agents), ended.view(-1, agents), ~kept["ended"]
+        reward, ended, alive = reward.float().view(-1, agents), ended.view(-1, agents), ~kept["ended"]
         count, sums, discounted = kept["steps"] + 1, kept["return"] + reward * alive, kept["discounted"] * self.gamma + reward * alive
-        over = ended.all(1) if env.limit is None else ended.all(1) | (count >= env.limit)
+        over = self._over(ended, count, world)
         finished = over[:, None].expand_as(ended).float()
         cut = over[:, None] & ~ended
         memory = model.remember(seen).view_as(kept["memory"]) if self.memory else kept["memory"]
@@ -215,6 +225,10 @@ class Rollout(Source):
     def _kept(self, seen: Tensor) -> Tensor:
         """A collection holds what was seen at every step: zeros and ones in a byte each."""
         return seen.to(torch.uint8) if self.env.bits and not self.memory else seen
+
+    def _over(self, ended: Tensor, count: Tensor, world: State) -> Tensor:
+        """Which episodes are over after this step: all agents have ended, or it is cut off."""
+        return ended.all(1) if self.env.limit is None else ended.all(1) | (count >= self.env.limit)
 
     def _anew(self, over: Tensor, world: State, rand: Tensor) -> State:
         """New episodes where one is over."""
@@ -264,9 +278,9 @@ class Rollout(Source):
         if cut.device.type == "cpu":
             return {"worth": full(model.value(seen)).view(cut.shape)}
         seen = seen.unflatten(0, cut.shape)
-        if self.horizon > self.env.limit:
+        if not self.cut_once:
             return {"beyond": seen}
-        kept = torch.zeros_like(seen) if self._cut is None else self._cut  # an environment is cut off once at most
+        kept = torch.zeros_like(seen) if self._cut is None else self._cut
         self._cut = torch.where(cut.view(*cut.shape, *(1,) * (seen.dim() - 2)), seen, kept)
         return {}
 
@@ -287,36 +301,11 @@ class Rollout(Source):
         return values, after, log_probability(record["logits"], record["action"])
 
     def check(self, state: State) -> None:
-        """The shapes that an environment gives, before they become a riddle elsewhere."""
-        env, world, rows = self.env, self._world(state), len(state["steps"])
-        seen, name = env.observe(world), type(env).__name__
-        expected = [rows, *env.shape] if env.agents == 1 else [rows, env.agents, *env.shape]
-        if not isinstance(seen, Tensor) or not (seen.is_floating_point() or env.bits):
-            kind = str(seen.dtype) if isinstance(seen, Tensor) else f"a {type(seen).__name__}"
-            raise Problem(f"{name}.observe() gave {kind}: it must be a tensor of floats (zeros and ones in bytes: bits = True)")
-        if list(seen.shape) != expected:
-            raise Problem(f"{name}.observe() gave {list(seen.shape)}, not {expected}: rows{', agents' * (env.agents > 1)}, then `shape`")
-        players = [rows] if env.agents == 1 else [rows, env.agents]
-        action = torch.zeros(players, dtype=torch.int64, device=seen.device)
-        given = env.step(world, action, torch.zeros(rows, env.chances, device=seen.device))
-        if not isinstance(given, tuple) or len(given) != 3 or not isinstance(given[0], dict):
-            parts = f"{len(given)} values" if isinstance(given, tuple) else f"a {type(given).__name__}"
-            raise Problem(f"{name}.step() gave {parts}: it must return (state, reward, ended), the state as reset() makes it")
-        after, reward, ended = given
-        for what, value in (("a reward", reward), ("ends", ended)):
-            if not isinstance(value, Tensor):
-                raise Problem(f"{name}.step() gave {what} as a {type(value).__name__}, not as a tensor of shape {players}")
-            if list(value.shape) != players:
-                raise Problem(f"{name}.step() gave {what} of shape {list(value.shape)}, not {players}")
-        if ended.dtype != torch.bool:
-            raise Problem(f"{name}.step() gave ends as {ended.dtype}: they must be true or false (torch.bool)")
-        if more := [key for key in after if key not in world]:
-            raise Problem(f"{name}.step() gave a state {more[0]!r} that reset() does not make: both must have the same names")
-        for key, value in world.items():
-            new = after.get(key)
-            if new is None or new.shape != value.shape or new.dtype != value.dtype:
-                now = "nothing" if new is None else f"{new.dtype} of shape {list(new.shape)}"
-                raise Problem(f"{name}.step() gave {now} for state {key!r}, which reset() makes {value.dtype} of shape {list(value.shape)}")
+        """Refuses a world that gives what cannot be learned from."""
+        check_first_steps(self.env, self._world(state))
+
+    def fault(self) -> str:
+        return fault_text(self.env, self._state["fault"], self.horizon) if "fault" in self._state else ""
 
 
 def duel(env: Env, model: Rivals, episodes: Tensor, greedy: bool) -> Tensor:

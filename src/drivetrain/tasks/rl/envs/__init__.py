@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 State = dict[str, Tensor]
+
+
+def merged(over: Tensor, new: State, old: State) -> State:
+    """New episodes where one is over."""
+    return {k: torch.where(over.view(-1, *(1,) * (old[k].dim() - 1)), new[k], old[k]) for k in old}
 
 
 class Env:

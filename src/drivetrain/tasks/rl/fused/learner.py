@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from drivetrain.task import Workbench
-from drivetrain.tasks.rl.envs import Env
+from drivetrain.tasks.rl.checks import first_fault
+from drivetrain.tasks.rl.envs import Env, merged
 from drivetrain.tasks.rl.envs.bandit import Bandit
 from drivetrain.tasks.rl.envs.cartpole import CartPole
 from drivetrain.tasks.rl.fused.device import Program, Unavailable
 from drivetrain.tasks.rl.nets import Agent, MlpAgent, Rivals
 from drivetrain.tasks.rl.ppo import Ppo
-from drivetrain.tasks.rl.rollout import Rollout, full, merged
+from drivetrain.tasks.rl.rollout import Rollout, full
 
 WORLDS: dict[type[Env], tuple[str, str]] = {Bandit: ("bandit.cu", "env.side"), CartPole: ("cartpole.cu", "env.motion")}
 """Rules, and the state that they keep."""
@@ -274,6 +275,9 @@ class Learner:
         )  # fmt: skip
         launch("after_judging", (1,), 256, self.parts, self.stats, self.judge_blocks)
         launch("finish", (-(-self.envs // 256),), 256, self.stats, state["spread"], state["recent"], state["collections"], self.envs)
+        if not self._state_name:  # a world of the user's may give what is not a number
+            reward, seen = (t.view(self.envs, self.horizon, -1) for t in (self.reward, self.seen))
+            state["fault"].copy_(first_fault(state["fault"], state["collections"], reward, seen))
 
 
 def make(task: Any, source: Any, model: Agent, bench: Workbench, notice: Callable[[str], None]) -> Learner | None:
