@@ -42,6 +42,7 @@ usage: drivetrain VERB ...        (drivetrain VERB --help tells more)
 
 
 def main(argv: list[str] | None = None) -> None:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before anything imports torch: threads wait without taking the cores
     code = run_command(list(sys.argv[1:] if argv is None else argv))
     if "torch" in sys.modules:  # a launcher's worker: tearing down its process group may abort or hang
         sys.stdout.flush()

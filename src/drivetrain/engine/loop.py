@@ -8,6 +8,7 @@ writes what an uninterrupted one would have.
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -36,6 +37,7 @@ from drivetrain.engine.setup import build_model, prepare
 from drivetrain.engine.shortage import Short, new_start, shrink, shrink_evaluation, undoable
 from drivetrain.engine.step import Step
 from drivetrain.engine.strategies import spread
+from drivetrain.engine.threads import Threads
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.recipe import check_agreement
@@ -58,6 +60,7 @@ class Training:
     def __init__(self, task: Task, plan: Plan, run: Run, group: Group, observer: Observer, stop: SupportsBool) -> None:
         self.task, self.plan, self.run, self.group, self.observer, self.stop = task, plan, run, group, observer, stop
         prepare(plan, group)
+        self.threads = Threads(plan, group)
         self.precision = Precision(plan.precision, group.device)
         self.model: nn.Module = build_model(task, plan, run, group, observer)
         data, test = task.train_data(), task.eval_data()
@@ -167,7 +170,10 @@ class Training:
             if at_once:
                 self._take_epoch()
             else:
-                self._take(self.done, with_norm=logging)
+                with self.threads.counted() if self.done == 0 else nullcontext():
+                    self._take(self.done, with_norm=logging)
+                if self.done == 0 and self.threads.reason and self.group.main:
+                    self.observer.planned({"reasons": {"threads": self.threads.reason}, "sentence": ""})
             self.done = coming
             ledger = self.step.ledger
             assert ledger is not None

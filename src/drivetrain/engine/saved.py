@@ -34,6 +34,7 @@ def gather(training: Training) -> tuple[dict[str, Any], dict[str, Any]]:
         "time": training.elapsed(),
         "metrics": training.metrics,
         "compiled_from": training.pace.compiled_from,
+        "threads": training.threads.useful,
         "figures": step.figures.to_json() if step.figures else None,
         "best": training.best.to_json(),
         "epoch_sums": rows.epoch_sums,
@@ -77,6 +78,7 @@ def restore(training: Training) -> None:
     training.done, training.before, training.metrics = step, extra["time"], extra["metrics"]
     training.best.load(extra["best"])
     training.compiled_from = training.plan.compiled_from(step, extra.get("compiled_from"))
+    training.threads.use(extra.get("threads"))
     training.rows.load(step, extra["epoch_sums"], extra["train"], extra.get("held"))
     training.figures = extra.get("figures")
     if group.main:

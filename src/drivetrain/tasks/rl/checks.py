@@ -80,7 +80,7 @@ def _check_observation(env: Env, world: State, where: str) -> None:
         raise Problem(
             f"{name}.observe() gave {list(seen.shape)} {where}, not {expected}: rows{', agents' * (env.agents > 1)}, then `shape`"
         )
-    if not bool(seen.isfinite().all()):
+    if not _is_finite(seen):
         raise Problem(f"{name}.observe() gave {_odd(seen)} {where}: observations must be finite numbers")
 
 
@@ -97,7 +97,7 @@ def _check_step(env: Env, world: State, given: Any, players: list[int], where: s
             raise Problem(f"{name}.step() gave {what} of shape {list(value.shape)}, not {players}")
     if ended.dtype != torch.bool:
         raise Problem(f"{name}.step() gave ends as {ended.dtype}: they must be true or false (torch.bool)")
-    if reward.is_complex() or not bool(reward.isfinite().all()):
+    if reward.is_complex() or not _is_finite(reward):
         raise Problem(f"{name}.step() gave a reward of {_odd(reward)} {where}: rewards must be finite numbers")
     if more := [key for key in after if key not in world]:
         raise Problem(f"{name}.step() gave a state {more[0]!r} that reset() does not make: both must have the same names")
@@ -113,6 +113,10 @@ def _check_step(env: Env, world: State, given: Any, players: list[int], where: s
             )
             raise Problem(f"{name}.step() gave {now} for state {key!r}, which reset() makes {value.dtype} of shape {list(value.shape)}")
     return after, ended
+
+
+def _is_finite(values: Tensor) -> bool:
+    return values.is_meta or bool(values.isfinite().all())  # a tensor without values has none that is odd
 
 
 def _odd(values: Tensor) -> str:

@@ -1,0 +1,70 @@
+"""How many threads a CPU's steps are worth: a function of the sizes of their products alone, so that runs repeat to the last bit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from drivetrain.engine.group import Group
+from drivetrain.plan import Plan
+
+FLOPS_PER_THREAD = 8e6  # of a matrix product or a convolution: with less to do, threads wait for each other longer than they work
+
+
+class Products(TorchDispatchMode):
+    """Notes the floating-point operations of every matrix product and convolution inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops: list[float] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = function(*args, **(kwargs or {}))
+        formula = flop_registry.get(function._overloadpacket)
+        if formula is not None:
+            with contextlib.suppress(Exception):  # an odd form of it, of which nothing is known
+                self.flops.append(float(formula(*args, **(kwargs or {}), out_val=given)))
+        return given
+
+    def typical(self) -> float:
+        """The size of the product in which the average operation is done: large ones take the time. 0 where there are none."""
+        total = sum(self.flops)
+        return sum(f * f for f in self.flops) / total if total else 0.0
+
+
+class Threads:
+    """The threads of this process: all that the plan gives it for the first step, then as many as its products can use."""
+
+    def __init__(self, plan: Plan, group: Group) -> None:
+        self.plan, self.group = plan, group
+        self.useful: int | None = None
+        """Threads that the products of a step keep busy; None while that is not known."""
+        self.reason = ""
+        self._chooses = plan.threads > 1 and group.device.type == "cpu" and not plan.shards and plan.reasons.get("threads") != "pinned"
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Around the first step of a run; one that is compiled already is not looked into."""
+        if not self._chooses or (self.plan.compile == "on" and self.plan.reasons.get("compile") == "pinned"):
+            yield
+            return
+        with Products() as products:
+            yield
+        typical = self.group.share(products.typical())  # ranks may have micro-batches of other sizes
+        if typical:
+            self.use(max(1, int(typical / FLOPS_PER_THREAD)))
+            self.reason = (
+                f"{torch.get_num_threads()} of {self.plan.threads} used after the first step: its matrix products have"
+                f" {typical / 1e6:,.1f} million operations, and less than {FLOPS_PER_THREAD / 1e6:.0f} million are no work for a thread"
+            )
+
+    def use(self, useful: int | None) -> None:
+        """Take so many, as the first step showed or a checkpoint tells."""
+        if self._chooses and useful is not None:
+            self.useful = useful
+            torch.set_num_threads(min(self.plan.threads, useful))
