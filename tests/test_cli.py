@@ -311,7 +311,8 @@ def test_loader_workers_leave_with_the_run(folder: Path) -> None:
 
 @pytest.mark.system  # a minute; a verify-resume that says yes is in tests/rl
 def test_verify_resume_tells_the_truth(folder: Path) -> None:
-    write_task()
+    # A task whose own types allow no None: the proof's settings must not be refused by them.
+    write_task(change=("hidden: int = 32", "best: str = 'accuracy'\n    patience: int = 2\n    hidden: int = 32"))
     assert "bit-equal" in good("verify-resume", "small.py", "--steps", "6")
     write_task(
         "clock.py", ("x, y = batch\n        return x +", "import time\n        x, y = batch\n        return x + (time.time() % 1) +")

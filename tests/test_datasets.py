@@ -87,6 +87,11 @@ class _Server(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         wanted = self.headers.get("Range")
         self.requests.append(wanted)
+        if self.path == "/moved":
+            self.send_response(302)
+            self.send_header("Location", "ftp://127.0.0.1/file.gz")
+            self.end_headers()
+            return
         start = int(wanted.split("=")[1].rstrip("-")) if wanted else 0
         body = self.content[start:]
         self.send_response(206 if wanted else 200)
@@ -103,7 +108,9 @@ class _Server(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server() -> Iterator[tuple[str, type[_Server]]]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[_Server]]]:
+    monkeypatch.setattr(datasets, "SCHEMES", ("http",))  # a server here has no certificate
+
     class Mine(_Server):
         content = np.random.default_rng(0).bytes(700_000)
         requests: list[str | None] = []
@@ -117,12 +124,12 @@ def server() -> Iterator[tuple[str, type[_Server]]]:
 def test_a_broken_download_is_resumed(server: tuple[str, type[_Server]], tmp_path: Path) -> None:
     address, handler = server
     handler.break_after = 300_000
-    md5 = hashlib.md5(handler.content).hexdigest()
+    sha256 = hashlib.sha256(handler.content).hexdigest()
     target = tmp_path / "sub" / "file.gz"
     with pytest.raises(Problem):
-        datasets.fetch(address, target, md5, "bring it")
+        datasets.fetch(address, target, sha256, "bring it")
     assert not target.exists()
-    datasets.fetch(address, target, md5, "bring it")
+    datasets.fetch(address, target, sha256, "bring it")
     assert target.read_bytes() == handler.content
     assert handler.requests[1] is not None
     assert handler.requests[1].startswith("bytes=")
@@ -131,19 +138,54 @@ def test_a_broken_download_is_resumed(server: tuple[str, type[_Server]], tmp_pat
 def test_another_file_than_the_known_one_is_not_kept(server: tuple[str, type[_Server]], tmp_path: Path) -> None:
     address, _ = server
     with pytest.raises(Problem, match="nothing was kept"):
-        datasets.fetch(address, tmp_path / "file.gz", "0" * 32, "bring it")
+        datasets.fetch(address, tmp_path / "file.gz", "0" * 64, "bring it")
     assert not (tmp_path / "file.gz").exists()
 
 
-def _fetch(address: str, target: Path, md5: str) -> None:
-    datasets.fetch(address, target, md5, "bring it")
+@pytest.mark.parametrize("part", [b"", b"other bytes"])
+def test_a_file_that_was_tampered_with_is_removed_in_one_line(part: bytes, server: tuple[str, type[_Server]], tmp_path: Path) -> None:
+    address, handler = server
+    known = hashlib.sha256(handler.content).hexdigest()
+    if part:
+        (tmp_path / ".file.gz.part").write_bytes(part)
+    else:
+        handler.content = handler.content[:-1] + b"!"
+    with pytest.raises(Problem, match="SHA-256") as told:
+        datasets.fetch(address, tmp_path / "file.gz", known, "bring it")
+    assert len(str(told.value).splitlines()) == 1
+    assert [p.name for p in tmp_path.iterdir()] == [".file.gz.lock"]
+
+
+def test_only_encrypted_addresses_are_fetched(server: tuple[str, type[_Server]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address, handler = server
+    with pytest.raises(Problem, match=r"ftp://127.0.0.1/file.gz is not encrypted"):
+        datasets.fetch(address.replace("file.gz", "moved"), tmp_path / "file.gz", "0" * 64, "bring it")
+    monkeypatch.undo()
+    with pytest.raises(Problem, match=r"not encrypted: only https addresses are fetched.*bring it"):
+        datasets.fetch(address, tmp_path / "file.gz", "0" * 64, "bring it")
+    assert len(handler.requests) == 1
+    sources = [datasets.CIFAR10_ADDRESS, *(address for address, _ in datasets.IDX_SOURCES.values())]
+    assert all(source.startswith("https://") for source in sources)
+    sums = [datasets.CIFAR10_SHA256, *(one for _, files in datasets.IDX_SOURCES.values() for one in files.values())]
+    assert [len(one) for one in sums] == [64] * 9
+
+
+@pytest.mark.parametrize("load", [lambda where: datasets.idx("mnist", "train", where), lambda where: datasets.cifar10("train", where)])
+def test_data_in_a_bucket_is_refused(load: Any, folder: Path) -> None:
+    with pytest.raises(Problem, match="data_dir s3://bucket/x: s3 addresses are not supported"):
+        load("s3://bucket/x")
+    assert not list(folder.iterdir())
+
+
+def _fetch(address: str, target: Path, sha256: str) -> None:
+    datasets.fetch(address, target, sha256, "bring it")
 
 
 def test_processes_that_ask_together_fetch_once(server: tuple[str, type[_Server]], tmp_path: Path) -> None:
     address, handler = server
-    md5 = hashlib.md5(handler.content).hexdigest()
+    sha256 = hashlib.sha256(handler.content).hexdigest()
     context = multiprocessing.get_context("fork")
-    children = [context.Process(target=_fetch, args=(address, tmp_path / "file.gz", md5)) for _ in range(4)]
+    children = [context.Process(target=_fetch, args=(address, tmp_path / "file.gz", sha256)) for _ in range(4)]
     for child in children:
         child.start()
     for child in children:
@@ -154,7 +196,7 @@ def test_processes_that_ask_together_fetch_once(server: tuple[str, type[_Server]
 
 def test_no_server_names_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(Problem, match=r"could not be fetched.*bring it"):
-        datasets.fetch("http://127.0.0.1:9/file.gz", tmp_path / "file.gz", "0" * 32, "bring it")
+        datasets.fetch("https://127.0.0.1:9/file.gz", tmp_path / "file.gz", "0" * 64, "bring it")
 
 
 # --- CIFAR-10 ----------------------------------------------------------------------------------
@@ -217,7 +259,7 @@ def test_cifar_is_fetched(server: tuple[str, type[_Server]], tmp_path: Path, mon
     write_archive(tmp_path / "published.tar.gz", cifar_files())
     handler.content = (tmp_path / "published.tar.gz").read_bytes()
     monkeypatch.setattr(datasets, "CIFAR10_ADDRESS", address)
-    monkeypatch.setattr(datasets, "CIFAR10_MD5", hashlib.md5(handler.content).hexdigest())
+    monkeypatch.setattr(datasets, "CIFAR10_SHA256", hashlib.sha256(handler.content).hexdigest())
     assert_cifar(tmp_path / "data")
     assert len(handler.requests) == 1
 

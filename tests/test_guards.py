@@ -134,6 +134,15 @@ def test_the_source_of_a_nan_is_found(change: tuple[str, str], module: str, word
     assert [e["why"] for e in Run("runs/nan").events() if e["event"] == "restarted"] == ["nan"]
 
 
+def test_a_nan_that_does_not_come_again_keeps_its_outcome(folder: Path) -> None:
+    once = "import os; bad = not os.path.exists('seen'); open('seen', 'a').close(); return (float('nan') if bad else 1.0) * x + 0.1"
+    write_task(change=("return x + 0.1", once))
+    message = bad("train", "small.py", "--find-nan", "--name", "nan", code=70)
+    assert "was not a number at step 1, but --find-nan found nothing" in message and "plan.compile=off" in message
+    assert [e["step"] for e in Run("runs/nan").events() if e["event"] == "nan"] == [1]
+    assert Run("runs/nan").read()["outcome"] == "nan"
+
+
 def test_a_nan_says_how_to_find_its_source(folder: Path) -> None:
     write_task(change=("return x + 0.1", "return float('nan') * x + 0.1"))
     assert "drivetrain resume nan --find-nan" in bad("train", "small.py", "--name", "nan", code=70)

@@ -1,8 +1,13 @@
-"""Names that become folders, and folders that must be on this machine."""
+"""Names that become folders, folders that must be on this machine, and folders that nobody else may write."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import stat
+import tempfile
+from pathlib import Path
 
 from drivetrain.outcomes import Problem
 
@@ -23,6 +28,27 @@ def check_name(name: object, what: str) -> str:
             " a folder elsewhere is --run-dir DIR"
         )
     return name
+
+
+def private_cache(kind: str) -> Path:
+    """Returns a folder that only this user can write, for files that are run later: among the user's caches, else in the
+    temporary folder, where a folder that somebody else made is never taken."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    for base in (caches / "drivetrain", Path(tempfile.gettempdir()) / f"drivetrain-{os.geteuid()}"):
+        folder = base / kind
+        with contextlib.suppress(OSError):
+            base.parent.mkdir(parents=True, exist_ok=True)
+            for part in (base, folder):
+                part.mkdir(mode=0o700, exist_ok=True)
+            if base.is_absolute() and _is_private(base) and _is_private(folder) and os.access(folder, os.W_OK):
+                return folder
+    return Path(tempfile.mkdtemp(prefix=f"drivetrain-{kind}-"))
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether a folder is this user's, no link, and for others to read at most."""
+    facts = folder.lstat()
+    return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & 0o022
 
 
 def check_folder(text: str, what: str) -> str:

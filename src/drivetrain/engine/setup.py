@@ -15,6 +15,7 @@ from drivetrain.engine.group import Group
 from drivetrain.engine.observe import Observer
 from drivetrain.engine.rand import seed_everything
 from drivetrain.engine.recompute import recompute_blocks
+from drivetrain.names import private_cache
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
 from drivetrain.runs import Run, find
@@ -24,6 +25,8 @@ from drivetrain.task import Task
 def prepare(plan: Plan, group: Group) -> None:
     """Everything process-wide that the results depend on."""
     torch.set_num_threads(plan.threads)
+    # Compiled code is kept and run again; torch's own choice is a folder of a known name where anybody can write.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(private_cache("inductor")))
     if group.device.type == "cuda":  # graphs cannot be captured on the default stream: all work has one of its own
         torch.cuda.synchronize(group.device)
         torch.cuda.set_stream(torch.cuda.Stream(group.device))

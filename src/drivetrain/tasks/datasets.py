@@ -11,46 +11,49 @@ import tarfile
 import tempfile
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 import zlib
 from importlib import resources
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from drivetrain.names import check_folder
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.task import Tensors
 
+SCHEMES = ("https",)  # of addresses that may be fetched
 Split = Literal["train", "test"]
 DIGITS_TRAIN = 1347
 
-# data set -> (address, {file: MD5 of the gzipped file as published})
+# data set -> (address, {file: SHA-256 of the gzipped file as published})
 IDX_SOURCES: dict[str, tuple[str, dict[str, str]]] = {
     "mnist": (
         "https://ossci-datasets.s3.amazonaws.com/mnist",
         {
-            "train-images-idx3-ubyte": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-            "train-labels-idx1-ubyte": "d53e105ee54ea40749a09fcbcd1e9432",
-            "t10k-images-idx3-ubyte": "9fb629c4189551a2d022fa330f9573f3",
-            "t10k-labels-idx1-ubyte": "ec29112dd5afa0611ce80d1b7f02629c",
+            "train-images-idx3-ubyte": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+            "train-labels-idx1-ubyte": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+            "t10k-images-idx3-ubyte": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+            "t10k-labels-idx1-ubyte": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
         },
     ),
     "fashion-mnist": (
-        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+        "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion",
         {
-            "train-images-idx3-ubyte": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-            "train-labels-idx1-ubyte": "25c81989df183df01b3e8a0aad5dffbe",
-            "t10k-images-idx3-ubyte": "bef4ecab320f06d8554ea6380940ec79",
-            "t10k-labels-idx1-ubyte": "bb300cfdad3c16e7a12a480ee83cd310",
+            "train-images-idx3-ubyte": "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+            "train-labels-idx1-ubyte": "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+            "t10k-images-idx3-ubyte": "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+            "t10k-labels-idx1-ubyte": "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
         },
     ),
 }
 
 CIFAR10_ARCHIVE = "cifar-10-binary.tar.gz"
 CIFAR10_ADDRESS = f"https://www.cs.toronto.edu/~kriz/{CIFAR10_ARCHIVE}"
-CIFAR10_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
+CIFAR10_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
 CIFAR10_FOLDER = "cifar-10-batches-bin"
 CIFAR10_FILES: dict[Split, tuple[str, ...]] = {"train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)), "test": ("test_batch.bin",)}
 CIFAR10_RECORD = 1 + 3 * 32 * 32
@@ -69,12 +72,17 @@ def digits(split: Split) -> Tensors:
 
 def idx(name: str, split: Split, data_dir: str) -> Tensors:
     """Images [n, 1, height, width] as uint8 and labels of MNIST or Fashion-MNIST."""
-    prefix, folder = "train" if split == "train" else "t10k", Path(data_dir).expanduser()
+    prefix, folder = "train" if split == "train" else "t10k", local_data(data_dir)
     images = read_idx(_locate(name, f"{prefix}-images-idx3-ubyte", folder), dimensions=3)
     labels = read_idx(_locate(name, f"{prefix}-labels-idx1-ubyte", folder), dimensions=1)
     if len(images) != len(labels):
         raise Problem(f"{name} in {data_dir}: {len(images)} {split} images but {len(labels)} labels")
     return Tensors(torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels).long())
+
+
+def local_data(data_dir: str) -> Path:
+    """Returns the folder that a task's `data_dir` names."""
+    return Path(check_folder(data_dir, "data_dir")).expanduser()
 
 
 def read_idx(path: Path, dimensions: int) -> np.ndarray:
@@ -119,7 +127,7 @@ def _locate(name: str, file: str, folder: Path) -> Path:
 
 def cifar10(split: Split, data_dir: str) -> Tensors:
     """Images [n, 3, 32, 32] as uint8 and labels of CIFAR-10, from its binary version."""
-    folder = _locate_cifar10(Path(data_dir).expanduser())
+    folder = _locate_cifar10(local_data(data_dir))
     records = np.concatenate([_read_cifar10(folder / name) for name in CIFAR10_FILES[split]])
     images = np.ascontiguousarray(records[:, 1:]).reshape(-1, 3, 32, 32)
     return Tensors(torch.from_numpy(images), torch.from_numpy(records[:, 0].astype(np.int64)))
@@ -154,7 +162,7 @@ def _locate_cifar10(folder: Path) -> Path:
                         f" the binary version has the same images: {bring}"
                     )
         archive = folder / "cifar10" / CIFAR10_ARCHIVE
-        fetch(CIFAR10_ADDRESS, archive, CIFAR10_MD5, bring)
+        fetch(CIFAR10_ADDRESS, archive, CIFAR10_SHA256, bring)
     return _unpack(archive, wanted, archive.parent / CIFAR10_FOLDER)
 
 
@@ -185,27 +193,28 @@ def _unpack(archive: Path, wanted: list[str], target: Path) -> Path:
     return target
 
 
-def fetch(address: str, target: Path, md5: str, advice: str) -> None:
-    """Download once, whoever asks: locked between processes, resumed where it broke off, checked by its MD5."""
+def fetch(address: str, target: Path, sha256: str, advice: str) -> None:
+    """Download once, whoever asks: locked between processes, resumed where it broke off, checked by its SHA-256."""
     if os.environ.get("DRIVETRAIN_OFFLINE", "0") not in ("", "0"):
         raise Problem(f"{target.name} is missing and DRIVETRAIN_OFFLINE=1 forbids to fetch it: {advice}")
     try:
+        _check_scheme(address)
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target.with_name(f".{target.name}.lock"), "w") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX)
             if not target.exists():
-                _download(address, target, md5)
+                _download(address, target, sha256)
     except urllib.error.URLError as error:
         raise Problem(f"{target.name} could not be fetched from {address} ({error.reason}): {advice}", Outcome.DATA) from None
     except OSError as error:
         raise Problem(f"{target.name} could not be fetched from {address} ({error.strerror or error}): {advice}", Outcome.DATA) from None
 
 
-def _download(address: str, target: Path, md5: str) -> None:
+def _download(address: str, target: Path, sha256: str) -> None:
     part = target.with_name(f".{target.name}.part")
     have = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(address, headers={"Range": f"bytes={have}-"} if have else {})
-    with urllib.request.urlopen(request, timeout=30) as reply:
+    with urllib.request.build_opener(_SecureRedirects).open(request, timeout=30) as reply:
         resumed = reply.status == 206
         total = int(reply.headers.get("Content-Length") or 0) + (have if resumed else 0)
         with open(part, "ab" if resumed else "wb") as file:
@@ -220,8 +229,24 @@ def _download(address: str, target: Path, md5: str) -> None:
         raise urllib.error.URLError(
             f"the connection broke off after {part.stat().st_size:,} of {total:,} bytes; a repetition goes on there"
         )
-    found = hashlib.md5(part.read_bytes(), usedforsecurity=False).hexdigest()
-    if found != md5:
+    with open(part, "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != sha256:
         part.unlink()
-        raise Problem(f"{address} gave another file than the known one (MD5 {found}, expected {md5}); nothing was kept", Outcome.DATA)
+        raise Problem(
+            f"{address} gave another file than the known one (SHA-256 {found}, expected {sha256}); nothing was kept", Outcome.DATA
+        )
     part.replace(target)
+
+
+class _SecureRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows a server's redirection only to another encrypted address."""
+
+    def redirect_request(self, request: Any, reply: Any, code: Any, message: Any, headers: Any, address: str) -> Any:
+        _check_scheme(address)
+        return super().redirect_request(request, reply, code, message, headers, address)
+
+
+def _check_scheme(address: str) -> None:
+    if urllib.parse.urlsplit(address).scheme not in SCHEMES:
+        raise urllib.error.URLError(f"{address} is not encrypted: only https addresses are fetched")

@@ -25,6 +25,7 @@ from numpy.lib import format as npy
 
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.task import Tensors
+from drivetrain.tasks.datasets import local_data
 from drivetrain.tasks.images import Colour, Item, Listing, decode, list_images, some, why_unreadable
 
 FORMAT = 1
@@ -46,7 +47,7 @@ class Images:
 
 def load(data_dir: str, size: int, colour: Colour, bad_samples: Literal["stop", "skip"]) -> Images:
     """The images of `data_dir/train` and `data_dir/test`, from the cache or decoded into it."""
-    listing = list_images(Path(data_dir).expanduser())
+    listing = list_images(local_data(data_dir))
     key = _key(listing, size, colour)
     made = _cached(listing, key, size, colour, bad_samples)
     facts = made.facts

@@ -8,11 +8,12 @@ import os
 import struct
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from drivetrain.names import private_cache
 
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
@@ -85,7 +86,7 @@ class Program:
 def _compiled(source: str, options: list[str]) -> bytes:
     library, version = _nvrtc()
     mark = hashlib.sha256("\0".join([source, *options, str(version)]).encode()).hexdigest()[:24]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drivetrain" / "kernels"
+    folder = private_cache("kernels")
     kept = folder / f"{mark}.cubin"
     try:
         return kept.read_bytes()
@@ -93,7 +94,6 @@ def _compiled(source: str, options: list[str]) -> bytes:
         pass
     image = _compile(library, source, options)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
             file.write(image)
         os.replace(file.name, kept)
