@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain.cli import run_command
+from drivetrain.plan import Plan
 from drivetrain.terminal import one_line, printable
 from drivetrain.watch.screen import Screen
 
@@ -83,16 +84,18 @@ def test_a_foreign_runs_words_are_stripped(folder: Path, capsys: pytest.CaptureF
     run = folder / "runs" / "one"
     (run / "logs").mkdir(parents=True)
     text = "\x1b]0;x\x07\x1b[2Jname"
-    plan = {"world_size": 1, "device": text, "precision": text, "global_batch": 1}
+    ref = {"label": text, "path": text, "class_name": "X"}
+    recipe = {"task": ref, "identity": {"task": text, "code": "", "settings": {}}, "settings": {}, "origin": {}, "pins": {}}
     told = {
         "format": 1,
         "name": "one",
-        "recipe": {"identity": {"task": text}},
-        "plan": plan,
+        "recipe": recipe,
+        "plan": Plan(device=text).to_json(),
+        "hardware": {},
+        "folder": ".",
         "status": "stopped",
-        "outcome": "infra",
-        "message": text,
     }
+    told |= {"outcome": "infra", "message": text, "versions": {}}
     (run / "run.json").write_text(json.dumps(told | {"created": f"2025-01-01T00:00{text}"}))
     (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "epoch": 1, "train/loss": 1.0, f"eval/{text}": 1.0}) + "\n")
     (run / "events.jsonl").write_text(json.dumps({"time": 1.0, "event": text, "rank": 0, text: text}) + "\n")
