@@ -7,7 +7,7 @@ import re
 import time
 from collections import deque
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -167,6 +167,38 @@ def test_forms_tell_apart_what_a_graph_cannot_change() -> None:
     bag = Bag(x, x)
     assert form_of([bag]) != form_of([bag]), "what cannot be looked into is never the same"
     assert opaque({"x": x, "bag": bag}) == "Bag" and not opaque((None, x, ["text", 1]))
+
+
+class Lazy(dict[str, Any]):
+    """A mapping, a module and a proxy that import something when they are looked at, as libraries have them."""
+
+    def items(self) -> Any:
+        raise AssertionError("it was imported")
+
+    __iter__ = keys = values = __getitem__ = items  # type: ignore[assignment]
+
+
+class LazyModule(ModuleType):
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError("it was imported")
+
+
+class Proxy:
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise AssertionError("it was imported")
+
+    __class__ = __dict__  # type: ignore[assignment]
+
+
+def test_what_imports_when_it_is_looked_at_is_left_alone() -> None:
+    net, task = nn.Linear(2, 2), Plain()
+    lazy = Lazy(a=1)
+    task.holder, task.module, task.proxy = lazy, LazyModule("late"), Proxy()  # type: ignore[attr-defined]
+    before = marks(task, net, None)
+    assert not changed(before, marks(task, net, None))
+    dict.__setitem__(lazy, "a", 2)
+    assert changed(before, marks(task, net, None)) == "holder of the task"
 
 
 def test_state_kept_in_python_is_seen() -> None:

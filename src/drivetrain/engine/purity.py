@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
+from types import GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 PLAIN = (int, float, str, bool, bytes, type(None))
 LIBRARIES = ("torch", "numpy", "builtins", "drivetrain", "collections", "random", "functools", "types", "typing")
+HOLDERS: tuple[Any, ...] = (dict, list, tuple, set, deque)
 DEPTH = 3  # objects within objects that are looked into
 
 
@@ -67,23 +69,34 @@ def _is_library(kind: type) -> bool:
 
 
 def _mark(value: Any, depth: int, on_gpu: bool) -> object:
-    if isinstance(value, PLAIN):
+    """By types alone, and past overridden methods: libraries have mappings, modules and proxies that import when they are looked at."""
+    kind = type(value)
+    if issubclass(kind, PLAIN):
         return value
-    if isinstance(value, Tensor):
+    if issubclass(kind, Tensor):
         host = value._version if on_gpu and value.device.type == "cpu" else None  # kernels get a single number by value
         return Same(value), value.data_ptr() if value.layout is torch.strided else None, value.requires_grad, host
-    if isinstance(value, np.random.Generator):
+    if issubclass(kind, np.random.Generator):
         return str(value.bit_generator.state)
-    if isinstance(value, random.Random):
+    if issubclass(kind, random.Random):
         return hash(value.getstate())
-    if isinstance(value, torch.Generator):
+    if issubclass(kind, torch.Generator):
         return value.get_state().numpy().tobytes()
-    if isinstance(value, (list, tuple, set, dict, deque)) and depth:
-        items = [part for pair in value.items() for part in pair] if isinstance(value, dict) else list(value)
+    holder = next((base for base in HOLDERS if issubclass(kind, base)), None)
+    if holder is not None and depth:
+        items = [part for pair in dict.items(value) for part in pair] if holder is dict else list(holder.__iter__(value))
         return len(items), [_mark(item, depth - 1, on_gpu) for item in items[:200]]
-    if depth and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and not _is_library_object(value):
-        return Same(value), [(k, _mark(v, depth - 1, on_gpu)) for k, v in list(vars(value).items())[:100]]
+    if depth and not issubclass(kind, (nn.Module, type, ModuleType)) and not _is_library_object(value):
+        attributes = _attributes(value)
+        if attributes is not None:
+            return Same(value), [(k, _mark(v, depth - 1, on_gpu)) for k, v in list(attributes.items())[:100]]
     return Same(value)
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """An object's own; None where it has none, or has made them up."""
+    descriptor = next((base.__dict__["__dict__"] for base in type(value).__mro__ if "__dict__" in base.__dict__), None)
+    return descriptor.__get__(value) if isinstance(descriptor, (GetSetDescriptorType, MemberDescriptorType)) else None
 
 
 def _is_library_object(value: Any) -> bool:
