@@ -25,6 +25,15 @@ WAITS = (
     "/drivetrain/engine/collectives.py",
     "/torch/cuda/streams.py",
 )  # for other ranks; for the device, which may wait for others'
+COMPILES = (
+    "/torch/_dynamo/convert_frame.py",
+    "/torch/_inductor/compile_fx.py",
+    "/torch/_inductor/async_compile.py",
+    "/torch/_inductor/graph.py",
+    "/torch/utils/cpp_extension.py",
+    "/triton/compiler/",
+)
+IMPORTS = "<frozen importlib"
 LOADS = ("/torch/utils/data/", "/multiprocessing/")
 
 
@@ -57,6 +66,11 @@ class Stack:
     def loads(self) -> bool:
         """Whether it waits for a process that loads data."""
         return any(sign in frame.file for frame in self.frames[:4] for sign in LOADS)
+
+    @property
+    def builds(self) -> bool:
+        """Whether it imports, or one of its threads compiles: that takes as long as it takes."""
+        return any(frame.file.startswith(IMPORTS) for frame in self.frames) or any(sign in self.text for sign in COMPILES)
 
     @property
     def operation(self) -> str:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drivetrain.hardware.activity import Activity, activity
+from drivetrain.supervise import usage
 from drivetrain.supervise.stacks import Stack, ask, ask_about_collectives, children_of, state_of
+from drivetrain.supervise.usage import Busy
 from drivetrain.watch.pulse import Beat
 
 FLOOR = 30.0
@@ -18,6 +20,8 @@ FLOOR = 30.0
 TIMES = 10.0  # as long as the longest that was seen
 UNKNOWN = 3600.0  # seconds for what was not seen yet: loading data, the first step, a compiler
 FIRST_FLOOR = 4.0  # as long as FLOOR: what sets things up differs more from start to start than steps do
+UNSEEN_FLOOR = 10.0  # as long as FLOOR, for what was not seen yet, where the rank does not even compute, read or write
+UNSEEN_TIMES = 3.0  # as long as the longest of anything that was seen in this start
 AGAIN = 5.0  # seconds between two looks at stacks
 ASLEEP = 5.0  # a watcher that was away longer than this was itself stopped: nobody is judged by that time
 
@@ -79,6 +83,7 @@ class Watchman:
     floor: float = FLOOR
     first: dict[str, float] = field(default_factory=dict)
     """Seconds that first steps took here in earlier starts, by place."""
+    _busy: Busy = field(default_factory=Busy)
     _looked: float = 0.0
     _seen: float = field(default_factory=time.monotonic)
     _excused: float = 0.0
@@ -89,6 +94,24 @@ class Watchman:
         before = self.first.get(beat.name)
         return max(self.floor, UNKNOWN) if before is None else max(FIRST_FLOOR * self.floor, TIMES * before)
 
+    def quiet_limit(self, beat: Beat) -> float:
+        """Seconds that a rank may do nothing at all at a place whose duration is not known yet."""
+        return max(UNSEEN_FLOOR * self.floor, UNSEEN_TIMES * beat.slowest)
+
+    def _is_over(self, rank: Rank, stopped: bool, now: float) -> bool:
+        beat, since = rank.beat, max(rank.beat.since, self._excused)
+        if now - since > (self.floor if stopped else self.limit(beat)):
+            return True
+        if not beat.begun or beat.longest or now - since < usage.WINDOW:
+            return False  # before its first step a task may wait for whatever it likes
+        return now - max(since, self._busy.last(rank.rank, rank.pid, now)) > self.quiet_limit(beat)
+
+    def _builds(self, rank: Rank, stack: Stack, now: float) -> bool:
+        """Whether it imports or compiles, and gets on with it."""
+        if not stack.builds or now - rank.beat.since > max(self.floor, UNKNOWN):
+            return False
+        return now - self._busy.last(rank.rank, rank.pid, now) < 2 * usage.WINDOW
+
     def look(self, ranks: list[Rank], at_once: bool = False) -> list[Sight] | None:
         """What is seen of this machine's ranks once one is silent beyond its limit, or `at_once`; nothing where none is; None between two looks."""
         now = time.monotonic()
@@ -96,7 +119,7 @@ class Watchman:
             self._excused = now
         self._seen = now
         stopped = [r for r in ranks if state_of(r.pid) == "T"]
-        over = [r for r in ranks if now - max(r.beat.since, self._excused) > (self.floor if r in stopped else self.limit(r.beat))]
+        over = [r for r in ranks if self._is_over(r, r in stopped, now)]
         if not (over or at_once):
             return []
         if any(r not in over for r in stopped) or (now - self._looked < AGAIN and not at_once):
@@ -104,6 +127,7 @@ class Watchman:
         self._looked = now
         # Those that are stopped come last: to be asked, they must go on, which they do only once it is settled that they hang.
         stacks = _asked([r for r in ranks if r not in stopped]) | _asked(stopped)
+        over = [r for r in over if r in stopped or not self._builds(r, stacks[r.rank], now)]
         cards = activity()
         with ThreadPoolExecutor(max(1, len(ranks))) as pool:
             return list(pool.map(lambda r: _sight(r, stacks[r.rank], r in over, cards, now), ranks))

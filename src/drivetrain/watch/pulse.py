@@ -15,7 +15,7 @@ from drivetrain.engine.observe import Observer
 if TYPE_CHECKING:
     from drivetrain.engine.deviceclock import DeviceClock
 
-RECORD = struct.Struct("<qqdd")  # step, place, since, longest
+RECORD = struct.Struct("<qqddd")  # step, place, since, longest, slowest
 # The moments of the training's own thread: what it does from each one on, and as which part of the time that counts.
 PLACES = {
     "begin": ("starting", "start"),
@@ -58,6 +58,8 @@ class Beat(NamedTuple):
     """On the machine's monotonic clock."""
     longest: float
     """That it ever took from this place to the next; 0 where that is not known yet."""
+    slowest: float = 0.0
+    """That it ever took from any place to the next."""
 
     @property
     def name(self) -> str:
@@ -88,7 +90,7 @@ class Pulse:
 
     def __init__(self, handle: int) -> None:
         self._page = mmap.mmap(handle, mmap.PAGESIZE)
-        RECORD.pack_into(self._page, 0, 0, 0, time.monotonic(), 0.0)
+        RECORD.pack_into(self._page, 0, 0, 0, time.monotonic(), 0.0, 0.0)
 
     def read(self) -> Beat:
         while True:  # until no write falls between two looks
@@ -115,6 +117,7 @@ class Heart(Observer):
         self._step, self._steps_here = 0, 0
         self._place, self._since = 0, time.monotonic()
         self._longest = [0.0] * len(PLACES)
+        self._slowest = 0.0
         self._first = [0.0] * len(PLACES)
         """In the first step, which sets things up: no measure of the others, but better than none."""
         self._spent = [0.0] * len(PARTS)
@@ -135,6 +138,7 @@ class Heart(Observer):
         measured = self._first if self._steps_here == 1 else self._longest
         if took > measured[self._place]:
             measured[self._place] = took
+            self._slowest = max(self._slowest, took)
         if self._steps_here != 1:
             self._spent[OF_PLACE[self._place]] += took
         if name == "step":
@@ -146,7 +150,7 @@ class Heart(Observer):
             self._page[FIRST_AT : FIRST_AT + FIRST.size] = FIRST.pack(*(self._first[NUMBER[place]] for place in OF_A_STEP))
         self._place, self._since = place, now
         # At once: pack_into would blank the page first, for the other side to see.
-        self._page[: RECORD.size] = RECORD.pack(self._step, place, now, self._longest[place] or self._first[place])
+        self._page[: RECORD.size] = RECORD.pack(self._step, place, now, self._longest[place] or self._first[place], self._slowest)
 
     def _by_part(self) -> list[float]:
         """Seconds by part: those of steps are the host's in all, shared out as the device spends them."""
