@@ -124,7 +124,11 @@ def _fork(request: dict[str, Any], handles: list[int], mine: list[int], front: s
     parent = os.getpid()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: numpy's, which know how to be forked
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            front.send(json.dumps({"failed": error.strerror}).encode())
+            return
     if pid:
         with contextlib.suppress(OSError):  # it ended already
             os.setpgid(pid, pid)  # here and there: whoever comes first

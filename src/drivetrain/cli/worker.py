@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from drivetrain.task import Task
 
 SMOKE_STEPS, SMOKE_BATCH = 4, 16
+LOST_PEER = "another process of this run was lost"
 HELD = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}  # signals that wait until a worker can answer
 
 
@@ -62,7 +64,10 @@ def work(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag, wa
         return _run(job, group, screen, stop, watchers)
     except BaseException as error:
         outcome, message = explain(error, job)
-        return {"outcome": outcome, "message": message, "smaller": _smaller_plan(error), "final": isinstance(error, Problem)}
+        return {
+            "outcome": outcome, "message": message, "smaller": _smaller_plan(error), "final": isinstance(error, Problem),
+            "lost_peer": message.startswith(LOST_PEER),
+        }  # fmt: skip
 
 
 def _smaller_plan(error: BaseException) -> dict[str, Any] | None:
@@ -185,7 +190,7 @@ def explain(error: BaseException, job: dict[str, Any]) -> tuple[Outcome, str]:
     import torch
     from torch import distributed as dist
 
-    from drivetrain.engine.loader import SampleError
+    from drivetrain.engine.loader import LoaderDied, SampleError
 
     text = str(error)
     first = text.splitlines()[0] if text else type(error).__name__
@@ -201,8 +206,12 @@ def explain(error: BaseException, job: dict[str, Any]) -> tuple[Outcome, str]:
         return Outcome.OOM, f"out of memory before the first step: {first}\nModel, optimizer and data do not fit; ways out: {WAYS_OUT}"
     if isinstance(error, MemoryError):
         return Outcome.OOM, f"the host's memory ran out: {first}\nLower plan.workers (now {job['plan']['workers']}) or plan.prefetch"
-    if "DataLoader worker" in text:
-        return Outcome.INFRA, f"{first}\nIf memory ran out: lower plan.workers (now {job['plan']['workers']}) or plan.prefetch"
+    if isinstance(error, LoaderDied):
+        return Outcome.INFRA, text
+    if "DataLoader worker (pid" in text:  # of a loader that the task has made for itself
+        return Outcome.INFRA, first
+    if "can't start new thread" in text:
+        return Outcome.INFRA, "no thread could be started: the machine's limit of processes (ulimit -u), or its memory, is used up"
     if "Expected more than 1 value per channel" in text:
         share = "a last batch or a process's share of one sample"
         return Outcome.USAGE, f"BatchNorm cannot train on a single sample ({share}): choose another global_batch, or fewer processes"
@@ -215,7 +224,7 @@ def explain(error: BaseException, job: dict[str, Any]) -> tuple[Outcome, str]:
     lost = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "Connection refused")
     theirs = not frames or "gloo/transport" in text  # sharded models talk to the others from within the user's frames
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and theirs and any(w in text for w in lost)):
-        return Outcome.INFRA, f"another process of this run was lost: {first}"
+        return Outcome.INFRA, f"{LOST_PEER}: {first}"
     if isinstance(error, OSError) and not frames:
         return Outcome.INFRA, f"{error.strerror or error} ({error.filename or 'no file'})"
     kind = "".join(traceback.format_exception_only(error)).rstrip()
@@ -248,6 +257,8 @@ def main() -> None:
     answers = open(file.with_name(f"stacks-{os.environ['RANK']}"), "a")  # noqa: SIM115 (open as long as the process)
     answer_to(answers)
     job = json.loads(file.read_text())
+    if job["scratch"]:  # for the sockets of loader workers, which one that is killed cannot remove
+        multiprocessing.current_process()._config["tempdir"] = job["scratch"]  # type: ignore[attr-defined]
     os.chdir(job["folder"]) if os.path.isdir(job["folder"]) else None
 
     from drivetrain.engine.deviceclock import DeviceClock
@@ -263,7 +274,10 @@ def main() -> None:
     except Problem as problem:
         result: dict[str, Any] = {"outcome": problem.outcome, "message": str(problem)}
     except Exception as error:  # of the machine: a busy GPU, a process that died meanwhile
-        result = {"outcome": Outcome.INFRA, "message": f"could not join the other processes: {str(error).splitlines()[0]}"}
+        result = {
+            "outcome": Outcome.INFRA, "lost_peer": True,
+            "message": f"could not join the other processes: {str(error).splitlines()[0]}",
+        }  # fmt: skip
     else:
         if group.runs_ahead:
             heart.device = DeviceClock(len(PARTS))

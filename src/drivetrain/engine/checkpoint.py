@@ -121,10 +121,11 @@ class Writer:
         if main:
             self._clean()
 
-    def _clean(self) -> None:
-        """Remove what an interrupted save left behind."""
+    def _clean(self, besides: Path | None = None) -> None:
+        """Remove what saves left behind that were interrupted, or ended by a disk that was read-only then."""
         for path in self.run.checkpoints.glob(".*"):
-            shutil.rmtree(path, ignore_errors=True)
+            if path != besides:
+                shutil.rmtree(path, ignore_errors=True)
 
     def save(self, step: int, tensors: dict[str, Tensor | Part], extra: dict[str, Any], best: int | None) -> None:
         self.wait()
@@ -147,6 +148,8 @@ class Writer:
     def _write(self, step: int, staged: dict[str, Tensor | Part], extra: dict[str, Any], best: int | None) -> None:
         hidden = self.run.checkpoints / f".{folder(step)}"
         need = _bytes(staged)
+        if self.main:
+            self._clean(besides=hidden)
         try:
             need, free = self._open(hidden, need)
             if free < need:  # said before the save fails in the middle

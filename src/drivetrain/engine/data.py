@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from drivetrain.engine import signature
 from drivetrain.engine.capture import Graphs, form_of
 from drivetrain.engine.feed import EVAL, GROUP, ORDER, TRAIN, Feed, Micro, OrderedFeed, as_tensor, placed
 from drivetrain.engine.group import Group
@@ -31,10 +32,16 @@ class TensorFeed(OrderedFeed):
         self._move = self._device != device
         self.resident = not self._move
         self.columns = [as_tensor(c).to(self._device) for c in data.columns]
+        self._digests: list[str | None] | None = None
         self._table: Tensor | None = None
         """Where the host runs ahead: the order as rows of a global batch each, always at the same place."""
         if self.group.runs_ahead and not self._move:
             self._table = torch.zeros(self.steps_per_epoch, self.batch, dtype=torch.int64, device=self._device)
+
+    def signature(self) -> dict[str, Any]:
+        if self._digests is None and self.signs:
+            self._digests = signature.of_columns(self.columns)
+        return super().signature() | {"columns": self._digests}
 
     def _placed(self, rows: Tensor) -> Tensor:
         if self._table is None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drivetrain.engine import signature
 from drivetrain.engine.group import Group
 from drivetrain.engine.rand import permutation
 
@@ -65,6 +66,21 @@ class Feed:
     """Tells whoever watches that a batch is here, and is now copied to the device."""
     version: int = 0
     """Changes whenever the samples on the device have moved to another place."""
+    signs: bool = False
+    """Whether this rank keeps a signature of the data."""
+    expected: Mapping[str, Any] | None = None
+    """The signature that the checkpoint has."""
+    changed: Callable[[str], None] = staticmethod(lambda what: None)
+    """Told which samples are not those that the checkpoint's run has seen."""
+
+    def signature(self) -> dict[str, Any]:
+        """What is known of the data by now, to be kept with a checkpoint."""
+        return {"length": self.length}
+
+    def compare(self) -> None:
+        """Tell where the data is not the checkpoint's, as far as that is known by now."""
+        if self.signs and self.expected is not None and (what := signature.changed(self.expected, self.signature())):
+            self.changed(what)
 
     def open(self, step: int) -> None:
         """Get ready to give the batches from this step on."""

@@ -9,6 +9,7 @@ import torch
 from drivetrain.engine import state
 from drivetrain.engine.checkpoint import Checkpoint, folder, newest_good
 from drivetrain.engine.data import SourceFeed
+from drivetrain.engine.feed import Feed
 from drivetrain.outcomes import Problem
 
 if TYPE_CHECKING:
@@ -41,8 +42,38 @@ def gather(training: Training) -> tuple[dict[str, Any], dict[str, Any]]:
         "train": rows.means(),
         "held": rows.held(training.done),
         "world_size": training.group.size,
+        "data": {hook: feed.signature() for hook, feed in _feeds(training)},
     }
     return state.pack(parts), extra
+
+
+def _feeds(training: Training) -> list[tuple[str, Feed]]:
+    feeds = (("train_data()", training.feed), ("eval_data()", training.test))
+    return [(hook, feed) for hook, feed in feeds if feed is not None]
+
+
+def _check_data(training: Training, before: dict[str, Any]) -> None:
+    """Refuse data of another length, of which the order of samples is another. Other values are only told: what a
+    few samples show may also be another version of a library, and no run shall stop at night for that."""
+    run = training.run
+    for hook, feed in _feeds(training):
+        known = before.get(hook)
+        if known is None:
+            continue
+        if known["length"] != feed.length:
+            raise Problem(
+                f"{hook} gives {feed.length:,} samples now, and gave {known['length']:,} when {run.name} was saved: such a run cannot go on exactly."
+                f"\nBring the old data back, or begin a new run from its weights: start={run.name} --name NEW"
+            )
+
+        def tell(what: str, hook: str = hook) -> None:
+            run.event("data-changed", step=training.done, data=hook, what=what)
+            training.observer.notice(
+                f"{hook} is not what it was when {run.name} was saved ({what} differ): the run goes on, but not exactly"
+            )
+
+        feed.expected, feed.changed = known, tell
+        feed.compare()
 
 
 def restore(training: Training) -> None:
@@ -81,5 +112,6 @@ def restore(training: Training) -> None:
     training.threads.use(extra.get("threads"))
     training.rows.load(step, extra["epoch_sums"], extra["train"], extra.get("held"))
     training.figures = extra.get("figures")
+    _check_data(training, extra.get("data") or {})
     if group.main:
         run.event("resumed", step=step, world_size=group.size, was=extra["world_size"])

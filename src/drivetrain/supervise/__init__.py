@@ -4,13 +4,13 @@ the last good checkpoint, one that ran out of memory with a smaller plan, and ho
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +25,7 @@ from drivetrain.runs import Run, alive, record_plan, sweep, write_atomic
 from drivetrain.supervise.attempt import RECORDED, Attempt, Ended, Place
 from drivetrain.supervise.judges import Judge
 from drivetrain.supervise.nursery import WIRE, Nursery
+from drivetrain.supervise.scratch import Scratch
 from drivetrain.supervise.verdict import FLOOR, Verdict, Watchman
 from drivetrain.watch.screen import Screen
 from drivetrain.watch.spent import Spent
@@ -45,6 +46,10 @@ __all__ = [
 
 LONGEST_PAUSE = 30.0
 NOTE_SECONDS = 5.0
+OF_THE_MACHINE = {
+    errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO,
+}  # fmt: skip
+"""Errors of a start that passes when the machine has room again: processes, memory, handles, disk."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,9 @@ class Supervisor:
         """Where the time of all machines goes, given this one's; None where another machine keeps that."""
         self.attempt: Attempt | None = None
         self.nursery: Nursery | None = None
+        self._scratch: Scratch | None = None
+        self._attempts = f".attempt-{socket.gethostname()}-"
+        """How the folders of this machine's attempts are called, before the number of their process."""
         self.interrupts, self.stopped = 0, False
         self._fruitless, self._reached = 0, self.run_dir.last_step
         self._before, self._noted = Spent([], 0), time.monotonic()
@@ -146,9 +154,18 @@ class Supervisor:
 
     def once(self) -> Ended:
         """One attempt."""
+        try:
+            return self._attempt()
+        except OSError as error:
+            if error.errno not in OF_THE_MACHINE:
+                raise
+            why = f"the workers could not be started: {error.strerror}{f' ({error.filename})' if error.filename else ''}"
+            return Ended(Outcome.INFRA, why, interrupted=self.interrupts > 0, stopped=self.stopped, spent=self._before, lost=True)
+
+    def _attempt(self) -> Ended:
         with self._folder() as folder:
             file = folder / "job.json"
-            file.write_text(json.dumps(self.job))
+            file.write_text(json.dumps(self.job | {"scratch": str(self._scratch.path) if self._scratch else None}))
             watchman, self._learnt = Watchman(self.policy.hang_after, self._first), False
             self.attempt = Attempt(self.job, file, self.place, self.screen, watchman, self.judge, self.verbose)
             self.attempt.each_look, self.attempt.on_verdict = self._each_look, self._note_hang
@@ -163,10 +180,12 @@ class Supervisor:
     def _folder(self) -> Iterator[Path]:
         """Where workers find their job and write their stacks. That of a front end that was killed is removed by the next."""
         folder = self._own_folder() if self.job["mode"] in RECORDED else None
+        if self._scratch is None:
+            with contextlib.suppress(OSError):  # no room there: a run's own folder will do
+                self._scratch = Scratch()
         if folder is None:
-            with tempfile.TemporaryDirectory(prefix="drivetrain-") as name:
-                yield Path(name)
-            return
+            folder = (self._scratch or Scratch()).path / "job"
+            folder.mkdir()
         try:
             yield folder
         finally:
@@ -174,14 +193,8 @@ class Supervisor:
 
     def _own_folder(self) -> Path | None:
         """One in the run; None where the disk is full."""
-        sweep(self.run_dir.path)
-        sweep(self.run_dir.path / "logs")
-        here = f".attempt-{socket.gethostname()}-"
-        for old in self.run_dir.path.glob(f"{here}*"):
-            number = old.name.removeprefix(here)
-            if number.isdigit() and (int(number) == os.getpid() or not alive(int(number))):
-                shutil.rmtree(old, ignore_errors=True)
-        folder = self.run_dir.path / f"{here}{os.getpid()}"
+        self._sweep()
+        folder = self.run_dir.path / f"{self._attempts}{os.getpid()}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "room").write_bytes(bytes(1 << 16))
@@ -190,6 +203,15 @@ class Supervisor:
             return None
         (folder / "room").unlink()
         return folder
+
+    def _sweep(self) -> None:
+        """Remove what this process, or others of this machine that have ended, left in the run's folder."""
+        sweep(self.run_dir.path)
+        sweep(self.run_dir.path / "logs")
+        for old in self.run_dir.path.glob(f"{self._attempts}*"):
+            number = old.name.removeprefix(self._attempts)
+            if number.isdigit() and (int(number) == os.getpid() or not alive(int(number))):
+                shutil.rmtree(old, ignore_errors=True)
 
     def _spent(self) -> Spent:
         assert self.attempt is not None
@@ -263,6 +285,10 @@ class Supervisor:
     def close(self) -> None:
         if self.nursery is not None:
             self.nursery.close()
+        if self._scratch is not None:
+            self._scratch.remove()
+        if self.job["mode"] in RECORDED:
+            self._sweep()  # what could not be removed while the disk was read-only
 
     # --- whether to start anew ---
 
@@ -285,7 +311,7 @@ class Supervisor:
             self.screen.notice(f"given up: {self.policy.restarts} fresh starts brought no new checkpoint (--restarts N)")
             return None
         self._pause(self.policy.pause(self._fruitless))
-        why = f"{ended.message.partition(' (see ')[0]}; " if ended.outcome is Outcome.INFRA else ""
+        why = f"{ended.message.partition(chr(10))[0].partition(' (see ')[0]}; " if ended.outcome is Outcome.INFRA else ""
         return None if self.stopped else why
 
     def _after_shortage(self, ended: Ended, whole: bool) -> str | None:

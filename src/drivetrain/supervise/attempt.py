@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from drivetrain.outcomes import Outcome, outcome_of_code
+from drivetrain.outcomes import Outcome
 from drivetrain.runs import Run, record_plan
 from drivetrain.supervise.judges import Judge
 from drivetrain.supervise.nursery import Child, Nursery
@@ -69,7 +69,13 @@ class _Worker:
     child: Child
     pulse: Pulse
     log: BinaryIO | None
+    wire: int
     said: dict[str, Any] | None = None
+    """Its result; None as long as it has sent none."""
+    num_ended_before: int | None = None
+    """Workers that ended before it; None while it lives."""
+    killed_here: bool = False
+    """Whether it was ended from here, for what another one did."""
     half: dict[str, bytes] = field(default_factory=lambda: {"wire": b"", "out": b""})
 
 
@@ -103,6 +109,7 @@ class Attempt:
             self.screen.busy("loading torch and the task ...")
             while any(w.child.poll() is None for w in self.workers):
                 self._listen(0.2, nursery)
+                self._note_ends(nursery)
                 self.each_look()
                 self._watch()
                 if self.left:
@@ -113,6 +120,7 @@ class Attempt:
             deadline = time.monotonic() + (0.0 if self.left else DYING)
             while any(w.child.poll() is None for w in self.workers):
                 self._listen(0.1, nursery)
+                self._note_ends(nursery)
                 if time.monotonic() > deadline:  # held by a driver or a disk, or not born yet
                     self._undead = True
                     nursery.kill()
@@ -136,7 +144,7 @@ class Attempt:
             os.close(handle)
         for say in self._told:
             say(child)
-        worker = _Worker(rank, child, pulse, _open_log(self.run_dir.log_path(rank)))
+        worker = _Worker(rank, child, pulse, _open_log(self.run_dir.log_path(rank)), hear)
         self.workers.append(worker)
         for handle, kind in ((hear, "wire"), (read, "out")):
             os.set_blocking(handle, False)
@@ -144,11 +152,12 @@ class Attempt:
 
     def _watch(self) -> None:
         """Once one has failed, the others can only wait in vain: end them after a moment. And see that they live."""
-        codes = [w.child.code for w in self.workers]
-        failed = [code for code in codes if code not in (None, 0, Outcome.PREEMPTED.code)]
+        ended = [w for w in self.workers if w.child.code is not None]
+        failed = [w for w in ended if w.said is None or w.said["outcome"] not in (Outcome.OK, Outcome.PREEMPTED)]
         if failed:
-            killed = any(w.child.code is not None and w.child.code < 0 and w.said is None for w in self.workers)
-            grace = NO_GRACE if killed else SHORT_GRACE if Outcome.OOM.code in failed else GRACE
+            died = any(w.said is None for w in failed)
+            short = any(w.said and w.said["outcome"] == Outcome.OOM for w in failed)
+            grace = NO_GRACE if died else SHORT_GRACE if short else GRACE
             self._end_by = min(self._end_by, time.monotonic() + grace)
         elif self.watches and self.verdict is None:
             alive = ((w, w.child.pid) for w in self.workers if w.child.code is None)
@@ -159,6 +168,16 @@ class Attempt:
             self._leave()
         if time.monotonic() > self._end_by:
             self.kill()
+
+    def _note_ends(self, nursery: Nursery) -> None:
+        """Keep the order in which workers end, and hear the last of each: what it wrote before its end is in its pipe."""
+        if nursery.lost:
+            self.abort(nursery.lost)
+        for worker in self.workers:
+            if worker.child.poll() is not None and worker.num_ended_before is None:
+                worker.num_ended_before = sum(w.num_ended_before is not None for w in self.workers)
+                while worker.wire >= 0 and self._read(worker, "wire", worker.wire):
+                    pass
 
     def _answers(self, rank: int) -> Path:
         return self.file.parent / f"stacks-{rank}"
@@ -175,6 +194,8 @@ class Attempt:
             self.aborted, self._end_by = why, 0.0
 
     def kill(self) -> None:
+        for worker in self.workers:
+            worker.killed_here |= worker.child.poll() is None
         self._tell(Child.kill)
 
     def spent(self) -> Spent:
@@ -211,19 +232,24 @@ class Attempt:
                 nursery.listen(self._selector.unregister)
                 continue
             worker, kind = key.data
-            try:
-                data = os.read(int(key.fd), 1 << 16)
-            except BlockingIOError:
-                continue
-            if not data:
-                self._drop(int(key.fd))
-            *lines, worker.half[kind] = (worker.half[kind] + data).split(b"\n")
-            if not data and worker.half[kind]:
-                lines.append(worker.half[kind])
-                worker.half[kind] = b""
-            for line in lines:
-                self._hear(worker, kind, line)
+            self._read(worker, kind, int(key.fd))
         return bool(ready)
+
+    def _read(self, worker: _Worker, kind: str, handle: int) -> bool:
+        """Hear what is in a pipe; false where that is nothing."""
+        try:
+            data = os.read(handle, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._drop(handle)
+        *lines, worker.half[kind] = (worker.half[kind] + data).split(b"\n")
+        if not data and worker.half[kind]:
+            lines.append(worker.half[kind])
+            worker.half[kind] = b""
+        for line in lines:
+            self._hear(worker, kind, line)
+        return bool(data)
 
     def _drain(self, nursery: Nursery) -> None:
         """Hear what is left in the pipes; a loader's worker that outlives its rank may hold them open."""
@@ -238,6 +264,8 @@ class Attempt:
     def _drop(self, handle: int) -> None:
         self._selector.unregister(handle)
         os.close(handle)
+        for worker in self.workers:
+            worker.wire = -1 if worker.wire == handle else worker.wire
 
     def _hear(self, worker: _Worker, kind: str, line: bytes) -> None:
         if kind == "out":
@@ -268,22 +296,27 @@ class Attempt:
             return Ended(Outcome.PREEMPTED, result={"step": self.run_dir.last_step})
         if self.aborted and any(w.said is None or Outcome(w.said["outcome"]) is Outcome.INFRA for w in self.workers):
             return Ended(Outcome.INFRA, self.aborted, lost=True)
+        ranking = {o: i for i, o in enumerate([*SEVERITY, Outcome.OK])}
+        deaths = [w.num_ended_before or 0 for w in self.workers if w.said is None and not w.killed_here and w.child.code != -signal.SIGABRT]
         ends = []
         for worker in self.workers:
-            code = worker.child.code
-            assert code is not None
-            said = worker.said or {}
-            outcome = Outcome(said["outcome"]) if said else outcome_of_code(code)
-            message = said.get("message", "")
-            if not said and outcome is not Outcome.OK:
-                log = self.run_dir.log_path(worker.rank)
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-                message = f"worker {worker.rank} {how} (see {log})"
-            ends.append((outcome, worker.rank, message, said))
-        ranking = {o: i for i, o in enumerate([*SEVERITY, Outcome.OK])}
-        # Of those that were lost, the one that did not say so is the cause.
-        outcome, _, message, said = min(ends, key=lambda e: (ranking[e[0]], bool(e[3]) and e[0] is Outcome.INFRA, e[1]))
+            said, order = worker.said or {}, worker.num_ended_before or 0
+            outcome = Outcome(said["outcome"]) if said else Outcome.INFRA  # whatever its code: an end without a result is a death
+            follows = bool(said.get("lost_peer")) if said else worker.killed_here
+            if outcome is Outcome.USER_ERROR and deaths and min(deaths) < order:  # an exception about another's death
+                outcome, follows = Outcome.INFRA, True
+            ends.append(((ranking[outcome], follows, order), outcome, said, worker))
+        _, outcome, said, worker = min(ends, key=lambda end: end[0])
+        message = said["message"] if "message" in said else self._death(worker) if not said else ""
         return Ended(outcome, message, said, lost=outcome is Outcome.INFRA and not said.get("final") and not self._undead)
+
+    def _death(self, worker: _Worker) -> str:
+        """How a worker ended that sent no result."""
+        if worker.child.failure:
+            return f"worker {worker.rank} could not be started: {worker.child.failure}"
+        code = worker.child.code or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code} and without a result"
+        return f"worker {worker.rank} {how} (see {self.run_dir.log_path(worker.rank)})"
 
 
 def _open_log(path: Path) -> BinaryIO | None:

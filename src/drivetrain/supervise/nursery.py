@@ -16,6 +16,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from drivetrain.outcomes import Outcome
+
 WIRE = "_DRIVETRAIN_WIRE"
 """Tells a worker its handles, its wire's and its pulse's, and who its parent and its front end are."""
 
@@ -29,6 +31,8 @@ class Child:
     def __init__(self, process: subprocess.Popen[bytes] | None = None) -> None:
         self.pid: int | None = None if process is None else process.pid
         self.code: int | None = None
+        self.failure = ""
+        """Why it could not be forked."""
         self._process = process
         self._awaiting: list[int] = []
 
@@ -53,6 +57,9 @@ class Child:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
+    def unborn(self, why: str) -> None:
+        self.code, self.failure = Outcome.INFRA.code, why
+
     def born(self, pid: int) -> None:
         self.pid = pid
         for number in self._awaiting:
@@ -63,9 +70,11 @@ class Nursery:
     """Starts workers of one environment, for as many attempts at a job as it takes."""
 
     def __init__(self, environment: dict[str, str], log: Path) -> None:
-        self.environment = environment
+        self.environment, self._log = environment, log
         self.handle: int | None = None
         """Readable when it has something to tell."""
+        self.lost = ""
+        """How it ended, where it was not ended from here."""
         self._children: list[Child] = []
         if sys.platform != "linux":  # elsewhere a process with threads is not safely forked: each worker imports for itself
             return
@@ -107,11 +116,18 @@ class Nursery:
             told = b""
         if not told:
             forget(self.handle)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(CLOSING)
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+                self.lost = f"the process that forks the workers {how} (see {self._log})"
             self.kill()
             return
         message = json.loads(told)
+        coming = (c for c in self._children if c.pid is None and c.code is None)
         if "born" in message:
-            next(c for c in self._children if c.pid is None).born(message["born"])
+            next(coming).born(message["born"])
+        elif "failed" in message:
+            next(coming).unborn(message["failed"])
         else:
             next(c for c in self._children if c.pid == message["died"] and c.code is None).code = message["code"]
 

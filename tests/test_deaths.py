@@ -1,0 +1,380 @@
+"""Every end without a result is a death: the one that died is named, all start anew, and nothing is left behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from drivetrain.cli import forkserver
+from drivetrain.engine import checkpoint
+from drivetrain.engine.checkpoint import Writer
+from drivetrain.outcomes import Outcome
+from drivetrain.plan import Plan
+from drivetrain.runs import Run
+from drivetrain.supervise import Policy, Supervisor, local_place, supervised, usage
+from drivetrain.supervise.attempt import Attempt, Ended, Place, _Worker
+from drivetrain.supervise.judges import Judge
+from drivetrain.supervise.nursery import Child, Nursery
+from drivetrain.supervise.scratch import Scratch, sweep
+from drivetrain.supervise.verdict import Rank, Watchman, judge
+from drivetrain.watch.pulse import NUMBER, Beat, Heart, Pulse, open_page
+from drivetrain.watch.screen import Screen
+from tests.command import good
+from tests.patience import until
+from tests.samples import rows, weights
+
+TASK = """\
+import os, sys, torch
+from torch import nn
+from torch.nn import functional as F
+from drivetrain import Task, Tensors
+
+SAMPLES = {16: lambda: os._exit(0), 48: lambda: os.kill(os.getpid(), 9), 80: lambda: os.kill(os.getpid(), 11)}
+COUNT = sum(os.path.exists(f"fault {number}") for number in range(4)) if os.environ.get("FAULTS") else 9  # one a start
+
+
+def strikes(number):
+    if number == COUNT:
+        open(f"fault {number}", "w").close()
+    return number == COUNT
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, i):
+        if i in SAMPLES and strikes(list(SAMPLES).index(i)):
+            SAMPLES[i]()
+        return torch.randn(4) + i / 96, i % 2
+
+
+class Dying(Task):
+    epochs: int = 5
+    global_batch: int = 8
+    log_every: int = 1
+    save_every: int = 3
+
+    def model(self):
+        return nn.Linear(4, 2)
+
+    def train_data(self):
+        return Rows()
+
+    def eval_data(self):
+        return Tensors(torch.ones(16, 4), torch.arange(16) % 2)
+
+    def loss(self, model, batch):
+        if os.environ["RANK"] == "1" and strikes(3):
+            os._exit(0)
+        return F.cross_entropy(model(batch[0]), batch[1])
+"""
+
+
+def test_whatever_ends_without_a_result_is_started_anew(folder: Path) -> None:
+    """Loader workers that exit, are killed and fault, and a rank that exits with code 0."""
+    Path("dying.py").write_text(TASK)
+    words = ["train", "dying.py", "plan.workers=2", "--procs", "2", "--restarts", "9"]
+    before = set(Path(tempfile.gettempdir()).glob("pymp-*"))
+    good(*words, "--name", "whole")
+    output = good(*words, "--name", "broken", FAULTS="1")
+    assert rows("runs/broken") == rows("runs/whole") and weights("runs/broken") == weights("runs/whole")
+    told = [line for line in output.splitlines() if line.startswith("restart ")]
+    assert len(told) == 4 and "Traceback" not in output, output
+    for how, sample in (("ended with code 0", 16), ("was killed by SIGKILL", 48), ("was killed by SIGSEGV", 80)):
+        [line] = [line for line in told if f"{how} while it read sample {sample} of the data set; starting anew from" in line]
+        assert line.startswith("restart loader worker ") and " of rank " in line
+    assert any(line.startswith("restart worker 1 ended with code 0 and without a result; starting anew") for line in told)
+    info = json.loads(Path("runs/broken/run.json").read_text())
+    assert (info["status"], info["outcome"]) == ("finished", "ok")
+    mine = {path for path in set(Path(tempfile.gettempdir()).glob("pymp-*")) - before if any(path.glob("listener-*"))}
+    assert not [path for path in mine if path.stat().st_mtime < time.time() - 60], "sockets of killed loader workers"
+
+
+# --- who died ---
+
+
+def attempt(tmp_path: Path, *ends: tuple[int, dict[str, Any] | None]) -> Attempt:
+    """Workers that ended in this order, each with its code and its result."""
+    place = Place(0, len(ends), len(ends), ("", 0))
+    made = Attempt({"run": str(tmp_path), "mode": "train"}, tmp_path / "job.json", place, Screen(quiet=True), Watchman(), Judge(), False)
+    for rank in range(len(ends)):
+        page = open_page()
+        made.workers.append(_Worker(rank, Child(), Pulse(page), None, -1))
+    return made
+
+
+def end(made: Attempt, rank: int, code: int, said: dict[str, Any] | None = None) -> None:
+    made.workers[rank].child.code, made.workers[rank].said = code, said
+    made._note_ends(Nursery.__new__(_Quiet))
+
+
+class _Quiet(Nursery):
+    lost = ""
+
+
+GLOO = {"outcome": "infra", "message": "another process of this run was lost: Connection closed by peer", "lost_peer": True, "final": False}
+LOADER = {"outcome": "infra", "message": "loader worker 1 of rank 2 (pid 7) was killed by SIGKILL", "lost_peer": False, "final": False}
+ERROR = {"outcome": "user-error", "message": "RuntimeError: in the user's line", "lost_peer": False, "final": False}
+FINE = {"outcome": "ok", "step": 9}
+
+
+def test_the_rank_that_died_first_is_named(tmp_path: Path) -> None:
+    slow = attempt(tmp_path, *[(0, None)] * 3)
+    end(slow, 2, -9)
+    slow.kill()  # ranks 0 and 1 are in a long step, and say nothing
+    end(slow, 0, -9)
+    end(slow, 1, -9)
+    assert slow.ended().message.startswith("worker 2 was killed by SIGKILL (see ") and slow.ended().lost
+
+    two = attempt(tmp_path, *[(0, None)] * 3)
+    end(two, 1, -signal.SIGSEGV)
+    end(two, 0, -signal.SIGABRT)  # at the loss of its peer
+    end(two, 2, 201, GLOO)
+    assert "worker 1 was killed by SIGSEGV" in two.ended().message
+
+
+def test_the_cause_is_named_and_not_what_the_others_say_of_it(tmp_path: Path) -> None:
+    made = attempt(tmp_path, *[(0, None)] * 3)
+    end(made, 2, 201, LOADER)
+    end(made, 0, 201, GLOO)
+    end(made, 1, 201, GLOO)
+    assert made.ended().message == LOADER["message"] and made.ended().lost
+
+    made = attempt(tmp_path, *[(0, None)] * 2)
+    end(made, 1, -9)
+    end(made, 0, 1, ERROR)  # raised in the user's lines, when a peer was gone
+    assert made.ended().outcome is Outcome.INFRA and "worker 1 was killed" in made.ended().message
+
+    made = attempt(tmp_path, *[(0, None)] * 2)
+    end(made, 0, 1, ERROR)
+    end(made, 1, -signal.SIGABRT)
+    assert made.ended().outcome is Outcome.USER_ERROR and made.ended().message == ERROR["message"]
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 200, 130])
+def test_an_end_without_a_result_is_a_death_whatever_its_code(code: int, tmp_path: Path) -> None:
+    made = attempt(tmp_path, *[(0, None)] * 2)
+    end(made, 0, 0, FINE)
+    end(made, 1, code)
+    made._watch()
+    assert made._end_by < time.monotonic() + 1, "the others are not waited for"
+    ended = made.ended()
+    assert ended.outcome is Outcome.INFRA and ended.lost and f"worker 1 ended with code {code} and without a result" in ended.message
+
+
+# --- starts that fail ---
+
+
+def test_a_worker_that_cannot_be_forked_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with monkeypatch.context() as patch:
+        patch.setattr(forkserver.os, "fork", fails)
+        forkserver._fork({}, [], [], theirs)
+    nursery = Nursery.__new__(Nursery)
+    nursery._socket, nursery.handle, nursery.lost = ours, ours.fileno(), ""
+    made = attempt(tmp_path, (0, None))
+    nursery._children = [made.workers[0].child]
+    nursery.listen(lambda handle: None)
+    made._note_ends(nursery)
+    ended = made.ended()
+    assert ended.lost and ended.message == f"worker 0 could not be started: {os.strerror(errno.EAGAIN)}"
+    ours.close()
+    theirs.close()
+
+
+def test_a_start_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path / "run")
+    run.path.mkdir()
+    plan = Plan()
+    run.write({"plan": plan.to_json()})
+    said: list[str] = []
+    monkeypatch.setattr(Screen, "line", lambda self, label, text: said.append(f"{label} {text}"))
+    tries = iter([OSError(errno.EAGAIN, "Resource temporarily unavailable"), OSError(errno.EMFILE, "Too many open files"), None])
+
+    def start(self: Supervisor) -> Nursery:
+        if (error := next(tries)) is not None:
+            raise error
+        raise _Started
+
+    class _Started(Exception):
+        pass
+
+    monkeypatch.setattr(Supervisor, "_nursery", start)
+    job = {"run": str(run.path), "mode": "train", "plan": plan.to_json()}
+    with supervised(job, plan, local_place(1), Screen(quiet=True), [], policy=Policy(restarts=3)) as supervisor, pytest.raises(_Started):
+        supervisor.run()
+    assert said == [
+        "restart the workers could not be started: Resource temporarily unavailable; starting anew from the beginning",
+        "restart the workers could not be started: Too many open files; starting anew from the beginning",
+    ]
+    assert not list(run.path.glob(".attempt-*"))
+
+
+def test_the_process_that_forks_is_named_when_it_dies(tmp_path: Path) -> None:
+    nursery = Nursery(dict(os.environ), tmp_path / "log")
+    nursery._process.kill()
+    nursery.listen(lambda handle: None)
+    assert nursery.lost.startswith("the process that forks the workers was killed by SIGKILL") and not nursery.alive
+
+
+# --- what is left behind ---
+
+
+def test_only_the_scratch_of_the_dead_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    maker = "import sys, tempfile; tempfile.tempdir = sys.argv[1]\nfrom drivetrain.supervise.scratch import Scratch\n"
+    killed = subprocess.run([sys.executable, "-c", maker + "Scratch(); import os; os.kill(os.getpid(), 9)", str(tmp_path)])
+    assert killed.returncode == -9
+    [dead] = tmp_path.iterdir()
+    (dead / "listener-x").touch()
+    mine, unmade, foreign = Scratch(), tmp_path / "drivetrain-scratch-new", tmp_path / "pymp-x"
+    for folder in (unmade, foreign):
+        folder.mkdir()
+    (tmp_path / "drivetrain-scratch-link").symlink_to(foreign)
+    sweep()
+    assert not dead.exists() and mine.path.is_dir() and unmade.is_dir() and foreign.is_dir()
+    mine.remove()
+    assert not mine.path.exists()
+
+
+def test_half_written_checkpoints_go_when_the_disk_can_be_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, said = Run(tmp_path / "run"), list[str]()
+    run.path.mkdir()
+    writer = Writer(run, 2, lambda name: None, said.append)
+
+    def read_only(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.Writer, "_publish", read_only)
+        patch.setattr(checkpoint.shutil, "rmtree", lambda path, ignore_errors: None)
+        writer.save(1, {}, {}, None)
+        writer.wait()
+    assert "Read-only file system" in said[0] and list(run.checkpoints.glob(".step-*"))
+    writer.save(2, {}, {}, None)
+    writer.wait()
+    assert run.steps() == [2] and not list(run.checkpoints.glob(".*"))
+
+
+def test_folders_of_attempts_go_when_the_disk_can_be_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = {"run": str(tmp_path), "mode": "train"}
+    monkeypatch.setattr(Attempt, "run", lambda self, nursery: None)
+    monkeypatch.setattr(Attempt, "ended", lambda self: Ended(Outcome.OK))
+    monkeypatch.setattr(Supervisor, "_nursery", lambda self: None)
+    with supervised(job, Plan(), local_place(1), Screen(quiet=True), []) as supervisor:
+        with monkeypatch.context() as patch:
+            patch.setattr("drivetrain.supervise.shutil.rmtree", lambda path, ignore_errors: None)
+            supervisor.once()
+        assert list(tmp_path.glob(".attempt-*"))
+    assert not list(tmp_path.glob(".attempt-*"))
+
+
+# --- hangs that were not seen before, and what only looks like one ---
+
+WAYS = {
+    "sleeps": "import time; time.sleep(1000)",
+    "imports": "import sys; sys.path.insert(0, {folder!r}); import endless",
+    "waits for a child": "import subprocess; subprocess.run([sys.executable, '-c', 'while True: pass'])",
+    "spins": "while True: pass",
+}
+
+
+@pytest.fixture
+def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rank]]:
+    """Starts a process that does something for good, and answers as a rank does that is silent since long ago."""
+    monkeypatch.setattr(usage, "WINDOW", 0.5)
+    (tmp_path / "endless.py").write_text("while True: pass\n")
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(way: str, place: str, longest: float = 0.0, silent: float = 30.0) -> Rank:
+        answers = tmp_path / f"stacks-{len(started)}"
+        begin = (
+            f"import sys; from drivetrain.supervise.stacks import answer_to; answer_to(open({str(answers)!r}, 'a')); print(1, flush=True)\n"
+        )
+        code = begin + WAYS[way].format(folder=str(tmp_path))
+        started.append(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True))
+        stdout = started[-1].stdout
+        assert stdout is not None and stdout.readline()
+        beat = Beat(1, NUMBER[place], time.monotonic() - silent, longest, 0.2)
+        return Rank(len(started) - 1, started[-1].pid, beat, answers, lambda: beat)
+
+    yield start
+    for process in started:
+        for one in (*psutil.Process(process.pid).children(recursive=True), process):
+            one.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("place", ["fetch", "metrics"])
+def test_a_hang_at_a_place_that_was_not_seen_yet_has_a_verdict(place: str, stuck: Callable[..., Rank]) -> None:
+    rank, watchman = stuck("sleeps", place), Watchman(floor=0.2)
+    assert watchman.limit(rank.beat) == 3600 and watchman.quiet_limit(rank.beat) == 2.0, "with 30 s: five minutes"
+    assert Watchman(30).quiet_limit(rank.beat._replace(slowest=200.0)) == 600, "scaled by what was seen"
+    begun = time.monotonic()
+    verdict = until(lambda: judge(watchman.look([rank]) or [], whole=True), "a verdict", 60)
+    assert verdict.ranks == [0] and "rank 0 hangs in step 1" in verdict.message and time.monotonic() - begun > 2
+
+
+def test_what_computes_at_a_place_that_was_not_seen_yet_is_not_hung(stuck: Callable[..., Rank]) -> None:
+    ranks = [stuck("spins", "metrics"), stuck("waits for a child", "fetch"), stuck("sleeps", "begin")]
+    watchman, deadline = Watchman(floor=0.2), time.monotonic() + 6
+    while time.monotonic() < deadline:
+        assert not watchman.look(ranks), "one computes, another's child does, the third has not begun its first step"
+        time.sleep(0.2)
+
+
+def test_what_imports_is_not_hung_while_it_gets_on(stuck: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drivetrain.supervise.verdict.AGAIN", 0.5)
+    importing, spinning = stuck("imports", "take", longest=0.1), stuck("spins", "take", longest=0.1)
+    watchman, deadline = Watchman(floor=0.5), time.monotonic() + 6
+    while time.monotonic() < deadline:
+        assert judge(watchman.look([importing]) or [], whole=True) is None
+        time.sleep(0.2)
+    assert until(lambda: judge(watchman.look([spinning]) or [], whole=True), "a verdict", 60).ranks == [1], "a loop at one line"
+    os.kill(importing.pid, signal.SIGSTOP)
+    assert until(lambda: judge(watchman.look([importing]) or [], whole=True), "a verdict", 60).ranks == [0]
+
+
+def test_a_pulse_tells_the_slowest_of_all_places() -> None:
+    page = open_page()
+    pulse, heart = Pulse(page), Heart(page)
+    heart.moment("start")
+    time.sleep(0.05)
+    heart.moment("step")
+    heart.moment("fetch")
+    assert pulse.read().longest == 0 and pulse.read().slowest >= 0.05
+
+
+def test_sockets_of_loader_workers_have_a_folder_of_ours() -> None:
+    """What the worker sets is what multiprocessing uses, in its children too."""
+    from multiprocessing import util
+
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    old = config.get("tempdir")
+    try:
+        config["tempdir"] = "/somewhere"
+        assert util.get_temp_dir() == "/somewhere"
+        child: Any = multiprocessing.get_context("fork").Process(target=print)
+        assert child._config["tempdir"] == "/somewhere"
+    finally:
+        config["tempdir"] = old
