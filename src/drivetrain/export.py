@@ -85,16 +85,16 @@ def _weights(model: nn.Module, run: Run, folder: Path) -> None:
 
 
 def _card(run: Run, written: dict[str, Written]) -> dict[str, Any]:
-    info, rows = run.read(), run.rows()
+    info, last, evaluated = run.read(), run.last_row(), run.evaluated()
     hardware = info.get("hardware") or {}
     gpus = [gpu["name"] for gpu in hardware.get("gpus", [])]
     return {
         "format": runs.FORMAT, "run": run.name, "task": info["recipe"]["task"]["label"], "settings": info["recipe"]["settings"],
         "graphs": {name: asdict(graph) for name, graph in written.items()},
         "training": {
-            "date": info["created"][:10], "step": rows[-1]["step"] if rows else 0, "seconds": rows[-1]["time"] if rows else 0.0,
+            "date": info["created"][:10], "step": last.get("step", 0), "seconds": last.get("time", 0.0),
             "hardware": gpus[0] if gpus else f"{hardware.get('cpu_cores', '?')} CPU cores", "versions": info["versions"],
-            "metrics": {k: v for row in rows for k, v in row.items() if k.startswith("eval/")},
+            "metrics": {k: v for k, v in evaluated.items() if k.startswith("eval/")}, "metrics_step": evaluated.get("step"),
         },
     }  # fmt: skip
 

@@ -65,8 +65,8 @@ def unplayable(name: str, task: str) -> Problem:
 
 def is_current(agent: Agent, run: Run) -> bool:
     """Whether what was exported is the run as it is now."""
-    card, rows = read_card(agent), run.rows()
-    return bool(card["settings"] == run.read()["recipe"]["settings"] and card["training"].get("step") == (rows[-1]["step"] if rows else 0))
+    card = read_card(agent)
+    return bool(card["settings"] == run.read()["recipe"]["settings"] and card["training"].get("step") == run.last_row().get("step", 0))
 
 
 def check(agent: Agent) -> None:

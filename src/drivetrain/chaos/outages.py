@@ -119,7 +119,7 @@ class Outages:
         return sizes[-1:] == [self.full]
 
     def _reached(self, step: int) -> bool:
-        return self._together() and self.run.metrics_path.exists() and any(row["step"] >= step for row in self.run.rows())
+        return self._together() and self.run.last_row().get("step", 0) >= step
 
     def _finished(self) -> bool:
         return self._count("finished") > 0

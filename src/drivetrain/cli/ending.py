@@ -32,7 +32,7 @@ def conclude(run: Run, recipe: Recipe, plan: Plan, ended: Ended) -> None:
         if ended.spent is not None:
             runs.write_atomic(run.time_path, json.dumps(ended.spent.to_json()) + "\n")
         if ended.outcome is Outcome.OK:
-            runs.write_atomic(run.path / "model" / "task.json", json.dumps(_model_card(recipe, ended), indent=1) + "\n")
+            runs.write_atomic(run.card_path, json.dumps(_model_card(recipe, ended), indent=1) + "\n")
             runs.write_atomic(run.path / "summary.txt", summary(recipe, plan, ended))
     except OSError as error:
         raise Problem(
@@ -45,8 +45,14 @@ def conclude(run: Run, recipe: Recipe, plan: Plan, ended: Ended) -> None:
 def _model_card(recipe: Recipe, ended: Ended) -> dict[str, Any]:
     return {
         "format": runs.FORMAT, "task": recipe.task.label, "class": recipe.task.class_name,
-        "settings": recipe.settings, "step": ended.result.get("step"), "metrics": ended.result.get("metrics"),
+        "settings": recipe.settings, "step": ended.result["facts"]["weights_step"], "steps": ended.result["step"],
+        "metrics": ended.result["metrics"],
     }  # fmt: skip
+
+
+def _whose_weights(facts: dict[str, Any]) -> str:
+    """Which weights a finished run keeps."""
+    return f"weights of step {facts['weights_step']:,}" + (f", the best by {facts['best']}" if facts["best"] else "")
 
 
 def summary(recipe: Recipe, plan: Plan, ended: Ended) -> str:
@@ -73,6 +79,7 @@ def summary(recipe: Recipe, plan: Plan, ended: Ended) -> str:
         "Device": facts["device"],
         "Total Parameters": f"{facts['parameters']:,}",
         "Steps": f"{ended.result['step']:,}",
+        "Weights": _whose_weights(facts).removeprefix("weights "),
         "Training Time": duration(facts["time"]),
         "Peak Memory": size(facts["peak_memory_bytes"]),
     }
@@ -84,7 +91,9 @@ def footer(run: Run, ended: Ended, screen: Screen) -> None:
     if ended.outcome is Outcome.OK:
         metrics, facts = result["metrics"], result["facts"]
         if metrics:
-            screen.line("eval", "   ".join(number(k, v) for k, v in metrics.items()) + f"   ({facts['test_samples']:,} samples)")
+            whose = f"; {_whose_weights(facts)}" if facts["best"] else ""
+            figures = "   ".join(number(k, v) for k, v in metrics.items())
+            screen.line("eval", f"{figures}   ({facts['test_samples']:,} samples{whose})")
         screen.line("done", f"{result['step']:,} steps in {duration(facts['time'])}, peak memory {size(facts['peak_memory_bytes'])}")
         if held_up := bottleneck(run, ended.spent):
             screen.line("time", held_up)

@@ -44,12 +44,13 @@ def run(verb: str, words: list[str]) -> int:
     if ended.outcome is not Outcome.OK:
         return ending.exit_code(ended)
     result = ended.result
-    kept = {k: result[k] for k in ("metrics", "samples", "figures")}
+    kept = {k: result[k] for k in ("metrics", "samples", "step", "figures")}
     runs.write_atomic(found.path / "eval.json", json.dumps({"format": runs.FORMAT} | kept, indent=1) + "\n")
     if args.json:
         print(json.dumps(kept))
         return 0
-    screen.line("eval", "   ".join(number(k, v) for k, v in result["metrics"].items()) + f"   ({result['samples']:,} samples)")
+    whose = "" if result["step"] is None else f"; weights of step {result['step']:,}"
+    screen.line("eval", "   ".join(number(k, v) for k, v in result["metrics"].items()) + f"   ({result['samples']:,} samples{whose})")
     if "confusion" in result["figures"]:
         path = found.path / "confusion.png"
         draw_confusion(result["figures"]["confusion"], result["classes"], str(path), found.name)

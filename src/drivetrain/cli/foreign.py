@@ -200,7 +200,7 @@ def _cause(result: dict[str, Any], group: Group) -> dict[str, Any]:
 def _open(recipe: Recipe, request: Request) -> Opened:
     if request.run_dir or request.name or recipe.name:
         where = Path(request.run_dir) if request.run_dir else runs.RUNS / str(request.name or recipe.name)
-        if (where / "lock").exists():
+        if os.path.exists(where / "lock"):
             launch.wait_for_lock(where, 5.0).release()
     return launch.open_run(recipe, request)
 

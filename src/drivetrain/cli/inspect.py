@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
+import re
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from drivetrain import runs
-from drivetrain.cli import ending
+from drivetrain.cli import cleanup, ending
+from drivetrain.cli.cleanup import disk_size
 from drivetrain.cli.flags import Parser, whole_number
 from drivetrain.outcomes import Problem
-from drivetrain.runs import Run
+from drivetrain.runs import Run, rows_backwards
 from drivetrain.terminal import one_line, show
 from drivetrain.watch.spent import Spent
+
+EVENTS = 5  # that `status` shows
+LOG_LINES = 1000
 
 
 def run(verb: str, words: list[str]) -> int:
@@ -43,9 +48,9 @@ def _runs(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
     args = parser.parse(words)
     if args.action == "rm":
-        return _rm(args.targets, args.yes, args.dry_run)
+        return cleanup.remove(args.targets, args.yes, args.dry_run)
     if args.action == "prune":
-        return _prune(args.targets, args.dry_run)
+        return cleanup.prune(args.targets, args.dry_run)
     rows = [_facts(r) for r in runs.all_runs()] + [_study(f.parent) for f in sorted(runs.RUNS.glob("*/tune.json"))]
     if args.json:
         print(json.dumps(rows))
@@ -57,41 +62,26 @@ def _runs(words: list[str]) -> int:
 
 
 def _facts(found: Run) -> dict[str, Any]:
+    facts: dict[str, Any] = {"name": found.name, "task": "?", "status": "unreadable", "step": 0, "metric": "", "bytes": found.disk_bytes()}
     try:
         info = found.read()
-        status = found.status
-        label = info["recipe"]["identity"]["task"]
-        created = info["created"][:16].replace("T", " ")
-    except (Problem, KeyError):
-        return {
-            "name": found.name,
-            "task": "?",
-            "status": "unreadable",
-            "step": 0,
-            "metric": "",
-            "bytes": found.disk_bytes(),
-            "created": "",
-        }
-    rows = found.rows()
-    evaluated: dict[str, Any] = next((r for r in reversed(rows) if any(k.startswith("eval/") for k in r)), {})
-    metric = next((_metric(k.removeprefix("eval/"), v) for k, v in evaluated.items() if k.startswith("eval/")), "")
-    step = rows[-1]["step"] if rows else 0
-    return {
-        "name": found.name,
-        "task": label,
-        "status": status,
-        "step": step,
-        "metric": metric,
-        "bytes": found.disk_bytes(),
-        "created": created,
-    }
+        facts |= {"task": info["recipe"]["identity"]["task"], "status": found.status, "created": info["created"][:16].replace("T", " ")}
+    except Problem:
+        return facts | {"created": ""}
+    metric = next((_metric(name, value) for name, value in _figures(found.evaluated()).items()), "")
+    return facts | {"step": found.last_row().get("step", 0), "metric": metric}
+
+
+def _figures(row: dict[str, Any]) -> dict[str, Any]:
+    """The evaluation's figures of a row."""
+    return {name.removeprefix("eval/"): value for name, value in row.items() if name.startswith("eval/")}
 
 
 def _study(path: Path) -> dict[str, Any]:
     """A search by `tune`, whose trials are runs of its own."""
     facts = {"name": path.name, "task": "?", "status": "unreadable", "trials": len(list(path.glob("trials/*/run.json"))), "metric": ""}
     facts |= {"bytes": Run(path).disk_bytes(), "created": ""}
-    with contextlib.suppress(OSError, ValueError, KeyError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         told = json.loads((path / "tune.json").read_text())
         facts |= {"task": told["task"], "created": told["created"][:16].replace("T", " ")}
         facts["status"] = "running" if runs.holder(path) else told["status"]
@@ -100,89 +90,53 @@ def _study(path: Path) -> dict[str, Any]:
     return facts
 
 
-def _metric(name: str, value: float) -> str:
+def _metric(name: str, value: Any) -> str:
+    if not isinstance(value, (int, float)):
+        return f"{name} not a number"  # which JSON has no word for
     return f"{name} {100 * value:.1f} %" if "accuracy" in name else f"{name} {value:.4g}"
-
-
-def _size(count: float) -> str:
-    return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.1f} GB"
 
 
 def _table(rows: list[dict[str, Any]]) -> None:
     lines = [["run", "task", "status", "step", "metric", "disk", "begun (UTC)"]]
     for r in rows:
         done = f"{r['trials']:,} trials" if "trials" in r else f"{r['step']:,}"
-        lines.append([r["name"], r["task"], r["status"], done, r["metric"], _size(r["bytes"]), r["created"]])
+        lines.append(
+            [one_line(text) for text in (r["name"], r["task"], r["status"], done, r["metric"], disk_size(r["bytes"]), r["created"])]
+        )
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     right = (3, 5)
     for line in lines:
-        show("  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))).rstrip())
-    show(f"\n{len(rows)} run{'s' if len(rows) != 1 else ''}, {_size(sum(r['bytes'] for r in rows))}")
-
-
-def _not_running(found: Run) -> None:
-    if pid := runs.holder(found.path):
-        raise Problem(f"{found.name} is in use by process {pid}: stop it first")
-
-
-def _rm(names: list[str], yes: bool, dry: bool) -> int:
-    if not names:
-        raise Problem("name the runs to delete: drivetrain runs rm NAME ...")
-    found = [one for name in names for one in _with_stages(name)]
-    for one in found:
-        _not_running(one)
-        show(f"{'would delete' if dry else 'delete'} {one.name}  {_size(one.disk_bytes())}")
-    if dry:
-        return 0
-    if not yes:
-        if not sys.stdin.isatty():
-            raise Problem("deleting needs --yes where nobody can be asked")
-        if input("delete? [y/N] ").strip().lower() not in ("y", "yes"):
-            return 1
-    for one in found:
-        shutil.rmtree(one.path)
-        if one.path.parent.parent == runs.RUNS and not any(one.path.parent.iterdir()):
-            one.path.parent.rmdir()  # of stages
-    return 0
-
-
-def _with_stages(name: str) -> list[Run]:
-    """The run or study of this name, or all stages of a recipe of this name."""
-    if (runs.RUNS / name / "tune.json").is_file():
-        return [Run(runs.RUNS / name)]
-    stages = sorted((runs.RUNS / name).glob("*/run.json")) if not (runs.RUNS / name / "run.json").is_file() else []
-    return [Run(f.parent) for f in stages] or [runs.find(name)]
-
-
-def _prune(names: list[str], dry: bool) -> int:
-    """Checkpoints of finished runs, whose weights are in model/ already; and what interrupted saves left."""
-    freed = 0
-    for one in [runs.find(n) for n in names] if names else runs.all_runs():
-        if runs.holder(one.path):
-            continue
-        doomed = list(one.checkpoints.glob(".*"))
-        if one.finished and one.model_path.is_file():
-            doomed += sorted(one.checkpoints.glob("step-*"))
-        count = sum(Run(p).disk_bytes() for p in doomed)
-        if doomed:
-            show(f"{'would free' if dry else 'freed'} {_size(count)}  {one.name}")
-            freed += count
-        for path in doomed:
-            if not dry:
-                shutil.rmtree(path)
-    show(f"{_size(freed)} {'could be freed' if dry else 'freed'}")
-    return 0
+        print("  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))).rstrip())
+    print(f"\n{len(rows)} run{'s' if len(rows) != 1 else ''}, {disk_size(sum(r['bytes'] for r in rows))}")
 
 
 # --- status ------------------------------------------------------------------------------------
 
 
-def _spent(found: Run) -> Spent | None:
+def _spent(found: Run) -> dict[str, Any] | None:
     """Where its time went, as far as that was noted."""
     try:
-        return Spent(**json.loads(found.time_path.read_text()))
-    except (OSError, ValueError, TypeError):
+        spent = Spent(**json.loads(found.time_path.read_text()))
+        return spent.to_json() | {"shares": spent.shares, "bottleneck": ending.bottleneck(found, spent), "sentence": spent.sentence()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
+
+
+def _events(found: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Its newest events, and what its task remarked at its newest evaluation; each oldest first."""
+    events: list[dict[str, Any]] = []
+    remarks: list[dict[str, Any]] = []
+    for event in rows_backwards(found.events_path):
+        if not isinstance(event.get("event"), str) or not isinstance(event.get("time"), (int, float)):
+            continue
+        if event["event"] != "remark" and len(events) < EVENTS:
+            events.append(event)
+        elif event["event"] == "remark" and isinstance(event.get("step"), int):
+            if not remarks or event["step"] == remarks[0]["step"]:
+                remarks.append(event)
+            elif len(events) == EVENTS:
+                break
+    return events[::-1], remarks[::-1]
 
 
 def _status(words: list[str]) -> int:
@@ -191,78 +145,96 @@ def _status(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     args = parser.parse(words)
     found = runs.find(args.target)
-    info, rows, events = found.read(), found.rows(), found.events()
-    last = rows[-1] if rows else {}
-    evaluated: dict[str, Any] = next((r for r in reversed(rows) if any(k.startswith("eval/") for k in r)), {})
-    remarks = [e for e in events if e["event"] == "remark"]
+    info, last, evaluated = found.read(), found.last_row(), found.evaluated()
+    events, remarks = _events(found)
+    weights = found.final_weights()
     facts = {
         "name": found.name, "status": found.status, "message": info["message"], "last": last, "evaluated": evaluated,
-        "checkpoints": found.steps(), "plan": info["plan"], "bytes": found.disk_bytes(),
-        "events": [e for e in events if e["event"] != "remark"][-5:], "remarks": [e for e in remarks if e["step"] == remarks[-1]["step"]],
+        "weights_step": weights and weights["step"], "checkpoints": found.steps(), "plan": info["plan"], "bytes": found.disk_bytes(),
+        "events": events, "remarks": remarks,
     }  # fmt: skip
-    spent = _spent(found)
-    if spent is not None:
-        facts["time"] = spent.to_json() | {"shares": spent.shares, "bottleneck": ending.bottleneck(found, spent)}
+    if (spent := _spent(found)) is not None:
+        facts["time"] = spent
     if args.json:
         print(json.dumps(facts))
         return 0
-    plan = info["plan"]
-    show(f"run          {found.name}   {info['recipe']['identity']['task']}   {facts['status']}")
-    if info["message"]:
-        show(f"             {info['message'].splitlines()[-1]}")
-    show(f"plan         {plan['world_size']} process(es) on {plan['device']}, {plan['precision']}, global batch {plan['global_batch']}")
-    if last:
-        speed = f", {last['samples_per_second']:,.0f} samples/s" if "samples_per_second" in last else ""
-        show(f"step         {last['step']:,}   epoch {last['epoch']}   loss {last.get('train/loss', float('nan')):.4g}{speed}")
-    if evaluated:
-        figures = "   ".join(_metric(k.removeprefix("eval/"), v) for k, v in evaluated.items() if k.startswith("eval/"))
-        show(f"eval         {figures}   (step {evaluated['step']:,})")
-    for remark in facts["remarks"]:
-        show(f"remark       {remark['text']}   (step {remark['step']:,})")
-    if spent is not None and spent.steps:
-        show(f"time         {spent.sentence()}")
-        if facts["time"]["bottleneck"]:
-            show(f"             {facts['time']['bottleneck']}")
-    show(f"checkpoints  {', '.join(f'{s:,}' for s in facts['checkpoints']) or 'none'}   ({_size(facts['bytes'])} in all)")
-    for event in facts["events"]:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
-        detail = "  ".join(
-            f"{k}={str(v).splitlines()[0] if str(v) else ''}" for k, v in event.items() if k not in ("time", "event", "rank")
-        )
-        show(f"  {when}  {event['event']:<12} {detail}".rstrip())
-    if facts["status"] not in ("finished", "running"):
-        show(f"go on with   drivetrain resume {found.name}")
+    for label, text in _status_lines(facts, info["recipe"]["identity"]["task"]):
+        print(f"{label:<13}{one_line(text)}".rstrip())
     return 0
+
+
+def _status_lines(facts: dict[str, Any], task: str) -> Iterator[tuple[str, str]]:
+    """(label, text) of each line."""
+    plan, last, evaluated, spent = facts["plan"], facts["last"], facts["evaluated"], facts.get("time")
+    yield "run", f"{facts['name']}   {task}   {facts['status']}"
+    if facts["message"].strip():
+        yield "", facts["message"].strip().splitlines()[-1]
+    yield "plan", f"{plan['world_size']} process(es) on {plan['device']}, {plan['precision']}, global batch {plan['global_batch']}"
+    if last:
+        speed = last.get("samples_per_second")
+        told = f", {speed:,.0f} samples/s" if isinstance(speed, (int, float)) else ""
+        yield "step", f"{last['step']:,}   epoch {last.get('epoch', '?')}   {_metric('loss', last.get('train/loss'))}{told}"
+    if figures := _figures(evaluated):
+        whose = "" if facts["weights_step"] is None else ", the weights in model/"
+        yield "eval", f"{'   '.join(_metric(k, v) for k, v in figures.items())}   (step {evaluated['step']:,}{whose})"
+    for remark in facts["remarks"]:
+        yield "remark", f"{remark.get('text')}   (step {remark['step']:,})"
+    if spent is not None and spent["steps"]:
+        yield "time", spent["sentence"]
+        if spent["bottleneck"]:
+            yield "", spent["bottleneck"]
+    yield "checkpoints", f"{', '.join(f'{s:,}' for s in facts['checkpoints']) or 'none'}   ({disk_size(facts['bytes'])} in all)"
+    for event in facts["events"]:
+        yield "", _event_line(event)
+    if facts["status"] not in ("finished", "running"):
+        yield "go on with", f"drivetrain resume {facts['name']}"
+
+
+def _event_line(event: dict[str, Any]) -> str:
+    try:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
+    except (OverflowError, ValueError, OSError):
+        when = "?"
+    detail = "  ".join(f"{k}={(str(v).splitlines() or [''])[0]}" for k, v in event.items() if k not in ("time", "event", "rank"))
+    return f"{when}  {event['event']:<12} {detail}"
 
 
 # --- logs --------------------------------------------------------------------------------------
 
 
 def _logs(words: list[str]) -> int:
-    parser = Parser("drivetrain logs", "What a run's processes printed.")
+    parser = Parser("drivetrain logs", "What a run's processes printed: the last lines of each.")
     parser.add_argument("target", metavar="RUN")
     parser.add_argument("-f", "--follow", action="store_true", help="go on printing until the run ends")
     parser.add_argument("--rank", type=whole_number(0), metavar="K", help="only this process's")
+    parser.add_argument(
+        "-n", "--lines", type=whole_number(0), default=LOG_LINES, metavar="N", help=f"so many of each; 0: all (usual: {LOG_LINES:,})"
+    )
     args = parser.parse(words)
     found = runs.find(args.target)
-    pattern = "rank-*.log" if args.rank is None else f"rank-{args.rank}.log"
     seen: dict[Path, int] = {}
-    _print_new(found, pattern, seen)
+    _print_new(found, args.rank, seen, args.lines)
     if not seen:
         raise Problem(f"{found.name} has no logs{'' if args.rank is None else f' of rank {args.rank}'} yet")
     while args.follow and found.status == "running":
         time.sleep(0.3)
-        _print_new(found, pattern, seen)
+        _print_new(found, args.rank, seen, 0)
     return 0
 
 
-def _print_new(found: Run, pattern: str, seen: dict[Path, int]) -> None:
-    files = sorted((found.path / "logs").glob(pattern), key=lambda p: int(p.stem.split("-")[1]))
-    for file in files:
+def _print_new(found: Run, rank: int | None, seen: dict[Path, int], most_lines: int) -> None:
+    """Print what the logs have beyond what was seen of them; of a new one the last lines, unless `most_lines` is 0."""
+    files = {int(m[1]): p for p in (found.path / "logs").glob("rank-*.log") if (m := re.fullmatch(r"rank-(\d+)\.log", p.name))}
+    chosen = [file for number, file in sorted(files.items()) if rank in (None, number) and file.is_file()]
+    for file in chosen:
+        if file not in seen:
+            seen[file] = runs.tail_begin(file, most_lines) if most_lines else 0
+            if seen[file]:
+                print(f"(the last {most_lines:,} lines of {file}; all: --lines 0)", file=sys.stderr, flush=True)
+        prefix, colours = f"[{file.stem}] " if len(chosen) > 1 else "", sys.stdout.isatty()
         with open(file, "rb") as stream:
-            stream.seek(seen.get(file, 0))
-            data = stream.read()
-        seen[file] = seen.get(file, 0) + len(data)
-        prefix, colours = f"[{file.stem}] " if len(files) > 1 else "", sys.stdout.isatty()
-        for line in data.decode(errors="replace").splitlines():
-            print(f"{prefix}{one_line(line, colours)}", flush=True)
+            stream.seek(seen[file])
+            for line in stream:
+                seen[file] += len(line)
+                print(f"{prefix}{one_line(line.decode(errors='replace'), colours)}")
+    sys.stdout.flush()

@@ -137,12 +137,14 @@ def named_run(recipe: Recipe, request: Request) -> Run | None:
     if named is None:
         return None
     run = Run(Path(named))
-    if run.json_path.is_file():
+    if runs.is_run(run.path):
         _check_same(recipe, run.read(), run)
         return run
     # A start that was killed before run.json leaves its lock and perhaps a part of the task's copy; whoever starts
     # trainings may keep their output in logs.
-    if run.path.is_dir() and any(p.name not in ("lock", "task", "logs") and not p.name.startswith(".run.json") for p in run.path.iterdir()):
+    if os.path.isdir(run.path) and any(
+        p.name not in ("lock", "task", "logs") and not p.name.startswith(".run.json") for p in run.path.iterdir()
+    ):
         raise Problem(f"{run.path} is not empty and no run: choose another --run-dir or --name")
     return run
 
@@ -152,7 +154,7 @@ def open_run(recipe: Recipe, request: Request) -> Opened:
     run = named_run(recipe, request)
     if run is None:
         return _continue_or_new(recipe)
-    if run.json_path.is_file():
+    if runs.is_run(run.path):
         return _go_on(recipe, run, run.read())
     return Opened(run, Lock.take(run.path), None)
 

@@ -13,7 +13,7 @@ from drivetrain.engine.evaluate import Evaluation, evaluate
 from drivetrain.engine.feed import OrderedFeed
 from drivetrain.engine.group import Group
 from drivetrain.engine.precision import Precision
-from drivetrain.engine.setup import prepare, run_weights
+from drivetrain.engine.setup import Weights, prepare, run_weights
 from drivetrain.engine.shortage import Short
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan, half
@@ -23,9 +23,12 @@ from drivetrain.task import Task
 
 def trained_model(task: Task, run: Run, device: torch.device | None = None) -> nn.Module:
     """The model with the run's final weights, or its last good checkpoint's, ready to use."""
+    return _with_weights(task, run_weights(run), run, device)
+
+
+def _with_weights(task: Task, weights: Weights, run: Run, device: torch.device | None) -> nn.Module:
     model = task.model()
-    tensors, aliases = run_weights(run)
-    state.load_model(model, tensors, aliases, run.name)
+    state.load_model(model, weights.tensors, weights.aliases, run.name)
     return model.to(device or torch.device("cpu")).eval()
 
 
@@ -35,11 +38,12 @@ def evaluate_run(task: Task, plan: Plan, run: Run, group: Group) -> dict[str, An
     if data is None:
         raise Problem(f"{type(task).__name__} has no eval_data(): there is nothing to evaluate on")
     task.precision = plan.precision
-    model = trained_model(task, run, group.device)
+    weights = run_weights(run)
+    model = _with_weights(task, weights, run, group.device)
     result = _evaluate(task, model, eval_feed(task, data, plan, group), plan, group)
     figures = {name: figure.tolist() for name, figure in result.figures.items()}
     names = list(getattr(task, "classes", None) or [])
-    return {"metrics": result.metrics, "samples": result.samples, "figures": figures, "classes": names}
+    return {"metrics": result.metrics, "samples": result.samples, "step": weights.step, "figures": figures, "classes": names}
 
 
 def _evaluate(task: Task, model: nn.Module, feed: OrderedFeed, plan: Plan, group: Group) -> Evaluation:

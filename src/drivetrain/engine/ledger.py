@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ class Block:
 
     first: int
     rows: list[list[float]]
+    seconds: float | None = None
+    """From the end of the block before, or of the pause before, to the end of these steps; None for the first block."""
 
     @property
     def last(self) -> int:
@@ -32,7 +35,8 @@ class Ledger:
         self._slots: list[tuple[Tensor, ...] | None] = [None] * LENGTH
         self._cuda = device.type == "cuda"
         self._first = self._next = -1
-        self._fetches: deque[tuple[int, Tensor, Any]] = deque()
+        self._fetches: deque[tuple[int, Tensor | None, Any]] = deque()
+        self._since: Any = None  # the time from which the next block's seconds count
 
     @property
     def ring(self) -> Tensor:
@@ -70,25 +74,42 @@ class Ledger:
             return
         first, last = self._first % LENGTH, (self._next - 1) % LENGTH
         rows = self._ring[first : last + 1] if first <= last else torch.cat([self._ring[first:], self._ring[: last + 1]])
-        event = None
         if self._cuda:
             host = torch.empty(rows.shape, pin_memory=True)
             host.copy_(rows, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
             rows = host
-        self._fetches.append((self._first, rows, event))
+        self._fetches.append((self._first, rows, self._now()))
         self._first = -1
+
+    def end_pause(self) -> None:
+        """The seconds of the next block count from here."""
+        self._fetches.append((-1, None, self._now()))
+
+    def _now(self) -> Any:
+        """The present time of the device, which the host, running ahead of it, cannot tell before the device is there."""
+        if not self._cuda:
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds_until(self, when: Any) -> float | None:
+        since, self._since = self._since, when
+        if since is None:
+            return None
+        return float(since.elapsed_time(when)) / 1000 if self._cuda else float(when - since)
 
     def arrived(self, wait: bool) -> list[Block]:
         """The blocks that are on the host by now, or all. (A CPU's must be read before the next step.)"""
         blocks = []
         while self._fetches:
-            first, rows, event = self._fetches[0]
-            if event is not None and not event.query():
+            first, rows, when = self._fetches[0]
+            if self._cuda and not when.query():
                 if not wait:
                     break
-                event.synchronize()
+                when.synchronize()
             self._fetches.popleft()
-            blocks.append(Block(first, rows.tolist()))
+            seconds = self._seconds_until(when)
+            if rows is not None:
+                blocks.append(Block(first, rows.tolist(), seconds))
         return blocks

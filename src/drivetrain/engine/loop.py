@@ -50,6 +50,7 @@ class Result:
     outcome: Outcome
     step: int
     metrics: dict[str, float] = field(default_factory=dict)
+    """Of a finished training: the evaluation of its final weights, which are of `facts["weights_step"]`."""
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -105,7 +106,7 @@ class Training:
         self.best = Best(task.best, task.patience)
         self.metrics: dict[str, float] = {}
         self._begun, self.before = time.monotonic(), 0.0
-        self.rows = Rows(self.step, plan.global_batch, observer, self.elapsed)
+        self.rows = Rows(self.step, observer, self.elapsed)
 
     # --- the loop ---
 
@@ -140,6 +141,7 @@ class Training:
         if self.rows.held(self.done) is not None and not self._evaluate_again():
             return self._stopped()
         self._kept = self.done
+        self.rows.end_pause()
         while self.done < self.total and not self.best.settled:
             if self._may_stop():
                 return self._stop_here()
@@ -358,7 +360,7 @@ class Training:
             self.observer.notice(f"{self.task.patience} evaluations without a better {self.best.name}{best}: the run ends here (patience)")
             self.run.event("settled", step=self.done, best=self.best.step)
         self._remark()
-        self.rows.mark(self.done)
+        self.rows.end_pause()
         return better
 
     def evaluation(self, stop: SupportsBool = False) -> Evaluation:
@@ -420,7 +422,7 @@ class Training:
                         f"\nMake room, then: drivetrain resume {self.run.name}",
                         Outcome.INFRA,
                     )
-        self.rows.mark(self.done)
+        self.rows.end_pause()
         self._kept = self.done
 
     def damage(self, text: str) -> None:
@@ -451,17 +453,21 @@ class Training:
         self.observer.flush()
         self.rows.sum_epoch()
         facts = self._facts() | {"time": self.elapsed(), "peak_memory_bytes": peak_memory(self.group.device), "train": self.rows.means()}
+        facts |= {"weights_step": self.done, "best": self.best.name if self.best.step == self.done else ""}
         tensors, aliases = self.strategy.model_tensors()
         if self.group.main:
             if self.best.step is not None and self.best.step != self.done:
                 try:
                     best = verify(self.run.checkpoints / folder(self.best.step))
                     tensors = state.unpack(best.tensors(), "model")
+                    self.metrics = best.extra["metrics"]
+                    facts |= {"weights_step": best.step, "best": self.best.name, "train": best.extra["train"]}
                 except Damaged as damage:
                     self.damage(f"the best checkpoint (step {self.best.step:,}) cannot be used, so the last weights are kept: {damage}")
             try:
                 state.write_weights(self.run.model_path, tensors, aliases)
                 told = {"run": self.run.name, "steps": self.done, "processes": self.group.size, "precision": self.plan.precision}
+                told["weights_step"] = facts["weights_step"]
                 self.task.publish(tensors, self.run.model_path.parent, told | {"metrics": self.metrics, "seconds": facts["time"]})
             except Exception as error:  # safetensors has its own error for a full disk
                 raise Problem(

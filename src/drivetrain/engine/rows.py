@@ -15,6 +15,7 @@ from drivetrain.engine.precision import LEAST_SCALE
 from drivetrain.engine.step import Step
 
 TICK_SECONDS = 0.5
+SPEED_SECONDS = 1.0  # over which speed is averaged: a loader's batches come in bursts, and an epoch's last one may be small
 SPIKE, SPIKE_AFTER, SPIKE_QUIET = 8.0, 30, 500  # times the spread; rows before anything stands out; steps between two notices
 
 
@@ -45,21 +46,20 @@ class Spikes:
 class Rows:
     """The rows of one training, in order: begun when a step is logged, filled when its figures arrive, then handed on."""
 
-    def __init__(self, step: Step, global_batch: int, observer: Observer, elapsed: Callable[[], float]) -> None:
-        self.step, self.global_batch, self.observer, self.elapsed = step, global_batch, observer, elapsed
+    def __init__(self, step: Step, observer: Observer, elapsed: Callable[[], float]) -> None:
+        self.step, self.observer, self.elapsed = step, observer, elapsed
         self.epoch_sums: dict[str, Any] = {}
         self._loaded_means: dict[str, float] = {}
         self._rows: dict[int, dict[str, Any]] = {}
         self._blocks: list[Block] = []
-        self._marked, self._marked_step = time.monotonic(), 0
-        self._newest = 0  # the step up to which figures have arrived
-        self._pace: float | None = None  # the speed until then
+        self._marked = time.monotonic()  # when figures last arrived, or a pause ended
+        self._recent, self._older = (0, 0.0), (0, 0.0)  # samples and seconds: of the newest second or so, and of the one before
+        self._warming_up = True
         self.spikes = Spikes()
 
     def load(self, step: int, epoch_sums: dict[str, Any], means: dict[str, float], held: dict[str, Any] | None) -> None:
         """Go on after a step, with what its checkpoint kept."""
         self.epoch_sums, self._loaded_means = epoch_sums, means
-        self._marked_step = step
         if held is not None:
             self._rows[step] = held
 
@@ -70,9 +70,11 @@ class Rows:
     def tick_due(self) -> bool:
         return time.monotonic() - self._marked > TICK_SECONDS
 
-    def mark(self, done: int) -> None:
+    def end_pause(self) -> None:
         """Speed is counted from here: evaluating and saving are not steps."""
-        self._marked, self._marked_step = time.monotonic(), done
+        self._marked = time.monotonic()
+        if self.step.ledger is not None:
+            self.step.ledger.end_pause()
 
     def begin(self, done: int) -> None:
         """A step that is logged: its row is filled once its figures arrive."""
@@ -83,8 +85,8 @@ class Rows:
         if logging:
             self.begin(done)
         arrived = ledger.arrived(wait)
-        self._newest, self._pace = (arrived[-1].last + 1 if arrived else 0), None
         for block in arrived:
+            self._count(block)
             bad = self._first_bad(block)
             if bad is not None:
                 self.emit(before=bad + 1)
@@ -142,18 +144,23 @@ class Rows:
         facts["learning_rate"] = self.step.rates.at(step)
         if self.step.loss_scale is not None:
             facts["loss_scale"], facts["skipped_steps"] = row[SCALE], int(row[SKIPPED])
-        facts["samples_per_second"] = speed = self._speed()
+        samples, seconds = (recent + older for recent, older in zip(self._recent, self._older, strict=True))
+        facts["samples_per_second"] = speed = samples / max(1e-9, seconds)
         facts |= {f"{name}_per_second": each * speed for name, each in feed.speeds.items()}
         facts["memory_bytes"] = peak_memory(self.step.group.device)
         return facts
 
-    def _speed(self) -> float:
-        """Up to the newest step that arrived; what arrived together has one speed."""
-        if self._pace is None:
-            now = time.monotonic()
-            self._pace = (self._newest - self._marked_step) * self.global_batch / max(1e-9, now - self._marked)
-            self._marked, self._marked_step = now, self._newest
-        return self._pace
+    def _count(self, block: Block) -> None:
+        """Add a block's samples and seconds to those that speed is averaged over; the first block's, which warm up, count for its own rows alone."""
+        feed, now = self.step.feed, time.monotonic()
+        samples = sum(feed.size(step % feed.steps_per_epoch) for step in range(block.first, block.last + 1))
+        seconds = now - self._marked if block.seconds is None else block.seconds
+        if self._warming_up:
+            self._recent, self._older = (0, 0.0), (0, 0.0)
+        elif self._recent[1] >= SPEED_SECONDS:
+            self._recent, self._older = (0, 0.0), self._recent
+        self._recent = self._recent[0] + samples, self._recent[1] + seconds
+        self._warming_up, self._marked = block.seconds is None, now
 
     def _first_bad(self, block: Block) -> int | None:
         """The first step whose loss or gradient is not a number."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -72,14 +73,24 @@ def weights_of(start: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         if not Path(start).is_file():
             raise Problem(f"start={start}: there is no such file")
         return state.read_weights(Path(start))
-    return run_weights(find(start))
+    found = run_weights(find(start))
+    return found.tensors, found.aliases
 
 
-def run_weights(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    if run.model_path.is_file():
-        return state.read_weights(run.model_path)
+class Weights(NamedTuple):
+    tensors: dict[str, torch.Tensor]
+    aliases: dict[str, str]
+    step: int | None
+    """Of which step they are, where that is known."""
+
+
+def run_weights(run: Run) -> Weights:
+    """The weights of a run: of a finished one the final ones, else those of the last good checkpoint."""
+    if run.finished and run.model_path.is_file():
+        card = run.final_weights()
+        return Weights(*state.read_weights(run.model_path), card["step"] if card else None)
     checkpoint = must_exist(newest_good(run, lambda text: None), run)
-    return state.unpack(checkpoint.tensors(), "model"), checkpoint.extra["aliases"]
+    return Weights(state.unpack(checkpoint.tensors(), "model"), checkpoint.extra["aliases"], checkpoint.step)
 
 
 def _batchnorm(model: nn.Module, task: Task, plan: Plan, group: Group, observer: Observer) -> nn.Module:

@@ -1,13 +1,14 @@
 """The run directory: its layout, the files in it, its lock, and the list of all runs."""
 
-from drivetrain.runs.files import read_lines, sweep, write_atomic
+from drivetrain.runs.files import Follower, cut_rows, parse_row, read_lines, rows_backwards, sweep, tail_begin, write_atomic
 from drivetrain.runs.layout import FORMAT, RUNS, Run, record_plan, stop_info
-from drivetrain.runs.listing import all_runs, find, new_path
+from drivetrain.runs.listing import all_runs, find, find_deletable, is_run, is_study, new_path
 from drivetrain.runs.locks import Lock, alive, die_with_parent, holder
 from drivetrain.runs.modules import modules_of, store_task
 from drivetrain.runs.provenance import provenance
 
 __all__ = [
-    "FORMAT", "RUNS", "Lock", "Run", "alive", "all_runs", "die_with_parent", "find", "holder", "modules_of", "new_path", "provenance",
-    "read_lines", "record_plan", "stop_info", "store_task", "sweep", "write_atomic",
+    "FORMAT", "RUNS", "Follower", "Lock", "Run", "alive", "all_runs", "cut_rows", "die_with_parent", "find", "find_deletable", "holder", "is_run",
+    "is_study", "modules_of", "new_path", "parse_row", "provenance", "read_lines", "record_plan", "rows_backwards", "stop_info",
+    "store_task", "sweep", "tail_begin", "write_atomic",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.outcomes import Outcome, Problem
-from drivetrain.runs.files import read_lines, write_atomic
+from drivetrain.runs.files import parse_row, read_lines, rows_backwards, write_atomic
 from drivetrain.runs.locks import holder
 
 if TYPE_CHECKING:
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 RUNS = Path("runs")
+
+# What every reader of run.json relies on.
+SHAPE: dict[str, Any] = {
+    "recipe": {"task": {"path": str, "label": str}, "identity": {"task": str, "code": str, "settings": dict}, "settings": dict, "pins": dict},
+    "plan": {"world_size": int, "nodes": int, "device": str, "precision": str, "global_batch": int, "reasons": dict},
+    "status": str, "outcome": str, "message": str, "folder": str, "created": str,
+}  # fmt: skip
 
 
 class Run:
@@ -61,6 +68,11 @@ class Run:
     def model_path(self) -> Path:
         return self.path / "model" / "model.safetensors"
 
+    @property
+    def card_path(self) -> Path:
+        """What the final weights are: task, settings, step, metrics."""
+        return self.path / "model" / "task.json"
+
     def log_path(self, rank: int) -> Path:
         return self.path / "logs" / f"rank-{rank}.log"
 
@@ -77,14 +89,19 @@ class Run:
     # run.json
     def read(self) -> dict[str, Any]:
         try:
-            info = json.loads(self.json_path.read_text())
-        except FileNotFoundError:
+            text = self.json_path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
             raise Problem(f"{self.path} is no run: it has no run.json") from None
         except (OSError, ValueError) as error:
-            raise Problem(f"{self.json_path} cannot be read: {error}") from None
+            raise Problem(f"{self.json_path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        info = parse_row(text)
+        if info is None:
+            raise Problem(f"{self.json_path} is damaged: it is no JSON object")
         if info.get("format") != FORMAT:
             raise Problem(f"{self.path} has format {info.get('format')}; this drivetrain reads format {FORMAT}")
-        return dict(info)
+        if fault := _misfit(info, SHAPE):
+            raise Problem(f"{self.json_path} is damaged: {fault}")
+        return info
 
     def write(self, info: dict[str, Any]) -> None:
         write_atomic(self.json_path, json.dumps({"format": FORMAT} | info, indent=1) + "\n")
@@ -118,12 +135,35 @@ class Run:
         """The logged metrics, one dict a row."""
         return list(read_lines(self.metrics_path))
 
+    def last_row(self) -> dict[str, Any]:
+        """The newest row of metrics; empty where there is none."""
+        return next((row for row in rows_backwards(self.metrics_path) if isinstance(row.get("step"), int)), {})
+
+    def last_evaluation(self) -> dict[str, Any]:
+        """The newest row that has an evaluation's figures; empty where none of the newest 100,000 has."""
+        return next((row for row in rows_backwards(self.metrics_path, b'"eval/') if isinstance(row.get("step"), int)), {})
+
+    def final_weights(self) -> dict[str, Any] | None:
+        """What is known of the weights of a finished run, which are in model/: their `step`, and their `metrics`."""
+        with contextlib.suppress(OSError, Problem):
+            card = parse_row(self.card_path.read_bytes()) if self.finished else None
+            if card and isinstance(card.get("step"), int) and isinstance(card.get("metrics"), dict):
+                return {"step": card["step"], "metrics": card["metrics"]}
+        return None
+
+    def evaluated(self) -> dict[str, Any]:
+        """The evaluation that counts, as a row: of a finished run that of its final weights, else the newest."""
+        if (weights := self.final_weights()) is None:
+            return self.last_evaluation()
+        figures = {f"eval/{name}": value for name, value in weights["metrics"].items()}
+        return {"step": weights["step"]} | figures if figures else {}
+
     def events(self) -> list[dict[str, Any]]:
         return list(read_lines(self.events_path))
 
     def steps(self) -> list[int]:
         """The steps that have a published checkpoint, oldest first."""
-        found = (re.fullmatch(r"step-(\d+)", p.name) for p in self.checkpoints.glob("step-*"))
+        found = (re.fullmatch(r"step-(\d+)", p.name) for p in self.checkpoints.glob("step-*") if p.is_dir())
         return sorted(int(m[1]) for m in found if m)
 
     @property
@@ -132,13 +172,34 @@ class Run:
         return max(self.steps(), default=0)
 
     def disk_bytes(self) -> int:
-        return sum(f.lstat().st_size for f in self.path.rglob("*") if f.is_file())
+        total = 0
+        for folder, _, names in os.walk(self.path):  # links are not followed
+            for name in names:
+                with contextlib.suppress(OSError):  # a run under way removes files
+                    total += os.lstat(os.path.join(folder, name)).st_size
+        return total
 
     def model(self) -> nn.Module:
         """The trained model, from the final weights or the last good checkpoint."""
         import drivetrain
 
         return drivetrain.load(self)
+
+
+def _misfit(value: Any, shape: Any, name: str = "") -> str:
+    """The first part of a JSON value that is missing or of another type than `shape` says; empty where all fits."""
+    if isinstance(shape, type):
+        fits = isinstance(value, shape) and not (shape is int and isinstance(value, bool))
+        return "" if fits else f"{name} is {type(value).__name__}, not {shape.__name__}"
+    if not isinstance(value, dict):
+        return f"{name} is {type(value).__name__}, not dict"
+    for key, inner in shape.items():
+        label = f"{name}.{key}".lstrip(".")
+        if key not in value:
+            return f"{label} is missing"
+        if fault := _misfit(value[key], inner, label):
+            return fault
+    return ""
 
 
 def record_plan(run: Run, facts: dict[str, Any]) -> None:

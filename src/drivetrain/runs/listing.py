@@ -12,20 +12,69 @@ from drivetrain.settings import nearest
 
 
 def find(text: str | os.PathLike[str]) -> Run:
-    """The run that a name or a path means."""
-    for path in (RUNS / text, Path(text)):
-        if (path / "run.json").is_file():
+    """The run that a name or a path means; of a recipe's stages the last one."""
+    for path in (*_named(text), *([Path(text)] if os.fspath(text) else [])):
+        if is_run(path):
             return Run(path)
-    if (RUNS / text).is_dir() and (stages := sorted((RUNS / text).glob("*/run.json"))):
-        return Run(stages[-1].parent)
-    names = [r.name for r in all_runs()]
-    raise Problem(f"there is no run {str(text)!r}{nearest(str(text), names)} (drivetrain runs lists them; looked in {RUNS.absolute()})")
+    if found := [stage for path in _named(text) for stage in stages_of(path)]:
+        return found[-1]
+    shown = os.fspath(text) if len(os.fspath(text)) <= 100 else f"{os.fspath(text)[:100]}..."
+    names = [run.name for run in all_runs()]
+    raise Problem(f"there is no run {shown!r}{nearest(shown, names)} (drivetrain runs lists them; looked in {RUNS.absolute()})")
+
+
+def _named(text: str | os.PathLike[str]) -> list[Path]:
+    """Where in `runs/` a name points to: nowhere for what is no name, such as an empty one, `.` or a way out of there."""
+    path = Path(text)
+    return [RUNS / path] if path.parts and ".." not in path.parts and not path.is_absolute() else []
+
+
+def is_run(path: Path) -> bool:
+    return os.path.isfile(path / "run.json")  # also false for names that no file system takes
+
+
+def is_study(path: Path) -> bool:
+    return os.path.isfile(path / "tune.json")
+
+
+def stages_of(path: Path) -> list[Run]:
+    """The runs of a recipe's stages, in their order."""
+
+    def order(file: Path) -> tuple[int, str]:
+        number = file.parent.name.partition("-")[0]
+        return int(number) if number.isdecimal() else 0, file.parent.name
+
+    return [Run(file.parent) for file in sorted(path.glob("*/run.json"), key=order)] if os.path.isdir(path) else []
+
+
+def find_deletable(text: str) -> list[Run]:
+    """What deleting a name deletes: one run, one study, or the runs of a recipe's stages. Never a folder that a link leads to."""
+    path = Path(text)
+    if not path.parts or ".." in path.parts:
+        raise Problem(f"{text!r} is no run's name: name the runs to delete as `drivetrain runs` lists them")
+    for place in (*_named(text), path):
+        found = [Run(place)] if is_run(place) or is_study(place) else stages_of(place) if place != path else []
+        for run in found:
+            _refuse_what_is_more_than_a_run(run.path)
+        if found:
+            return found
+    return [find(text)]  # which says that there is none
+
+
+def _refuse_what_is_more_than_a_run(path: Path) -> None:
+    inside = RUNS.resolve() if path.is_relative_to(RUNS) else path.parent.resolve()
+    if path.is_symlink() or not path.resolve().is_relative_to(inside):
+        raise Problem(f"{path} is a link to {path.resolve()}: delete that by its own path, and the link by hand")
+    if Path.cwd().is_relative_to(path.resolve()) or RUNS.resolve().is_relative_to(path.resolve()):
+        raise Problem(f"{path} holds the current folder or {RUNS}/, which would go with it: delete it by hand")
+    if is_run(path) and (others := [run for run in all_runs(path) if run.path.resolve().is_relative_to(path.resolve())]):
+        raise Problem(f"{path} holds other runs, which would go with it: delete {others[0].path} first")
 
 
 def all_runs(root: Path | None = None) -> list[Run]:
     root = root or RUNS
     files = [*root.glob("*/run.json"), *root.glob("*/*/run.json")]
-    return [Run(f.parent) for f in sorted(files, key=lambda f: f.parent)]
+    return [Run(file.parent) for file in sorted(files, key=lambda f: f.parent) if file.is_file()]
 
 
 def new_path(label: str, root: Path | None = None) -> Path:

@@ -24,10 +24,7 @@ def holder(path: Path) -> int | None:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return None
     except OSError:
-        try:
-            return int(json.loads(os.read(handle, 4096) or b"{}").get("pid", -1))
-        except ValueError:
-            return -1
+        return _owner(handle)[0]
     finally:
         os.close(handle)
 
@@ -44,33 +41,48 @@ class Lock:
 
     @staticmethod
     def take(path: Path) -> Lock:
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            handle = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise Problem(f"cannot write the run directory {path}: {error.strerror}; choose another with --run-dir") from None
-        try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        while True:
             try:
-                owner = json.loads(os.read(handle, 4096))
-            except ValueError:
-                owner = {}
-            os.close(handle)
-            raise Problem(
-                f"{path} is being trained by process {owner.get('pid', '?')} on {owner.get('host', '?')}:"
-                f" wait for it, stop it (kill {owner.get('pid', 'PID')}), or choose another --name"
-            ) from None
+                path.mkdir(parents=True, exist_ok=True)
+                handle = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            except OSError as error:
+                raise Problem(f"cannot write the run directory {_short(path)}: {error.strerror}; choose another with --run-dir") from None
+            try:
+                fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                pid, host = _owner(handle)
+                os.close(handle)
+                raise Problem(
+                    f"{path} is being trained by process {pid} on {host}: wait for it, stop it (kill {pid}), or choose another --name"
+                ) from None
+            if os.fstat(handle).st_nlink:
+                break
+            os.close(handle)  # the directory was deleted meanwhile
         try:
             os.ftruncate(handle, 0)
             os.pwrite(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
         except OSError as error:
             os.close(handle)
-            raise Problem(f"cannot write the run directory {path}: {error.strerror}; choose another with --run-dir") from None
+            raise Problem(f"cannot write the run directory {_short(path)}: {error.strerror}; choose another with --run-dir") from None
         return Lock(handle)
 
     def release(self) -> None:
         os.close(self.handle)
+
+
+def _owner(handle: int) -> tuple[int, str]:
+    """The process and the host that a lock file names; -1 and ? where it names none."""
+    try:
+        told = json.loads(os.read(handle, 4096))
+        return int(told["pid"]), str(told["host"])
+    except (ValueError, TypeError, KeyError, OSError):
+        return -1, "?"
+
+
+def _short(path: Path) -> str:
+    """A path as a message shows it: one that is too long for the file system is too long for a line, too."""
+    text = str(path)
+    return text if len(text) <= 200 else f"{text[:100]}...{text[-20:]}"
 
 
 def alive(pid: int) -> bool:

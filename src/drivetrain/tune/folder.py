@@ -97,11 +97,11 @@ def open_folder(named: str | None, label: str, same: Mapping[str, Any]) -> Folde
     path = Path(named)
     if pid := runs.holder(path):
         raise Problem(f"{path} is being tuned by process {pid}: wait for it, stop it (kill {pid}), or choose another --name")
-    if (path / "tune.json").is_file():
+    if runs.is_study(path):
         before = read(path)
         _check_same(before, same, path)
         return Folder(path, Lock.take(path), before)
-    if path.is_dir() and any(p.name not in ("lock", JOURNAL) and not p.name.startswith(".tune.json") for p in path.iterdir()):
+    if os.path.isdir(path) and any(p.name not in ("lock", JOURNAL) and not p.name.startswith(".tune.json") for p in path.iterdir()):
         raise Problem(f"{path} is not empty and no study: choose another --run-dir or --name")
     return Folder(path, Lock.take(path), None)
 

@@ -63,7 +63,7 @@ class _Member:
     best: Best
     file: MetricsFile
     metrics: dict[str, float]
-    """Of its last evaluation."""
+    """Of its best evaluation, whose weights are kept."""
     train: dict[str, float]
     failed_by: int = 0
     """The step by which its loss was no number."""
@@ -190,11 +190,13 @@ class _Program:
             if member.failed_by:
                 better.append(False)
                 continue
-            member.metrics = {name: column[trial] for name, column in values.items()}
+            metrics = {name: column[trial] for name, column in values.items()}
             trained = dict(zip(self.population.names, figures[trial], strict=True))
-            member.train = {name.removeprefix("train/"): value for name, value in trained.items() if name.startswith("train/")}
-            better.append(member.best.update(member.metrics, done))
-            row = facts | trained | {"learning_rate": self.rates[done - 1][trial]} | {f"eval/{k}": v for k, v in member.metrics.items()}
+            better.append(member.best.update(metrics, done))
+            if better[-1] or member.best.step is None:
+                member.metrics = metrics
+                member.train = {name.removeprefix("train/"): value for name, value in trained.items() if name.startswith("train/")}
+            row = facts | trained | {"learning_rate": self.rates[done - 1][trial]} | {f"eval/{k}": v for k, v in metrics.items()}
             member.file.row(row)
             member.file.flush()
             self.tell("member_row", {"trial": member.trial, "row": row})
@@ -205,12 +207,13 @@ class _Program:
     def _facts(self, done: int) -> dict[str, Any]:
         from drivetrain.engine.memory import peak_memory
 
-        now = time.monotonic()
-        speed = (done - self.marked_step) * self.task.global_batch / max(1e-9, now - self.marked)
+        now, source = time.monotonic(), self.population.source
+        samples = (done - self.marked_step) // self.per_epoch * len(source) * source.passes
+        speed = samples / max(1e-9, now - self.marked)
         return {
             "step": done, "epoch": done // self.per_epoch, "time": round(now - self.begun, 3),
             "samples_per_second": speed, "memory_bytes": peak_memory(self.device),
-            **{f"{name}_per_second": each * speed for name, each in self.population.source.speeds.items()},
+            **{f"{name}_per_second": each * speed for name, each in source.speeds.items()},
         }  # fmt: skip
 
     def _end(self, trial: int, member: _Member) -> None:
@@ -227,6 +230,7 @@ class _Program:
         result = {
             "step": self.steps, "metrics": member.metrics, "facts": {
                 "dataset": type(member.task).__name__, "model": member.task.net, "classes": None, "channels": None, "train": member.train,
+                "weights_step": member.best.step or self.steps, "best": member.best.name if member.best.step else "",
                 "epochs": facts["epoch"], "device": str(self.device), "time": facts["time"], "peak_memory_bytes": facts["memory_bytes"],
                 "parameters": state.count_parameters(member.model.parameters()), "test_samples": len(self.episodes),
             },

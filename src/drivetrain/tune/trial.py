@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -33,7 +32,7 @@ class Trial:
         self.pruned = False
         self.starts = 0
         self.process: subprocess.Popen[bytes] | None = None
-        self._read: tuple[int, int] = (0, 0)  # the file's number, and how far it was read
+        self._follower = runs.Follower(run.metrics_path)
 
     # --- the process ---
 
@@ -87,24 +86,16 @@ class Trial:
     # --- what it logs ---
 
     def look(self) -> None:
-        """Read what the run has logged since; from the beginning where a resume has rewritten the file."""
-        try:
-            with open(self.run.metrics_path, "rb") as file:
-                number, size = os.fstat(file.fileno()).st_ino, os.fstat(file.fileno()).st_size
-                if number != self._read[0] or size < self._read[1]:
-                    self._read = number, 0
-                    self.evaluations.clear()
-                file.seek(self._read[1])
-                whole = file.read().rpartition(b"\n")[0]
-        except FileNotFoundError:
-            return
-        if whole:
-            self._read = number, self._read[1] + len(whole) + 1
-        for line in whole.splitlines():
-            self.row = json.loads(line)
-            value = self.row.get(f"eval/{self.name}")
-            if value is not None:
-                self.evaluations[self.row["step"]] = value
+        """Read what the run has logged since; from the beginning where a resume has cut the file."""
+        if self._follower.rewound():
+            self.evaluations.clear()
+        newest = b""
+        for newest in self._follower.new_lines():
+            if b'"eval/' in newest and (row := runs.parse_row(newest)) is not None:
+                value = row.get(f"eval/{self.name}")
+                if value is not None:
+                    self.evaluations[row["step"]] = value
+        self.row = runs.parse_row(newest) or self.row
 
     def best(self) -> tuple[int, float] | None:
         """The step and value of its best evaluation; the earliest of equal ones."""

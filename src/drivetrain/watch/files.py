@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.engine.observe import Observer
-from drivetrain.runs import Run, read_lines, write_atomic
+from drivetrain.runs import Run, cut_rows
 
 FLUSH_SECONDS = 1.0
 ROW_SECONDS = 0.1  # TensorBoard's files get ten rows a second at most: its page shows no more, and they are slow to write
@@ -29,9 +29,7 @@ class MetricsFile(Observer):
         self._there = 0
 
     def resumed(self, step: int) -> None:
-        rows = [row for row in read_lines(self.path) if row.get("step", 0) <= step]
-        write_atomic(self.path, "".join(map(_line, rows)))
-        self._there = rows[-1].get("step", 0) if rows else 0
+        self._there = cut_rows(self.path, step)
 
     def row(self, row: dict[str, Any]) -> None:
         if row["step"] <= self._there:  # its evaluation had to be repeated

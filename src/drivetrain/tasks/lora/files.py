@@ -39,7 +39,7 @@ def card(task: Lora, named: dict[str, Tensor], facts: dict[str, Any]) -> str:
         "base model": task.base, "data": task.data, "adapters": f"rank {task.rank}, alpha {task.alpha:g}, dropout {task.dropout:g}, {task.targets}"
         + (", DoRA" if task.dora else "") + (", rsLoRA" if task.rslora else ""), "learned parameters": f"{count:,}",
         "a step": f"{task.global_batch} rows of {task.context} tokens", "learning rate": f"{task.learning_rate:g}, {task.decay}",
-        **{name.replace("_", " "): facts[name] for name in ("steps", "precision", "processes", "seconds") if name in facts},
+        **{name.replace("_", " "): facts[name] for name in ("steps", "weights_step", "precision", "processes", "seconds") if name in facts},
         **{f"held-out {name}": f"{value:.4g}" for name, value in facts["metrics"].items()},
     }  # fmt: skip
     lines = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
