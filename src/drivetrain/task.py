@@ -77,6 +77,8 @@ class Source:
     pure: bool = False
     """Whether `collect` follows from the model, `rand` and `state` alone, by work on tensors: then a GPU replays it as one graph.
     Its `state` is empty before the first collection."""
+    group_bytes: int = 0
+    """Bytes that a group takes in a collection, at least; 0 where that is not known before."""
 
     @property
     def speeds(self) -> dict[str, float]:

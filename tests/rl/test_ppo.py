@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from drivetrain.hardware import memory_bytes
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.tasks.rl.chance import chance
 from drivetrain.tasks.rl.checks import fault_text, first_fault
@@ -265,6 +267,14 @@ def test_a_batch_that_does_not_divide_a_collection_is_refused_with_one_that_does
     with pytest.raises(Problem, match="take global_batch=64"):
         CartPole(envs=32, horizon=8, global_batch=50).train_data()
     assert "envs=0" in bad("train", "cartpole", "envs=0")
+
+
+def test_a_collection_that_no_memory_holds_is_refused_at_once(folder: Path) -> None:
+    said = bad("train", "cartpole", "envs=1000000000", "global_batch=1000000000")
+    assert "a collection from 1,000,000,000 groups (environments) takes at least 1788 GiB, and this machine has" in said
+    most = int(re.search(r"\(`envs`\) to at most ([\d,]+)", said)[1].replace(",", ""))  # type: ignore[index]
+    source = CartPole(envs=most, global_batch=most).train_data()
+    assert source.group_bytes * most <= memory_bytes() < source.group_bytes * (most + 1)
 
 
 def test_independent_policies_learn_from_their_own_samples_alone() -> None:

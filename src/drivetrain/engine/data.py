@@ -16,6 +16,7 @@ from drivetrain.engine.feed import EVAL, GROUP, ORDER, TRAIN, Feed, Micro, Order
 from drivetrain.engine.group import Group
 from drivetrain.engine.loader import LoaderFeed
 from drivetrain.engine.rand import Draws, KeyedRand, key, seed_everything, seed_model, signed
+from drivetrain.hardware import gib, memory_bytes
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
 from drivetrain.task import Source, Task, Tensors, overrides
@@ -85,6 +86,7 @@ class SourceFeed(Feed):
         self.steps_per_pass = -(-self.per_group // self.take)
         self.steps_per_epoch = self.steps_per_pass * source.passes
         self.low, self.high = groups * group.rank // group.size, groups * (group.rank + 1) // group.size
+        _check_room(source, self.high - self.low, plan, group.device)
         self.group_ids = torch.arange(self.low, self.high, device=group.device)
         self._data: Tensors | None = None
         self._orders: dict[int, Tensor] = {}
@@ -190,6 +192,19 @@ class SourceFeed(Feed):
         assert self._data is not None
         rows = ids - self.low * self.per_group
         return self._data.batch([column.index_select(0, rows) for column in self._data.columns])
+
+
+def _check_room(source: Source, groups: int, plan: Plan, device: torch.device) -> None:
+    """Refuses a collection that no memory of this machine holds, before anything of its size is made."""
+    cuda = device.type == "cuda"
+    local = 1 if cuda else max(1, plan.world_size // plan.nodes)
+    room = torch.cuda.get_device_properties(device).total_memory if cuda else memory_bytes()
+    if (needed := groups * local * source.group_bytes) > room:
+        where = "a GPU" if cuda else "this machine"
+        raise Problem(
+            f"a collection from {groups * local:,} groups (environments) takes at least {gib(needed)}, and {where} has {gib(room)}:"
+            f" lower their number (`envs`) to at most {room // (local * source.group_bytes) * local:,}, or how long each is played (`horizon`)"
+        )
 
 
 def _form(column: Tensor) -> tuple[Any, ...]:

@@ -104,6 +104,9 @@ class Rollout(Source):
         self.rival, self.chunk, self.memory = rival, chunk, memory
         self.env, self.groups, self.horizon, self.passes, self.gamma, self.decay = env, envs, horizon, passes, gamma, decay
         self.scaled, self.scaled_values = scaled, scaled_values
+        seen = torch.Size(env.shape).numel() * (1 if env.bits and not memory else 4) + 4 * memory
+        # Each step's observation and figures are held as they were played, and as the samples they become.
+        self.group_bytes = 2 * horizon * env.agents * (seen + 4 * len(FACTS))
         self._state: State = {}
         self._cut: Tensor | None = None
         """On a GPU: what the episode of each environment that was cut off in this collection would have gone on from."""
