@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from drivetrain.engine.group import Group
 from drivetrain.plan import Plan
 
-FLOPS_PER_THREAD = 8e6  # of a matrix product or a convolution: with less to do, threads wait for each other longer than they work
+FLOPS_PER_THREAD = 16e6  # of a matrix product or a convolution: with less to do, threads wait for each other longer than they work
 
 
 class Products(TorchDispatchMode):
