@@ -100,7 +100,7 @@ SNAKES = {"agents": 2, "rival": 0.0, "grid": 4, "net": "mlp", "policies": "indep
     [
         ("cartpole", {"optim": "adamw"}),
         ("cartpole", {"optim": "adam", "activation": "relu", "layers": 1, "scale_rewards": False, "scale_values": True}),
-        ("bandit", {"optim": "sgd"}),
+        ("bandit", {"optim": "sgd", "momentum": 0.5}),
         pytest.param("snake", SNAKES, marks=pytest.mark.system),  # it takes its time
         pytest.param("snake", SNAKES | {"net": "conv", "policies": "shared"}, marks=pytest.mark.system),
     ],

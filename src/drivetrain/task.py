@@ -154,7 +154,9 @@ class Task:
     warmup: Duration = 0
     """Steps (or epochs, 1ep) over which the learning rate rises to its peak."""
     optim: Literal["adamw", "adam", "sgd"] = "adamw"
-    """The optimizer."""
+    """The optimizer; adam and adamw with torch's own betas, sgd with `momentum`."""
+    momentum: Annotated[float, Range(0, 1)] = 0.9
+    """Momentum of optim=sgd; 0 is plain gradient descent. The others do not use it."""
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls after the warm-up."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0

@@ -104,3 +104,16 @@ def test_only_what_has_a_short_way_takes_it() -> None:
     hooked.register_step_post_hook(lambda *_: None)
     assert not has_short_way(hooked)
     assert not has_short_way(type("Own", (torch.optim.AdamW,), {})([one], fused=True))
+
+
+def test_momentum_is_a_setting_of_sgd() -> None:
+    from drivetrain.engine.optim import make_optimizer
+    from drivetrain.source import of_class
+    from drivetrain.task import Task
+
+    def momentum(**settings: Any) -> float:
+        made = make_optimizer(Task(optim="sgd", **settings), torch.nn.Linear(2, 2), torch.device("cpu"))
+        return float(made.param_groups[0]["momentum"])
+
+    assert (momentum(), momentum(momentum=0.5), momentum(momentum=0)) == (0.9, 0.5, 0.0)
+    assert "momentum" in of_class(Task)["optim"].doc and "sgd" in of_class(Task)["momentum"].doc

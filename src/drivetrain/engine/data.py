@@ -15,7 +15,7 @@ from drivetrain.engine.capture import Graphs, form_of
 from drivetrain.engine.feed import EVAL, GROUP, ORDER, TRAIN, Feed, Micro, OrderedFeed, as_tensor, placed
 from drivetrain.engine.group import Group
 from drivetrain.engine.loader import LoaderFeed
-from drivetrain.engine.rand import Draws, KeyedRand, key, seed_everything, seed_model, signed
+from drivetrain.engine.rand import BatchRand, Draws, KeyedRand, key, seed_everything, seed_model, signed
 from drivetrain.hardware import gib, memory_bytes
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
@@ -105,6 +105,8 @@ class SourceFeed(Feed):
         with torch.no_grad():
             data = self._collect(model)
         model.train()
+        if not isinstance(data, Tensors):
+            raise Problem(f"collect() gave a {type(data).__name__}: return the samples as Tensors(...)")
         expected = (self.high - self.low) * self.per_group
         if len(data) != expected:
             raise Problem(f"collect() gave {len(data)} samples; this rank's {self.high - self.low} groups make {expected}")
@@ -270,3 +272,11 @@ def _fits(data: Tensors, device: torch.device) -> bool:
 def draws_of(task: Task, feed: Feed, device: torch.device) -> Draws | None:
     """The random numbers of the task's augmentation, or None where it has none."""
     return Draws(feed.length, device, int(task.seed), TRAIN) if overrides(task, "augment") else None
+
+
+def augmented(task: Task, batch: Any, rand: BatchRand) -> Any:
+    """The task's augmented batch."""
+    changed = task.augment(batch, rand)
+    if changed is None:
+        raise Problem("augment(batch, rand) gave None: return the changed batch")
+    return changed

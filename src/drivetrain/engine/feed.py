@@ -18,6 +18,7 @@ from torch import Tensor
 from drivetrain.engine import signature
 from drivetrain.engine.group import Group
 from drivetrain.engine.rand import permutation
+from drivetrain.outcomes import Problem
 
 TRAIN, EVAL, ORDER, GROUP = 1, 2, 3, 4  # streams of keyed randomness
 
@@ -158,7 +159,10 @@ def placed(tensor: Tensor, device: torch.device) -> Tensor:
 def as_tensor(column: Any) -> Tensor:
     if isinstance(column, Tensor):
         return column
-    return torch.from_numpy(np.ascontiguousarray(column)) if isinstance(column, np.ndarray) else torch.as_tensor(column)
+    try:
+        return torch.from_numpy(np.ascontiguousarray(column)) if isinstance(column, np.ndarray) else torch.as_tensor(column)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise Problem(f"a column of Tensors holds what is no number ({error}): turn it into numbers, or give a map-style Dataset") from None
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

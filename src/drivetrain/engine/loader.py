@@ -117,6 +117,7 @@ class LoaderFeed(OrderedFeed):
             begun = time.perf_counter()
             batch = self._take()
             self.waited += time.perf_counter() - begun
+            check_batch(batch, len(ids))
             self.moment("copy")
             yield Micro(self._arrive(batch), placed(ids, self.group.device), weight, position)
 
@@ -209,6 +210,15 @@ class LoaderFeed(OrderedFeed):
 
     def close(self) -> None:
         self._batches = self._signer = None
+
+
+def check_batch(batch: Any, samples: int) -> None:
+    """A batch without anything in it can only come of a collate() that forgot to return it, or dropped all samples."""
+    if batch is None:
+        raise Problem("collate(samples) gave None: return the batch")
+    tensors = tensors_in(batch)
+    if tensors and all(tensor.dim() and not len(tensor) for tensor in tensors):
+        raise Problem(f"collate(samples) gave an empty batch for {samples} samples: drop samples in the data set, where they are counted")
 
 
 class _Schedule:

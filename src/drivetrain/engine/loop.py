@@ -28,6 +28,7 @@ from drivetrain.engine.figures import FIGURES, TAIL, Figures
 from drivetrain.engine.group import Group
 from drivetrain.engine.ledger import HALF, Ledger
 from drivetrain.engine.memory import peak_memory
+from drivetrain.engine.metrics import read_remarks
 from drivetrain.engine.observe import Observer
 from drivetrain.engine.optim import Rates, make_optimizer, schedule_of
 from drivetrain.engine.pace import Pace
@@ -342,7 +343,7 @@ class Training:
         if not overrides(self.task, "remarks") or not (self.group.main or self.plan.shards):
             return
         with torch.no_grad(), self.precision.forward():
-            remarks = self.strategy.run(self.task.remarks, self.model)
+            remarks = read_remarks(self.strategy.run(self.task.remarks, self.model))
         for remark in remarks if self.group.main else ():
             self.observer.notice(remark)
             self.run.event("remark", step=self.done, text=remark)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +31,8 @@ def summed(value: Any) -> Any:
 
 
 def _total(figure: Any) -> Any:
-    return (figure.detach().float().sum(), figure.numel()) if isinstance(figure, Tensor) and figure.dim() else figure
+    several = isinstance(figure, Tensor) and figure.dim() and not figure.is_complex()
+    return (figure.detach().float().sum(), figure.numel()) if several else figure
 
 
 def read_loss(value: Any) -> tuple[list[Part], list[Part]]:
@@ -57,14 +61,63 @@ def _part(name: str, value: Any) -> Part:
         )
     if value.dim() != 0:
         raise Problem(f"loss() gave {name!r} with shape {list(value.shape)}: it must be a scalar; end it with .mean()")
-    return Part(name, value, count)
+    if value.is_complex() or value.is_meta:
+        way = "it must be a real number, for example .abs() or .real of it" if value.is_complex() else "compute it on the model's device"
+        raise Problem(f"loss() gave {shown(value)} for {name!r}: {way}")
+    return Part(name, value, None if count is None else read_count(count, f"loss() gave for {name!r}"))
 
 
 def read_figure(name: str, value: Any) -> Part:
     """A logged-only figure: per-sample values, a mean, or (total, count)."""
     value = _total(value)
     if isinstance(value, tuple) and len(value) == 2:
-        return Part(name, torch.as_tensor(value[0]).detach(), value[1])
-    if not isinstance(value, Tensor):
-        raise Problem(f"the logged figure {name!r} is a {type(value).__name__}: give a tensor, or (total, count)")
+        total = real_number(value[0])
+        if total is None:
+            raise Problem(f"the logged figure {name!r} of loss() has the total {shown(value[0])}: it must be one real number")
+        return Part(name, torch.as_tensor(total), read_count(value[1], f"loss() gave for the logged figure {name!r}"))
+    if not isinstance(value, Tensor) or value.is_complex():
+        raise Problem(f"the logged figure {name!r} of loss() is {shown(value)}: give a tensor of real numbers, or (total, count)")
     return Part(name, value.detach().float())
+
+
+def read_count(count: Any, whose: str) -> Any:
+    """A count that a loss or `counts` gave: a number of 0 or more, where the host can see it, or a tensor of one number."""
+    number = real_number(count)
+    if number is None or (not isinstance(number, Tensor) and not 0 <= number < math.inf):
+        raise Problem(f"the count {whose} is {shown(count)}: give how many samples, tokens or other things the batch has, as one number")
+    return number
+
+
+def read_counts(counts: Any) -> dict[str, Any]:
+    """What `counts` gave for a batch."""
+    if counts is not None and not isinstance(counts, dict):
+        raise Problem(f"counts() gave {shown(counts)}: return a dict of the part's name -> count")
+    return {name: read_count(count, f"counts() gave for {name!r}") for name, count in (counts or {}).items()}
+
+
+def read_limits(limits: Any) -> dict[str, float]:
+    """What `limits` gave."""
+    if not isinstance(limits, dict) or any(isinstance(v, Tensor) or real_number(v) is None for v in limits.values()):
+        raise Problem(f"limits() gave {limits!r}: return a dict of a figure's name -> the number it must stay below")
+    return {name: float(limit) for name, limit in limits.items()}
+
+
+def real_number(value: Any) -> Any:
+    """A single real number, as a tensor without a gradient and without dimensions or as Python's own; None for anything else."""
+    if isinstance(value, Tensor):
+        single = value.numel() == 1 and value.layout is torch.strided and not (value.is_complex() or value.is_meta)
+        return value.detach().reshape(()) if single else None
+    if isinstance(value, np.ndarray):
+        value = value.item() if value.size == 1 else None
+    return value if isinstance(value, numbers.Real) else None
+
+
+def shown(value: Any) -> str:
+    """A value of the wrong form, for a message."""
+    if isinstance(value, Tensor):
+        form = "complex" if value.is_complex() else str(value.layout).removeprefix("torch.") if value.layout is not torch.strided else ""
+        return (
+            f"a {form + ' ' if form else ''}tensor of shape {list(value.shape)}{' without values (device meta)' if value.is_meta else ''}"
+        )
+    plain = value is None or isinstance(value, (numbers.Number, str))
+    return repr(value) if plain else f"a {type(value).__name__}"

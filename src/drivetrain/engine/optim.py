@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.engine.group import Group
+from drivetrain.engine.losses import real_number, shown
 from drivetrain.outcomes import Problem
 from drivetrain.settings import Length
 from drivetrain.task import Task, overrides
@@ -28,19 +30,38 @@ def _make(task: Task, model: torch.nn.Module) -> torch.optim.Optimizer:
     if overrides(task, "optimizer"):
         own = task.optimizer(model)
         if own is not None:
-            if not isinstance(own, torch.optim.Optimizer):
-                raise Problem(f"optimizer() gave a {type(own).__name__}: return a torch.optim.Optimizer, or None for {task.optim}")
-            known = set(model.parameters())
-            if any(p not in known for group in own.param_groups for p in group["params"]):
-                raise Problem("optimizer() has a parameter that the model does not: make it a part of the module that model() gives")
+            _check(own, task, model)
             return own
     parameters = [p for p in model.parameters() if p.requires_grad]
     options: dict[str, Any] = {"lr": task.learning_rate, "weight_decay": task.weight_decay}
     options["fused"] = all(p.is_floating_point() and p.device.type in ("cpu", "cuda", "mps") for p in parameters)
     if task.optim == "sgd":
-        return torch.optim.SGD(parameters, momentum=0.9, **options)
+        return torch.optim.SGD(parameters, momentum=task.momentum, **options)
     kind = torch.optim.AdamW if task.optim == "adamw" else torch.optim.Adam
     return kind(parameters, **options)
+
+
+def _check(own: Any, task: Task, model: torch.nn.Module) -> None:
+    """Refuse what `optimizer` gave where the engine could not use it as it is meant."""
+    if not isinstance(own, torch.optim.Optimizer):
+        raise Problem(f"optimizer() gave a {type(own).__name__}: return a torch.optim.Optimizer, or None for {task.optim}")
+    known = set(model.parameters())
+    if any(p not in known for group in own.param_groups for p in group["params"]):
+        raise Problem("optimizer() has a parameter that the model does not: make it a part of the module that model() gives")
+    name = type(own).__name__
+    if isinstance(own, torch.optim.SparseAdam):
+        raise Problem(
+            f"optimizer() gave {name}: gradients are summed as dense tensors, so use Adam or AdamW (nn.Embedding(sparse=True) works)"
+        )
+    closure = inspect.signature(own.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise Problem(f"optimizer() gave {name}, whose step(closure) computes the loss by itself: give one with a step() of its own")
+    kept = any(isinstance(value, torch.optim.lr_scheduler.LRScheduler) for value in vars(task).values())
+    if kept or any("initial_lr" in group for group in own.param_groups):  # which torch's schedulers write there
+        raise Problem(
+            "optimizer() made a learning-rate scheduler of torch.optim, which nobody would step: define schedule(step, steps),"
+            " which returns the factor of the peak rate, or use warmup and decay"
+        )
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
@@ -118,11 +139,19 @@ def short_step(optimizer: Any) -> None:
 def schedule_of(task: Task, steps: int, steps_per_epoch: int) -> Callable[[int], float]:
     """The factor of the peak learning rate at each step of the run."""
     if overrides(task, "schedule") and task.schedule(0, steps) is not None:
-        return lambda step: float(task.schedule(step, steps) or 0.0)
+        return lambda step: _own_factor(task, step, steps)
     warmup = Length.parse(task.warmup).in_steps(steps_per_epoch)
     if warmup is None:
         raise Problem(f"warmup={task.warmup}: give steps or epochs (1ep), not a time")
     return lambda step: _factor(task.decay, step, steps, warmup)
+
+
+def _own_factor(task: Task, step: int, steps: int) -> float:
+    given = task.schedule(step, steps)
+    factor = real_number(given)
+    if factor is None or not 0 <= float(factor) < math.inf:
+        raise Problem(f"schedule({step}, {steps}) gave {shown(given)}: return the factor of the peak learning rate, a number of 0 or more")
+    return float(factor)
 
 
 def _factor(decay: str, step: int, steps: int, warmup: int) -> float:

@@ -18,7 +18,7 @@ class Aside:
         kept = kept_tensors(step.task, step.model)
         if sum(t.nbytes for t in kept) > CLONED:
             kept = []  # a large frozen model: nobody changes that in a forward pass
-        self.before = [(t, t.clone()) for t in (*step.model.buffers(), *kept)]
+        self.before = [(t, t.clone()) for t in (*step.strategy.shared_buffers(), *kept)]
 
     def restore(self) -> None:
         with torch.no_grad():

@@ -13,6 +13,7 @@ from drivetrain.engine.memory import peak_memory
 from drivetrain.engine.observe import Observer
 from drivetrain.engine.precision import LEAST_SCALE
 from drivetrain.engine.step import Step
+from drivetrain.outcomes import Problem
 
 TICK_SECONDS = 0.5
 SPEED_SECONDS = 1.0  # over which speed is averaged: a loader's batches come in bursts, and an epoch's last one may be small
@@ -166,7 +167,11 @@ class Rows:
         """The first step whose loss or gradient is not a number."""
         assert self.step.figures is not None
         guarded = self.step.figures.guarded()
+        counts = self.step.figures.count
         for step, row in enumerate(block.rows, block.first):
+            for name, slot in counts.items():
+                if not row[slot] >= 0:
+                    raise Problem(f"loss() gave counts for {name!r} that sum to {row[slot]:g} at step {step + 1:,}: a count is 0 or more")
             if self.step.loss_scale is not None:
                 good = row[SCALE] >= LEAST_SCALE  # overflow is fp16's daily bread; a scale that only falls is not
             else:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from drivetrain.engine import state
 from drivetrain.engine.checkpoint import Checkpoint, folder, newest_good
 from drivetrain.engine.data import SourceFeed
 from drivetrain.engine.feed import Feed
 from drivetrain.outcomes import Problem
+from drivetrain.task import Source
 
 if TYPE_CHECKING:
     from drivetrain.engine.loop import Training
@@ -27,7 +29,7 @@ def gather(training: Training) -> tuple[dict[str, Any], dict[str, Any]]:
     if step.loss_scale is not None:
         parts["scale"] = step.loss_scale.tensors()
     if training.source is not None:
-        everyone = training.group.gather({k: v.cpu() for k, v in training.source.state().items()})
+        everyone = training.group.gather(_source_state(training.source))
         parts["source"] = {k: torch.cat([one[k] for one in everyone]) for k in everyone[0]}
     extra = {
         "aliases": aliases,
@@ -74,6 +76,16 @@ def _check_data(training: Training, before: dict[str, Any]) -> None:
 
         feed.expected, feed.changed = known, tell
         feed.compare()
+
+
+def _source_state(source: Source) -> dict[str, Tensor]:
+    """This rank's groups, on the CPU."""
+    kept = source.state()
+    if not isinstance(kept, dict) or not all(isinstance(value, Tensor) for value in kept.values()):
+        raise Problem("state() of the source gave something else than a dict of tensors, whose rows are this rank's groups")
+    for name, value in kept.items():
+        state.check_state(value, "the source's", name)
+    return {name: value.cpu() for name, value in kept.items()}
 
 
 def restore(training: Training) -> None:

@@ -48,8 +48,12 @@ def build_model(task: Task, plan: Plan, run: Run, group: Group, observer: Observ
         raise Problem(f"model() gave a {type(model).__name__}: return an nn.Module")
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
         raise Problem("model() has lazy layers whose sizes are not known yet: give the sizes, or run a batch through it in model()")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise Problem(f"model() has no values for {name!r} (device meta): make the module where it gets its weights")
     if not any(p.requires_grad for p in model.parameters()):
         raise Problem("model() has no parameter that requires a gradient: there is nothing to train")
+    _spread_out_buffers(model)
     if task.start and not group.share(bool(run.steps())):  # a run that goes on needs it no more
         found = weights_of(task.start) if group.main else None  # another machine may not have the file
         aliases = group.share(found[1] if found else None)
@@ -65,6 +69,16 @@ def build_model(task: Task, plan: Plan, run: Run, group: Group, observer: Observ
     if plan.activation_checkpointing:
         recompute_blocks(model, observer, group.main)
     return model
+
+
+def _spread_out_buffers(model: nn.Module) -> None:
+    """Give every element of an expanded buffer a place of its own: what is restored or received is written into it."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or state.odd_form(buffer):
+                continue
+            if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+                module._buffers[name] = buffer.contiguous()
 
 
 def weights_of(start: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

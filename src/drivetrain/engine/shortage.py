@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from drivetrain.engine.feed import Feed
 from drivetrain.engine.setup import batchnorm_notice, has_batchnorm
+from drivetrain.engine.state import odd_form
 from drivetrain.engine.strategies.replicate import Replicated
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan, Smaller, half
@@ -50,7 +51,7 @@ class Before:
             (module._buffers, name)
             for module in model.modules()
             for name, buffer in module._buffers.items()
-            if buffer is not None and buffer.nbytes <= LARGEST
+            if buffer is not None and not odd_form(buffer) and buffer.nbytes <= LARGEST
         ]
         self._then: list[Tensor] = []
         self._kept: list[Tensor] = []

@@ -99,6 +99,11 @@ def model_tensors(model: nn.Module, take: Callable[[Tensor], Any] = Tensor.detac
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             raise Problem(f"the model's state {name!r} is a {type(value).__name__}: drivetrain saves tensors; keep it as a buffer")
+        if odd := odd_form(value):
+            raise Problem(
+                f"model() has a {odd} tensor {name!r}, which cannot be saved: make it with register_buffer(..., persistent=False),"
+                f" or keep what it is made of as dense buffers"
+            )
         parted = is_sharded(value) or hasattr(value, "ds_id")  # of which this rank may hold nothing: it is known by the object
         identity = (id(value),) if parted else (value.data_ptr(), value.shape, value.stride(), value.dtype)
         if (parted or value.numel()) and identity in seen:
@@ -106,6 +111,15 @@ def model_tensors(model: nn.Module, take: Callable[[Tensor], Any] = Tensor.detac
         else:
             seen[identity], tensors[name] = name, take(value)
     return tensors, aliases
+
+
+def odd_form(tensor: Tensor) -> str:
+    """What keeps a tensor out of a checkpoint: a form that is not one dense block of plain numbers; nothing for those that are."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout).removeprefix("torch.").replace("_", " ").replace("sparse coo", "sparse")
+    return "quantized" if tensor.is_quantized else ""
 
 
 def load_model(model: nn.Module, tensors: Stored | Mapping[str, Tensor], aliases: dict[str, str], where: str) -> None:
@@ -142,6 +156,7 @@ def optimizer_tensors(
         for entry, value in state.items():
             name = f"{names[parameter]}/{entry}"
             if isinstance(value, Tensor):
+                check_state(value, "the optimizer's", name)
                 tensors[name] = take(value, parameter)
                 if value.device != parameter.device:
                     plain.setdefault("on_cpu", []).append(name)
@@ -156,9 +171,18 @@ def group_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], 
     plain: dict[str, Any] = {"groups": []}
     for number, group in enumerate(optimizer.param_groups):
         kept = {k: v for k, v in group.items() if k not in ("params", "lr", *_OF_THE_DEVICE)}
-        tensors |= {f"#{number}/{k}": v for k, v in kept.items() if isinstance(v, Tensor)}
+        for key, value in kept.items():
+            if isinstance(value, Tensor):
+                check_state(value, "the optimizer's", key)
+                tensors[f"#{number}/{key}"] = value
         plain["groups"].append({k: as_plain(k, v) for k, v in kept.items() if not isinstance(v, Tensor)})
     return tensors, plain
+
+
+def check_state(value: Tensor, whose: str, name: str) -> None:
+    """Refuse a tensor that a checkpoint could not hold."""
+    if odd := odd_form(value):
+        raise Problem(f"{whose} state {name!r} is a {odd} tensor, which cannot be saved: keep it dense")
 
 
 def as_plain(name: str, value: Any) -> Any:

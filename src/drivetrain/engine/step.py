@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from drivetrain.engine.capture import Graphs, form_of
 from drivetrain.engine.compiled import Compiled
 from drivetrain.engine.control import SupportsBool
-from drivetrain.engine.data import draws_of
+from drivetrain.engine.data import augmented, draws_of
 from drivetrain.engine.feed import Feed, Micro
 from drivetrain.engine.figures import FIGURES, NORM, SCALE, SKIPPED, STOP, Figures
 from drivetrain.engine.group import Group
 from drivetrain.engine.ledger import Ledger
-from drivetrain.engine.losses import Part, read_loss, summed
+from drivetrain.engine.losses import Part, read_counts, read_limits, read_loss, summed
 from drivetrain.engine.memory import shortages
 from drivetrain.engine.optim import Rates, capturable, ready_to_skip
 from drivetrain.engine.precision import LossScale, Precision
@@ -62,7 +62,7 @@ class Step:
         self.task, self.model, self.feed, self.strategy = task, model, feed, strategy
         self.optimizer, self.rates, self.precision, self.group = strategy.optimizer, rates, precision, group
         self.loss_scale = LossScale(group.device) if precision.name == "fp16" else None
-        self._limits = task.limits()
+        self._limits = read_limits(task.limits())
         if self.loss_scale is not None or self._limits:
             ready_to_skip(strategy.optimizer)
         self.figures: Figures | None = None
@@ -304,7 +304,7 @@ class Step:
 
     def make_batch(self, given: Any, ids: Tensor) -> Any:
         batch = self.feed.assemble(given, ids)
-        return batch if self._draws is None else self.task.augment(batch, self._draws.of(ids))
+        return batch if self._draws is None else augmented(self.task, batch, self._draws.of(ids))
 
     def loss_value(self, given: Any, ids: Tensor, ready: bool) -> Any:
         """What the task's loss gives for a micro-batch; this is what gets compiled."""
@@ -399,7 +399,7 @@ class Step:
         """What each part of the loss is divided by, over these micro-batches."""
         totals: dict[str, Tensor] = {}
         for batch, weight in batches:
-            for name, count in (self.task.counts(batch) or {}).items():
+            for name, count in read_counts(self.task.counts(batch)).items():
                 value = count.float() if isinstance(count, Tensor) else torch.full((), float(count), device=self.group.device)
                 value = value.to(self.group.device) * (1.0 if weight else 0.0)
                 totals[name] = totals[name] + value if name in totals else value

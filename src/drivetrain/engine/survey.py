@@ -23,6 +23,7 @@ from drivetrain.engine.feed import as_tensor, tensors_in
 from drivetrain.engine.losses import read_loss
 from drivetrain.engine.optim import make_optimizer
 from drivetrain.engine.precision import Precision
+from drivetrain.engine.state import odd_form
 from drivetrain.engine.trace import trace, trace_evaluation, without_values
 from drivetrain.outcomes import Problem
 from drivetrain.plan.profile import Profile
@@ -143,7 +144,7 @@ def _facts(task: Task, model: nn.Module, data: Any) -> dict[str, Any]:
         "trained": sum(p.numel() for p in trained),
         "trained_bytes": sum(p.nbytes for p in trained),
         "largest_bytes": max(p.nbytes for p in trained),
-        "buffer_bytes": sum(b.nbytes for b in model.buffers()),
+        "buffer_bytes": sum(b.nbytes for b in model.buffers() if not odd_form(b)),
         "blocks": len(blocks),
         "block_bytes": max((sum(p.nbytes for p in b.parameters()) for b in blocks), default=0),
         "samples": len(data),

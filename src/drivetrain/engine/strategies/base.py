@@ -103,11 +103,15 @@ class Strategy:
 
     def begin(self) -> None:
         """Before the first step of a new run: every rank has rank 0's weights."""
-        self.group.broadcast([*self.model.parameters(), *self.model.buffers()])
+        self.group.broadcast([*self.model.parameters(), *self.shared_buffers()])
 
     def share_buffers(self) -> None:
         """Give every rank rank 0's buffers (BatchNorm statistics), before evaluating or saving."""
-        self.group.broadcast([b for b in self.model.buffers() if b is not None])
+        self.group.broadcast(self.shared_buffers())
+
+    def shared_buffers(self) -> list[Tensor]:
+        """Buffers of plain numbers: others (sparse ones) are not saved either, and every rank has made its own."""
+        return [b for b in self.model.buffers() if not state.odd_form(b)]
 
     def finite(self) -> bool:
         """Whether every trained parameter is a number; one wait for the device."""

@@ -190,6 +190,7 @@ KEYS: list[Key] = [
     Key("optimizer.type", "`optim` (DeepSpeed's Adam is AdamW unless adam_w_mode is false)", _optim),
     Key("optimizer.params.lr", "`learning_rate`, unless the schedule has a peak of its own", _learning_rate),
     setting("optimizer.params.weight_decay", "weight_decay"),
+    setting("optimizer.params.momentum", "momentum"),
     Key("optimizer.params.adam_w_mode", "`optim` (false: adam), with the type Adam", _adam_w_mode),
     *unused(OWN_OPTIMIZER, "optimizer.params.*", "optimizer.legacy_fusion"),
     Key("scheduler.type", "`decay` (WarmupLR constant, WarmupDecayLR linear, WarmupCosineLR cosine)", _decay),

@@ -28,7 +28,7 @@ from drivetrain.tasks.rl.rollout import Rollout
 from drivetrain.tasks.rl.shape import LIFTED
 
 ALIGNED = 32  # numbers: each weight begins where a GPU reads fastest
-FIRST, SECOND, TINY, MOMENTUM = 0.9, 0.999, 1e-8, 0.9  # of Adam's averages, and of SGD
+FIRST, SECOND, TINY = 0.9, 0.999, 1e-8  # of Adam's averages
 OWN = ("loss", "optimizer", "augment", "limits", "summary", "counts")  # hooks that the batched program does without
 
 
@@ -138,7 +138,7 @@ class Population:
         else:
             gradient = gradient + self._weight_decay * self.flat
         if self.task.optim == "sgd":
-            self._average.mul_(MOMENTUM).add_(gradient)
+            self._average.mul_(self.task.momentum).add_(gradient)
             self.flat.sub_(rate * self._average)
         else:
             first, second = self._corrections.index_select(0, self._done)[0]
