@@ -133,6 +133,9 @@ def _judge(folders: dict[str, Path], screen: Screen, recipe: Recipe, args: argpa
         first = _train(recipe, args, folder / "look-first", False, "close")
         return _first_difference(first, _train(recipe, args, folder / "look-second", kill, "close"))
 
+    for event in Run(folders["first"] / "run").events():
+        if event["event"] == "depends-on-plan":
+            screen.line("note", event["text"])
     again = _first_difference(folders["first"], folders["second"])
     if again:
         screen.line("no", f"training itself does not repeat: {look_closer(False) or again}")

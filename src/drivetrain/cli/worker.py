@@ -116,7 +116,9 @@ def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag, wa
 
     if job["mode"] == "smoke":
         task, plan = _smoke(task, plan, job)
-        Training(task, plan, run, group, observer, stop).run_to_end(stop_after=SMOKE_STEPS // 2)
+        begun = Training(task, plan, run, group, observer, stop)
+        begun.looks_closely = True
+        begun.run_to_end(stop_after=SMOKE_STEPS // 2)
     training = Training(task, plan, run, group, observer, stop)
     if looks.get("nan_step"):
         from drivetrain.engine.nonfinite import Finder, nothing_found
@@ -128,6 +130,7 @@ def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag, wa
         if training.source is not None:  # its state is saved at the end of an epoch: go over one
             task.steps = max(training.total, 2 * training.feed.steps_per_epoch)
             training = Training(task, plan, run, group, observer, stop)
+        training.looks_closely = not job["fingerprint"]  # which shall have the steps alone
         if group.main and job["fingerprint"]:
             Fingerprint(training, Path(job["fingerprint"]), name_operations=job["look"] == "operations")
     try:

@@ -22,6 +22,7 @@ from drivetrain.engine.capture import Graphs, host_waits, record
 from drivetrain.engine.checkpoint import Damaged, Writer, folder, verify
 from drivetrain.engine.control import Agreement, Every, SupportsBool
 from drivetrain.engine.data import SourceFeed, eval_feed, train_feed
+from drivetrain.engine.dependence import look_for_dependence
 from drivetrain.engine.evaluate import Evaluation, Left, Replay, evaluate
 from drivetrain.engine.feed import Feed, OrderedFeed
 from drivetrain.engine.figures import FIGURES, TAIL, Figures
@@ -98,6 +99,8 @@ class Training:
         self.compiled_from = plan.compiled_from(0, None)
         self.done = self._kept = 0
         """Steps taken, and those that are saved."""
+        self.looks_closely = False
+        """Whether it is found out what depends on the plan, even where this plan takes whole batches."""
         self.learner: Learner | None = None
         self._sought = False
         self.figures: dict[str, Any] | None = None
@@ -139,6 +142,8 @@ class Training:
                 return self._stopped()
         self.feed.open(self.done)
         self.model.train()
+        if self.done == 0:
+            look_for_dependence(self, self.looks_closely)
         if self.rows.held(self.done) is not None and not self._evaluate_again():
             return self._stopped()
         self._kept = self.done

@@ -1,0 +1,264 @@
+"""What depends on the plan is found before the first step and told once; looking leaves no trace, and nothing else is told."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from drivetrain.engine.group import Group
+from drivetrain.engine.loop import Training
+from drivetrain.engine.observe import Observer, Observers
+from drivetrain.plan.choose import choose
+from drivetrain.runs import Run
+from drivetrain.task import Task, Tensors
+from drivetrain.watch.files import MetricsFile
+from tests.processes import on_ranks
+from tests.samples import HARDWARE, TASKS, Loaded, Plain, rows, weights
+
+COUNT = 0
+
+
+class One(Plain):
+    """Divides by a count that is not the batch's own."""
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), 1
+
+
+class OneInParts(Plain):
+    def counts(self, batch: Any) -> Any:
+        return {"b": 7}
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return {"a": losses.mean(), "b": (losses.sum(), 7)}
+
+
+class Summed(Plain):
+    def loss(self, model: Any, batch: Any) -> Any:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+class Contrast(Plain):
+    """The other samples of the batch are the negatives."""
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        out = F.normalize(model(batch[0]), dim=-1)
+        return F.cross_entropy(out @ F.normalize(batch[0], dim=-1).T / 0.2, torch.arange(len(out)))
+
+
+class NoisyContrast(Contrast):
+    """With dropout in a module of the user's own."""
+
+    def model(self) -> nn.Module:
+        class Noise(nn.Module):
+            def forward(self, x: Any) -> Any:
+                return F.dropout(x, 0.05, self.training)
+
+        return nn.Sequential(nn.Linear(4, 16), Noise(), nn.Linear(16, 4))
+
+
+class LoadedContrast(Loaded):
+    def loss(self, model: Any, batch: Any) -> Any:
+        return Contrast.loss(self, model, (batch["inputs"]["x"], batch["y"]))  # type: ignore[arg-type]
+
+
+class MeanOfWords(Plain):
+    """A mean over words instead of samples."""
+
+    def train_data(self) -> Any:
+        return Tensors(x=torch.randn(101, 4), y=torch.arange(101) % 4, words=1 + torch.arange(101) % 9)
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none") * (1 + batch["words"])
+        return (losses * batch["words"]).sum() / batch["words"].sum()
+
+    def eval_data(self) -> Any:
+        return None
+
+
+class Average(nn.Module):
+    """Keeps an average of what it saw, in a buffer."""
+
+    def __init__(self, rebinds: bool) -> None:
+        super().__init__()
+        self.net, self.rebinds = nn.Linear(4, 4), rebinds
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Any) -> Any:
+        if self.training and self.rebinds:
+            self.seen = 0.9 * self.seen + 0.1 * x.detach().mean(0)
+        elif self.training:
+            self.seen.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return self.net(x)
+
+
+class Averaged(Plain):
+    rebinds: bool = False
+
+    def model(self) -> nn.Module:
+        return Average(self.rebinds)
+
+
+class Carried(Plain):
+    """Python state that the next loss depends on."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._calls, self.mean = 0, torch.zeros(())
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        losses = F.cross_entropy(model(batch[0]), batch[1])
+        self.mean = 0.9 * self.mean + 0.1 * losses.detach()
+        self._calls += 1
+        return losses * (1 + 0.1 * self._calls)
+
+
+class Tracing(Plain):
+    """State of all kinds that no value depends on: counters, caches, queues, globals, generators of its own."""
+
+    kinds: list[int] = [0]
+    dropout: float = 0.3
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.log: list[float] = []
+        self.table = {"calls": 0, "inner": {"last": None}}
+        self.array = np.zeros(3)
+        self.dice, self.torchs, self.numpys = random.Random(1), torch.Generator().manual_seed(1), np.random.default_rng(1)
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        global COUNT
+        COUNT += 1
+        value = super().loss(model, batch)
+        self.log.append(self.dice.random() + float(torch.rand((), generator=self.torchs)) + float(self.numpys.random()))
+        self.table["calls"] += 1  # type: ignore[operator]
+        self.table["inner"]["last"] = value.detach()  # type: ignore[index]
+        self.array += 1
+        type(self).kinds[0] += 1
+        self.cached = value.detach()
+        return value
+
+
+class Noised(Plain):
+    """Draws noise in the loss, as diffusion does."""
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        x, y = batch
+        strength = torch.rand(len(x), 1)
+        return F.cross_entropy(model(x + strength * torch.randn_like(x)), y)
+
+
+class Streaming(Contrast):
+    """Holds what cannot be put back."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.numbers = iter(range(10**6))
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        self.number = next(self.numbers)
+        return super().loss(model, batch)
+
+
+OWN = {c.__name__: c for c in list(globals().values()) if isinstance(c, type) and issubclass(c, Task)}
+
+
+class Heard(Observer):
+    def __init__(self) -> None:
+        self.notices: list[str] = []
+
+    def notice(self, text: str) -> None:
+        self.notices.append(text)
+
+
+def told(name: str, folder: str, settings: dict[str, Any], pins: dict[str, Any], looks: bool, group: Group) -> list[str]:
+    """What a training of two epochs says."""
+    task = (OWN | TASKS)[name](**settings)
+    pins = {"threads": 1, "workers": 0} | pins
+    plan = choose(task.settings(), HARDWARE, device="cpu", world_size=group.size, local_procs=group.size, pins=pins)
+    heard, run = Heard(), Run(folder)
+    job = Training(task, plan, run, group, Observers([MetricsFile(run), heard] if group.main else []), False)
+    job.looks_closely = looks
+    job.run_to_end()
+    job.observer.close()
+    notices = [text for text in heard.notices if "BatchNorm" not in text]
+    assert [e["text"] for e in run.events() if e["event"] == "depends-on-plan"] == notices or not group.main
+    return notices
+
+
+def alone(name: str, folder: Path, micro: int = 5, looks: bool = False, **settings: Any) -> list[str]:
+    return told(name, str(folder), settings, {"micro_batch": micro}, looks, Group(0, 1, torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("One", "gives the count 1 for 4 samples as one batch, 2 as two"),
+        ("OneInParts", "gives the count of 'b' 7 for 4 samples as one batch, 14 as two"),
+        ("Summed", "it looks like a sum; return the mean over the samples, or (total, count)"),
+        ("Contrast", "it couples the samples of a batch (in-batch negatives"),
+        ("NoisyContrast", "it couples the samples of a batch"),
+        ("LoadedContrast", "it couples the samples of a batch"),
+        ("MeanOfWords", "(tokens: return (total, count))"),
+        ("Averaged", "loss() changes seen each time it is called"),
+        ("Carried", "loss() changes self._calls, self.mean each time"),
+        ("Taught", "loss() changes teacher.0.bias, teacher.0.weight, teacher.3.bias and 1 more each time"),
+    ],
+)
+def test_what_depends_on_the_plan_is_told(name: str, words: str, tmp_path: Path) -> None:
+    [notice] = alone(name, tmp_path, epochs=1)
+    assert words in notice
+    if name == "Averaged":
+        assert alone(name, tmp_path / "rebinds", epochs=1, rebinds=True) == [notice]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Plain", "Augmented", "Normed", "Loaded", "Tokens", "Parts", "Walk", "InPlace", "Double", "Odd", "HostDice", "Exploding",
+     "Tracing", "Noised", "Streaming"],
+)  # fmt: skip
+def test_nothing_else_is_told(name: str, tmp_path: Path) -> None:
+    assert alone(name, tmp_path, epochs=1) == []
+
+
+def test_half_precision_is_no_coupling(tmp_path: Path) -> None:
+    assert alone("Plain", tmp_path, precision="bf16") == []
+
+
+def test_a_plan_that_takes_whole_batches_is_not_told_unless_asked(tmp_path: Path) -> None:
+    assert alone("Contrast", tmp_path / "a", micro=16, epochs=1) == []
+    [notice] = alone("Contrast", tmp_path / "b", micro=16, looks=True, epochs=1)
+    assert "as one batch" in notice
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Augmented", "Normed", "Loaded", "Parts", "Walk", "HostDice", "Taught", "Exploding", "Tracing", "Carried", "Averaged", "Contrast"],
+)
+def test_looking_leaves_no_trace(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit-equal to a run that does not look, Python's state included."""
+    from drivetrain.engine import loop
+
+    def train(folder: Path) -> tuple[Any, ...]:
+        global COUNT
+        COUNT, Tracing.kinds[0] = 0, 0
+        alone(name, folder, dropout=0.3)
+        return rows(folder), weights(folder), COUNT, Tracing.kinds[0]
+
+    looked = train(tmp_path / "looked")
+    monkeypatch.setattr(loop, "look_for_dependence", lambda *_: None)
+    assert looked == train(tmp_path / "not")
+
+
+def test_two_processes_are_told_once(tmp_path: Path) -> None:
+    first, second = on_ranks(2, told, "One", str(tmp_path), {"epochs": 1}, {}, False)
+    assert len(first) == 1 and "gives the count 1 for 4 samples as one batch, 2 as two" in first[0]
+    assert second == []
