@@ -264,8 +264,9 @@ def test_quiet_pipes_and_colours(folder: Path) -> None:
 
 
 def test_smoke_goes_through_everything_and_keeps_nothing(folder: Path) -> None:
-    write_task()
+    write_task(change=("return F.cross_entropy(model(x), y)", "return F.cross_entropy(model(x), y, reduction='sum'), 1"))
     text = good("train", "small.py", "--smoke")
+    assert text.count("loss() gives the count 1 for") == 1, "told, though this plan takes whole batches"
     assert "resume  from step 2 of 4" in text
     assert "nothing was kept" in text
     assert not Path("runs").exists()
@@ -325,6 +326,7 @@ def test_verify_resume_tells_the_truth(folder: Path) -> None:
     done = drivetrain("verify-resume", "counter.py", "--steps", "6", "plan.compile=off")  # to try it out would call the loss, and count
     assert done.returncode == 1
     assert "resume is not exact: at step" in done.stdout
+    assert "note    loss() changes self._n each time it is called" in done.stdout
     assert "output of module 0:Flatten differs" in done.stdout
 
 

@@ -16,6 +16,7 @@ from drivetrain.engine.group import Group
 from drivetrain.engine.loop import Training
 from drivetrain.engine.observe import Observer, Observers
 from drivetrain.plan.choose import choose
+from drivetrain.recipe import find_task, load_class
 from drivetrain.runs import Run
 from drivetrain.task import Task, Tensors
 from drivetrain.watch.files import MetricsFile
@@ -121,6 +122,15 @@ class Carried(Plain):
         return losses * (1 + 0.1 * self._calls)
 
 
+class Lazy(Plain):
+    """State that the first loss makes, and prints."""
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        self._calls = getattr(self, "_calls", 0) + 1
+        print("batch of", len(batch[0]))
+        return super().loss(model, (batch[0] * self._calls, batch[1]))
+
+
 class Tracing(Plain):
     """State of all kinds that no value depends on: counters, caches, queues, globals, generators of its own."""
 
@@ -210,12 +220,15 @@ def alone(name: str, folder: Path, micro: int = 5, looks: bool = False, **settin
         ("MeanOfWords", "(tokens: return (total, count))"),
         ("Averaged", "loss() changes seen each time it is called"),
         ("Carried", "loss() changes self._calls, self.mean each time"),
+        ("Lazy", "loss() changes self._calls each time"),
         ("Taught", "loss() changes teacher.0.bias, teacher.0.weight, teacher.3.bias and 1 more each time"),
     ],
 )
-def test_what_depends_on_the_plan_is_told(name: str, words: str, tmp_path: Path) -> None:
+def test_what_depends_on_the_plan_is_told(name: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [notice] = alone(name, tmp_path, epochs=1)
     assert words in notice
+    if name == "Lazy":
+        assert len(capsys.readouterr().out.splitlines()) == 6 * 4 + 1, "one line a micro-batch: the look was not heard"
     if name == "Averaged":
         assert alone(name, tmp_path / "rebinds", epochs=1, rebinds=True) == [notice]
 
@@ -227,6 +240,19 @@ def test_what_depends_on_the_plan_is_told(name: str, words: str, tmp_path: Path)
 )  # fmt: skip
 def test_nothing_else_is_told(name: str, tmp_path: Path) -> None:
     assert alone(name, tmp_path, epochs=1) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("cartpole", {"envs": 8, "horizon": 8, "global_batch": 32, "eval_episodes": 2}),
+        ("snake", {"envs": 4, "horizon": 8, "global_batch": 16, "eval_episodes": 0}),
+        ("digits", {}),
+    ],
+)
+def test_built_in_tasks_do_not_depend_on_it(kind: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OWN, kind, load_class(find_task(kind)))
+    assert alone(kind, tmp_path, micro=8, steps=2, **settings) == []
 
 
 def test_half_precision_is_no_coupling(tmp_path: Path) -> None:

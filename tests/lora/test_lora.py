@@ -218,6 +218,7 @@ def losses_of(place: Path, name: str, pins: dict[str, Any], **settings: Any) -> 
     job = training("Lora", str(place / name), Group(0, 1, torch.device("cpu")), given | settings, pins)
     job.run_to_end()
     job.observer.close()
+    assert not [event for event in job.run.events() if event["event"] == "depends-on-plan"]
     return [row["train/loss"] for row in rows(place / name)]
 
 

@@ -6,10 +6,12 @@ it must leave nothing behind but the result. What is tried is put back: model, t
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -82,7 +84,7 @@ def find(step: Step, seed: int, inputs: Inputs, form: Form) -> list[Finding]:
     if samples < 2:
         return []
     generators = _generators(step.group.device)
-    with _undisturbed(step.model):
+    with _undisturbed(step.model), _unheard():
         before = Snapshot(step.task, step.model)
         if not before.complete:
             return []
@@ -280,6 +282,14 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     finally:
         for module in calm:
             module.training = True
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """What the loss prints, or is warned of, is for the steps that count."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _generators(device: torch.device) -> list[tuple[Callable[[Any], object], Any]]:

@@ -57,11 +57,12 @@ class Snapshot:
         self._copy_tensors(model)
 
     def changed(self) -> set[str]:
-        """Names of what is not as it was; what came new (a cache, for example) is not among them."""
+        """Names of what is not as it was, and of what came new (a cache, for example)."""
         names = {name for name, tensor, kept in self._tensors if not _equal(tensor, kept)}
         tensors = {id(tensor): kept for _, tensor, kept in self._tensors}
         for prefix, now, then in self._dicts:
             names |= {f"{prefix}{k}" for k, v in then.items() if not _same(dict.get(now, k), v, tensors)}
+            names |= {f"{prefix}{k}" for k in dict.keys(now) - then.keys()}
         names |= {name for name, now, then in self._held if [*map(id, now)] != [*map(id, then)]}
         for kind, then in self._classes:
             names |= {f"{kind.__name__}.{k}" for k, v in then.items() if not _same(vars(kind).get(k), v, tensors)}
