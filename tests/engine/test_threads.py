@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +97,14 @@ def test_the_command_lets_threads_wait_without_spinning_unless_the_user_says_oth
         ]
 
     assert (said(), said(OMP_WAIT_POLICY="ACTIVE")) == ("PASSIVE", "ACTIVE")
+
+
+@pytest.mark.world_size(2)
+def test_processes_choose_the_same_number(tmp_path: Path, group: Group) -> None:
+    task = CartPole(**SMALL | {"epochs": 1})
+    plan = choose(task.settings(), replace(HARDWARE, cpu_cores=4), device="cpu", world_size=2, local_procs=2)
+    run = Run(tmp_path / "run")
+    training = Training(task, plan, run, group, Observers([MetricsFile(run)] if group.main else []), False)
+    assert torch.get_num_threads() == plan.threads == 2
+    training.run_to_end()
+    assert group.gather(torch.get_num_threads()) == [1, 1]
