@@ -3,8 +3,8 @@
 export interface Put {
   name: string;
   dtype: string;
-  /** Without the first dimension, which counts worlds. */
-  shape: number[];
+  /** Sizes; those that are free have names. The first one counts worlds. */
+  shape: (number | string)[];
 }
 
 export interface Graph {
@@ -19,6 +19,8 @@ export interface Card {
   task: string;
   settings: Record<string, unknown>;
   graphs: Record<"reset" | "policy" | "step", Graph>;
+  /** Of every exported file, in hexadecimal. */
+  sha256: Record<string, string>;
   training: {
     date: string;
     step: number;
@@ -29,7 +31,12 @@ export interface Card {
   };
 }
 
+/** The sizes of one world's part of a tensor: without the first, which counts worlds. */
+export function sizesOf(puts: Put[], name: string): number[] | undefined {
+  return puts.find((put) => put.name === name)?.shape.slice(1).map(Number);
+}
+
 /** The shape of a tensor that the reset gives: `next_NAME` for state, or `observation`. */
 export function shapeOf(card: Card, name: string): number[] | undefined {
-  return card.graphs.reset.outputs.find((put) => put.name === name)?.shape;
+  return sizesOf(card.graphs.reset.outputs, name);
 }

@@ -7,12 +7,16 @@ const TOLD = [
   "net", "width", "layers", "agents", "grid", "walls", "seed", "eval_episodes", "greedy",
 ];
 
-export function tellFacts(card: Card): void {
+/** Without https or localhost a browser computes no SHA-256. */
+const UNCHECKED = "not checked: browsers compute SHA-256 over https and on localhost only";
+
+export function tellFacts(card: Card, checked: boolean): void {
   const { training } = card;
   const figures = Object.entries(training.metrics).map(([name, value]) => [name.replace("eval/", "evaluated "), figure(value)] as const);
   list("facts", [
     ["task", card.task], ["run", card.run], ["date", training.date], ["hardware", training.hardware],
     ["optimizer steps", training.step.toLocaleString("en")], ["training time", time(training.seconds)], ...figures,
+    ["files", checked ? "SHA-256 checked" : UNCHECKED],
   ]);
   list("settings", TOLD.filter((key) => card.settings[key] !== undefined && card.settings[key] !== null).map((key) => [key.replaceAll("_", " "), String(card.settings[key])]));
   list("versions", Object.entries(training.versions ?? {}).map(([name, version]) => [name, String(version)]));

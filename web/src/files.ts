@@ -38,6 +38,16 @@ export async function bytes(path: string, advice: string, progress?: Progress): 
   return whole;
 }
 
+/** Refuse a file whose SHA-256 is another than export.json's; false where the browser computes none (no https, no localhost). */
+export async function checkDigest(path: string, content: Uint8Array<ArrayBuffer>, wanted: string | undefined, advice: string): Promise<boolean> {
+  if (!wanted) throw new Trouble(path, "has no SHA-256 in export.json", advice);
+  if (!globalThis.crypto?.subtle) return false;
+  const digest = new Uint8Array(await crypto.subtle.digest("SHA-256", content));
+  const found = Array.from(digest, (byte) => byte.toString(16).padStart(2, "0")).join("");
+  if (found !== wanted) throw new Trouble(path, "is broken: its SHA-256 is not the one in export.json", advice);
+  return true;
+}
+
 export async function json<T>(path: string, advice: string): Promise<T> {
   const text = new TextDecoder().decode(await bytes(path, advice));
   try {

@@ -37,6 +37,7 @@ let playing = !matchMedia("(prefers-reduced-motion: reduce)").matches;
 let owed = 0; // steps that are due
 let overSince = 0; // when the episode ended, or 0
 let wanted = 0; // the load that counts: a later choice outruns an earlier one
+let offered: (() => void) | undefined; // what the notice's button does
 
 // --- loading ------------------------------------------------------------------------------------
 
@@ -45,11 +46,19 @@ async function begin(): Promise<void> {
     const listed = await json<Listed>("agents.json", "Write the site anew: drivetrain play RUN --out DIR.");
     agent.replaceChildren(...listed.agents.map(({ name, folder }) => new Option(name, folder)));
     find("agents").hidden = listed.agents.length < 2;
-    const asked = decodeURIComponent(location.hash.slice(1));
+    const asked = decoded(location.hash.slice(1));
     agent.selectedIndex = Math.max(0, listed.agents.findIndex(({ name }) => name === asked));
     await choose(agent.value);
   } catch (error) {
     tell(error);
+  }
+}
+
+function decoded(text: string): string {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text; // a lone percent sign
   }
 }
 
@@ -87,10 +96,10 @@ function show(next: World): void {
   find("persons").hidden = !view.steered;
   takeOver();
   tellSpeed();
-  tellFacts(card);
-  resize();
+  tellFacts(card, next.checked);
   [owed, overSince] = [0, 0];
-  notice.hidden = true;
+  hideNotice();
+  resize();
   document.querySelector("aside")!.hidden = false;
   enable(true);
 }
@@ -102,21 +111,39 @@ function enable(on: boolean): void {
 
 // --- what is said over the world ----------------------------------------------------------------
 
-function say(title: string, text: string, done?: number, kind = ""): void {
+/** `offer` is a button: its label, and what it does. */
+function say(title: string, text: string, done?: number, kind = "", offer?: [string, () => void]): void {
   [find("notice-title").textContent, find("notice-text").textContent] = [title, text];
   notice.className = kind;
   notice.hidden = false;
   progress.hidden = done === undefined;
   progress.value = Math.min(1, done ?? 0);
-  again.hidden = kind !== "trouble";
+  again.hidden = !offer;
+  [again.textContent, offered] = offer ?? ["", undefined];
+}
+
+function hideNotice(): void {
+  notice.hidden = true;
+  offered = undefined;
 }
 
 function tell(error: unknown): void {
   world = undefined;
   wanted++; // what is still loading has nothing to say any more
   enable(false);
-  if (error instanceof Trouble) say(error.file, `${error.message}.\n${error.advice}`, undefined, "trouble");
-  else say("The world stopped", `${String(error).split("\n")[0]}\nExport the run again (drivetrain export RUN), then reload.`, undefined, "trouble");
+  const retry: [string, () => void] = ["Try again", () => void begin()];
+  if (error instanceof Trouble) say(error.file, `${error.message}.\n${error.advice}`, undefined, "trouble", retry);
+  else say("The world stopped", `${String(error).split("\n")[0]}\nExport the run again (drivetrain export RUN), then reload.`, undefined, "trouble", retry);
+}
+
+/** What became of the person's own player, with a new episode at a button or the Enter key. */
+function sayEnd(one: World, title: string, text: string): void {
+  const next = () => {
+    setPlaying(true);
+    canvas.focus({ preventScroll: true });
+    void restart(one, one.episode + 1).catch(tell);
+  };
+  say(title, text, undefined, "brief", ["Play again", next]);
 }
 
 // --- playing ------------------------------------------------------------------------------------
@@ -125,14 +152,17 @@ async function step(one: World): Promise<void> {
   const steered = view.steered;
   const mine = steer.agent;
   const turn = steered && mine !== undefined ? { agent: mine, action: steer.next(steered.heading(one, mine)) } : undefined;
+  const alive = mine !== undefined && !one.ended[mine];
   await one.step({ greedy: greedy.value === "likeliest", person: turn });
+  if (alive && one.ended[mine] && mine === steer.agent) sayEnd(one, `You died at step ${one.steps}`, one.done ? "" : "The others play on.");
 }
 
 async function restart(one: World, episode: number): Promise<void> {
   seed.value = String(episode);
   await one.reset(episode);
   [owed, overSince] = [0, 0];
-  notice.hidden = true;
+  steer.take(steer.agent); // turns of the last episode are not for this one
+  hideNotice();
 }
 
 /** As many steps as are due, within a frame's time. */
@@ -140,8 +170,10 @@ async function advance(one: World, now: number, passed: number): Promise<void> {
   if (one.done) {
     if (!overSince) {
       overSince = now;
-      say(`Over after ${one.steps} steps`, "", undefined, "brief");
-    } else if (now - overSince > OVER) await restart(one, one.episode + 1);
+      const title = `Over after ${one.steps} steps`;
+      if (steer.agent === undefined) say(title, "", undefined, "brief");
+      else sayEnd(one, title, one.ended[steer.agent] ? "You died." : "You are still alive.");
+    } else if (steer.agent === undefined && now - overSince > OVER) await restart(one, one.episode + 1);
     return;
   }
   owed = Math.min(owed + passed * rate(), rate() / 4 + 1);
@@ -252,6 +284,8 @@ function takeOver(): void {
   steer.take(person.value === "" ? undefined : Number(person.value));
   find("pad").hidden = steer.agent === undefined;
   canvas.classList.toggle("steered", steer.agent !== undefined);
+  if (notice.classList.contains("brief")) hideNotice();
+  if (world && steer.agent !== undefined && world.ended[steer.agent]) sayEnd(world, `${names(world)[steer.agent]} is dead`, "");
 }
 
 async function single(): Promise<void> {
@@ -275,9 +309,10 @@ agent.addEventListener("change", () => {
   location.hash = agent.selectedOptions[0]?.text ?? "";
   void choose(agent.value);
 });
-again.addEventListener("click", () => void begin());
+again.addEventListener("click", () => offered?.());
 find("controls").addEventListener("submit", (event) => event.preventDefault());
 addEventListener("keydown", (event) => {
+  if (event.code === "Enter" && event.target === canvas) offered?.();
   if (event.code !== "Space" || typing(event.target) || event.target instanceof HTMLButtonElement || !world) return;
   if ((event.target as HTMLElement).tagName === "SUMMARY") return;
   event.preventDefault();

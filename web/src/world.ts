@@ -2,9 +2,9 @@
 
 import { env, InferenceSession, Tensor } from "onnxruntime-web/wasm";
 import wasm from "onnxruntime-web/ort-wasm-simd-threaded.wasm?url";
-import type { Card, Graph } from "./card";
+import { type Card, sizesOf } from "./card";
 import { chance } from "./chance";
-import { bytes, json, type Progress, Trouble } from "./files";
+import { bytes, checkDigest, json, type Progress, Trouble } from "./files";
 import { misfit } from "./fits";
 
 declare const WASM_BYTES: number;
@@ -52,10 +52,12 @@ export class World {
   private constructor(
     readonly card: Card,
     private readonly sessions: Sessions,
+    /** Whether the graphs' SHA-256 are those in export.json; false where the browser computes none. */
+    readonly checked: boolean,
   ) {
-    this.agents = size(card.graphs.policy, "random");
+    this.agents = sizesOf(card.graphs.policy.inputs, "random")?.[0] ?? 1;
     // A world without chance has an input that only tells the number of worlds.
-    this.chances = card.graphs.reset.inputs.some((put) => put.name === "random") ? size(card.graphs.reset, "random") : 0;
+    this.chances = sizesOf(card.graphs.reset.inputs, "random")?.[0] ?? 0;
   }
 
   static async load(folder: string, progress: Progress): Promise<World> {
@@ -67,6 +69,11 @@ export class World {
     }
     const files = Promise.all(names.map((name) => bytes(`${folder}/${card.graphs[name].file}`, advice)));
     const [graphs] = await Promise.all([files, loadRuntime(progress)]);
+    const digests = names.map((name, i) => {
+      const { file } = card.graphs[name];
+      return checkDigest(`${folder}/${file}`, graphs[i]!, card.sha256?.[file], advice);
+    });
+    const checked = (await Promise.all(digests)).every(Boolean);
     const sessions: Partial<Sessions> = {};
     for (const [i, name] of names.entries()) {
       sessions[name] = await InferenceSession.create(graphs[i]!, { logSeverityLevel: 3 }).catch((error: unknown) => {
@@ -76,7 +83,7 @@ export class World {
     }
     const other = misfit(sessions as Sessions);
     if (other) throw new Trouble(`${folder}/${card.graphs[other.taker].file}`, `${other.what}: they are of different worlds`, advice);
-    return new World(card, sessions as Sessions);
+    return new World(card, sessions as Sessions, checked);
   }
 
   /** The numbers of a part of the state. */
@@ -129,7 +136,7 @@ export class World {
   }
 
   private blank(): Told {
-    const shape = this.card.graphs.policy.inputs.find((put) => put.name === "memory")?.shape;
+    const shape = sizesOf(this.card.graphs.policy.inputs, "memory");
     return shape ? { memory: new Tensor("float32", new Float32Array(shape.reduce((a, b) => a * b, 1)), [1, ...shape]) } : {};
   }
 
@@ -159,8 +166,4 @@ function reason(error: unknown): string {
 
 function column(numbers: Float32Array<ArrayBuffer>): Tensor {
   return new Tensor("float32", numbers, [1, numbers.length]);
-}
-
-function size(graph: Graph, name: string): number {
-  return graph.inputs.find((put) => put.name === name)?.shape[0] ?? 1;
 }
