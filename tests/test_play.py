@@ -21,8 +21,10 @@ from pathlib import Path
 import pytest
 
 from drivetrain import play
-from drivetrain.export import _write
+from drivetrain.export.calls import as_named
+from drivetrain.export.graphs import write
 from drivetrain.outcomes import Problem
+from drivetrain.runs import EXPORT_CARD, Run
 from drivetrain.tasks.rl.envs.snake import Snake
 from drivetrain.tasks.rl.nets import ConvAgent
 from drivetrain.tasks.rl.played import graphs
@@ -93,6 +95,26 @@ def test_nothing_else_is_served(address: str) -> None:
     assert server.getresponse().status == 501
 
 
+@pytest.mark.parametrize(
+    ("hosts", "status"),
+    [
+        (["localhost:{port}"], 200), (["127.0.0.1"], 200), (["[::1]:8080"], 200), (["LOCALHOST"], 200),
+        (["evil.example:{port}"], 403), (["127.0.0.1.evil.example"], 403), (["127.0.0.1@evil.example"], 403), (["localhost:{port}", "evil.example"], 403),
+        ([], 403),
+    ],
+)  # fmt: skip
+def test_a_name_of_somebody_elses_is_not_answered_to(hosts: list[str], status: int, address: str) -> None:
+    """A page of theirs whose name was made to lead here would else read everything."""
+    where = address.split("/")[2]
+    server = http.client.HTTPConnection(where, timeout=60)
+    server.putrequest("GET", "/agents.json", skip_host=True)
+    for host in hosts:
+        server.putheader("Host", host.format(port=where.split(":")[1]))
+    server.endheaders()
+    answer = server.getresponse()
+    assert (answer.status, b"agents" in answer.read()) == (status, status == 200)
+
+
 def test_a_static_site_has_relative_paths_only(folder: Path) -> None:
     said = good("play", "--out", "site", "snake")
     files = {p.relative_to("site").as_posix(): p for p in Path("site").rglob("*") if p.is_file()}
@@ -114,6 +136,7 @@ def test_a_site_is_written_over_another_and_over_nothing_else(folder: Path) -> N
     assert "not empty and no site" in bad("play", "snake", "--out", "mine")
     assert [p.name for p in Path("mine").iterdir()] == ["agents.json"]
     assert "is a file" in bad("play", "snake", "--out", "mine/agents.json")
+    assert "mine/agents.json/site cannot be written: Not a directory" in bad("play", "snake", "--out", "mine/agents.json/site")
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +173,11 @@ def test_a_run_is_exported_when_it_is_first_played_and_when_it_has_changed(runs:
     exported.write_text(exported.read_text().replace('"envs": 8', '"envs": 16'))
     good("play", "plays", "--out", "site")
     assert graph.stat().st_mtime_ns > first
-    assert json.loads(exported.read_text())["settings"]["envs"] == 8
+    card = json.loads(exported.read_text())
+    assert card["settings"]["envs"] == 8
+    del card["sha256"]  # as earlier versions wrote it
+    exported.write_text(json.dumps(card))
+    assert not play.is_current(play.Agent("plays", exported.parent), Run(runs / "plays"))
 
 
 def test_what_cannot_be_played(runs: Path) -> None:
@@ -167,8 +194,20 @@ def test_a_broken_file_is_named(runs: Path) -> None:
     policy.write_bytes(b"\xff" * len(whole))
     message = bad("play", "plays", "--out", "site")
     assert "policy.onnx is broken: " in message and "drivetrain export plays writes it anew" in message
+    flipped = bytearray(whole)  # in the weights: the graph is still one
+    flipped[len(whole) // 2] ^= 255
+    policy.write_bytes(flipped)
+    with pytest.raises(
+        Problem, match=r"policy.onnx is broken: its SHA-256 is not the one in export.json; drivetrain export plays writes it"
+    ):
+        play.check(play.Agent("plays", policy.parent))
     policy.unlink()
     assert "policy.onnx is missing" in bad("play", "plays", "--out", "site")
+    card = json.loads((policy.parent / EXPORT_CARD).read_text())
+    del card["graphs"]["policy"]["file"]
+    (policy.parent / EXPORT_CARD).write_text(json.dumps(card))
+    with pytest.raises(Problem, match=r"export.json cannot be read"):
+        play.check(play.Agent("plays", policy.parent))
     (runs / "plays/model/export.json").write_text("{")
     assert "export.json cannot be read" in bad("play", "plays", "--out", "site")
 
@@ -179,13 +218,13 @@ def test_an_agent_beside_another_grids_world_is_named(tmp_path: Path, monkeypatc
     shutil.copytree(play.SHIPPED / "snake", place)
     agent = play.Agent("mine", place)
     play.check(agent)
-    other = _write("policy", *graphs(small, ConvAgent(small.shape, small.actions), steps=1)["policy"], place)
+    other = write("policy", as_named("policy", graphs(small, ConvAgent(small.shape, small.actions), steps=1)["policy"]), place)
     said = "policy.onnx takes observation of 4x5x10x10, reset.onnx gives 4x5x20x20: they are of different worlds"
     with pytest.raises(Problem, match=f"{said}; drivetrain export mine writes them anew"):
         play.check(agent)
-    card = json.loads((place / play.CARD).read_text())
+    card = json.loads((place / EXPORT_CARD).read_text())
     card["graphs"]["policy"] = asdict(other)
-    (place / play.CARD).write_text(json.dumps(card))
+    (place / EXPORT_CARD).write_text(json.dumps(card))
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "onnxruntime", None)
         with pytest.raises(Problem, match=said):

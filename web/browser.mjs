@@ -8,7 +8,7 @@ const quiet = ["--no-sandbox", "--disable-background-networking", "--disable-com
 const browser = await chromium.launch({ executablePath: process.env.CHROMIUM ?? "/usr/bin/chromium", args: quiet });
 let page, seen;
 
-async function open({ open: url, width = 1200, height = 900, scheme = "light", touch = false, hold = "" }) {
+async function open({ open: url, width = 1200, height = 900, scheme = "light", touch = false, hold = "", insecure = false }) {
   await page?.context().close();
   const context = await browser.newContext({ viewport: { width, height }, colorScheme: scheme, hasTouch: touch });
   page = await context.newPage();
@@ -17,6 +17,7 @@ async function open({ open: url, width = 1200, height = 900, scheme = "light", t
   page.on("pageerror", (error) => seen.errors.push(String(error)));
   page.on("console", (message) => message.type() === "error" && seen.errors.push(message.text()));
   page.on("requestfinished", async (request) => (seen.bytes[request.url()] = (await request.sizes()).responseBodySize));
+  if (insecure) await page.addInitScript(() => Object.defineProperty(crypto, "subtle", { value: undefined })); // as without https
   if (hold) await page.route(new RegExp(hold), () => {}); // never answered
   await page.goto(url);
 }

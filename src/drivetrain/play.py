@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.outcomes import Problem
-from drivetrain.runs import FORMAT, Run
+from drivetrain.runs import EXPORT_CARD, FORMAT, Run, sha256_of
 
 PAGE = Path(__file__).parent / "page"
 SHIPPED = PAGE / "agents"
 GRAPHS = ("reset", "policy", "step")
-CARD, LIST = "export.json", "agents.json"
+LIST = "agents.json"
 KINDS = {
     ".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8",
     ".json": "application/json", ".svg": "image/svg+xml", ".txt": "text/plain; charset=utf-8", ".wasm": "application/wasm",
 }  # fmt: skip
 PACKED = ".gz"
+LOCAL = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.IGNORECASE)  # names of this machine in a request's Host
 
 Site = dict[str, Path | bytes]
 
@@ -40,17 +41,20 @@ class Agent:
 
 def shipped() -> list[Agent]:
     """Those that come with the package."""
-    return [Agent(path.parent.name, path.parent) for path in sorted(SHIPPED.glob(f"*/{CARD}"))]
+    return [Agent(path.parent.name, path.parent) for path in sorted(SHIPPED.glob(f"*/{EXPORT_CARD}"))]
 
 
 # --- what an export is --------------------------------------------------------------------------
 
 
 def read_card(agent: Agent) -> dict[str, Any]:
-    path = agent.folder / CARD
+    path = agent.folder / EXPORT_CARD
     try:
         card = json.loads(path.read_text())
-        return dict(card) | {"graphs": dict(card["graphs"]), "settings": dict(card["settings"]), "training": dict(card["training"])}
+        told = {key: dict(card[key]) for key in ("graphs", "settings", "training")} | {"sha256": dict(card.get("sha256") or {})}
+        for graph in told["graphs"].values():
+            graph["bytes"], Path(graph["file"]), [put["name"] + str(put["shape"][1:]) for put in (*graph["inputs"], *graph["outputs"])]
+        return dict(card) | told
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Problem(f"{path} cannot be read ({type(error).__name__}): drivetrain export {agent.name} writes it anew") from None
 
@@ -64,9 +68,10 @@ def unplayable(name: str, task: str) -> Problem:
 
 
 def is_current(agent: Agent, run: Run) -> bool:
-    """Whether what was exported is the run as it is now."""
+    """Whether what was exported is the run as it is now, with SHA-256 of its files."""
     card = read_card(agent)
-    return bool(card["settings"] == run.read()["recipe"]["settings"] and card["training"].get("step") == run.last_row().get("step", 0))
+    same = card["settings"] == run.read()["recipe"]["settings"] and card["training"].get("step") == run.last_row().get("step", 0)
+    return bool(same and card["sha256"])
 
 
 def check(agent: Agent) -> None:
@@ -88,6 +93,8 @@ def check(agent: Agent) -> None:
             raise Problem(f"{path} is broken: it has {size} bytes, not {expected}; {again} it anew")
         if isinstance(broken, str):
             raise Problem(f"{path} is broken: {broken}; {again} it anew")
+        if sha256_of(path) != card["sha256"].get(path.name):
+            raise Problem(f"{path} is broken: its SHA-256 is not the one in {EXPORT_CARD}; {again} it anew")
 
 
 @dataclass(frozen=True)
@@ -103,7 +110,7 @@ def _opened(path: Path, told: Any) -> Shapes | str:
     try:
         import onnxruntime
     except ImportError:
-        return Shapes(*({put["name"]: put["shape"] for put in told[side]} for side in ("inputs", "outputs")))
+        return Shapes(*({put["name"]: put["shape"][1:] for put in told[side]} for side in ("inputs", "outputs")))
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     try:
@@ -147,7 +154,7 @@ def site(agents: list[Agent]) -> Site:
         folder += f"-{number}" if any(folder == other["folder"] for other in listed) else ""
         listed.append({"name": agent.name, "folder": folder})
         graphs = read_card(agent)["graphs"]
-        files |= {f"{folder}/{name}": agent.folder / name for name in (CARD, *(graphs[g]["file"] for g in GRAPHS))}
+        files |= {f"{folder}/{name}": agent.folder / name for name in (EXPORT_CARD, *(graphs[g]["file"] for g in GRAPHS))}
     files[LIST] = json.dumps({"format": FORMAT, "made_by": "drivetrain play", "agents": listed}, indent=1).encode() + b"\n"
     return files
 
@@ -166,15 +173,18 @@ def write(files: Site, folder: Path) -> int:
         raise Problem(f"--out {folder} is a file: name a folder")
     if folder.is_dir() and any(folder.iterdir()) and not _is_site(folder):
         raise Problem(f"--out {folder} is not empty and no site that drivetrain play wrote: name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in ("assets", "agents"):
-        shutil.rmtree(folder / old, ignore_errors=True)
     total = 0
-    for name in (LIST, *(name for name in files if name != LIST)):  # first what makes it a site
-        path, whole = folder / name, content(files[name])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(whole)
-        total += len(whole)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in ("assets", "agents"):
+            shutil.rmtree(folder / old, ignore_errors=True)
+        for name in (LIST, *(name for name in files if name != LIST)):  # first what makes it a site
+            path, whole = folder / name, content(files[name])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(whole)
+            total += len(whole)
+    except OSError as error:
+        raise Problem(f"--out {folder} cannot be written: {error.strerror or error}; name another folder") from None
     return total
 
 
@@ -201,6 +211,10 @@ def server(files: Site, port: int = 0) -> ThreadingHTTPServer:
             self._answer(body=False)
 
         def _answer(self, body: bool) -> None:
+            hosts = self.headers.get_all("Host", [])
+            if len(hosts) != 1 or not LOCAL.fullmatch(hosts[0]):  # a name of somebody else's that leads here: their page would read ours
+                self._send(403, ".txt", b"drivetrain play answers on this machine alone: open it at localhost or 127.0.0.1\n", body)
+                return
             name = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path).removeprefix("/") or "index.html"
             file = files.get(name)
             try:
@@ -211,9 +225,13 @@ def server(files: Site, port: int = 0) -> ThreadingHTTPServer:
             except OSError:
                 file = None  # it was there when we began
             if file is None:
-                whole = f"{name} is no file of this site\n".encode()
-            self.send_response(200 if file is not None else 404)
-            kind = KINDS.get(Path(name).suffix, "application/octet-stream") if file is not None else KINDS[".txt"]
+                self._send(404, ".txt", f"{name} is no file of this site\n".encode(), body)
+            else:
+                self._send(200, Path(name).suffix, whole, body, packed)
+
+        def _send(self, status: int, suffix: str, whole: bytes, body: bool, packed: bool = False) -> None:
+            self.send_response(status)
+            kind = KINDS.get(suffix, "application/octet-stream")
             for key, value in {"Content-Type": kind, "Content-Length": str(len(whole)), "Cache-Control": "no-cache"}.items():
                 self.send_header(key, value)
             self.send_header("X-Content-Type-Options", "nosniff")

@@ -410,4 +410,6 @@ def from_json(rows: list[dict[str, Any]]) -> dict[str, Setting]:
 def is_users(filename: str) -> bool:
     """Whether a file is the user's own: neither this package's, nor installed, nor Python's."""
     library: list[str | Path] = [PACKAGE, sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), sysconfig.get_path("platlib")]
-    return not filename.startswith(("<frozen", "<string")) and not any(Path(filename).is_relative_to(p) for p in library)
+    if filename.startswith(("<frozen", "<string")) or not {"site-packages", "dist-packages"}.isdisjoint(Path(filename).parts):
+        return False  # the second: packages of the system's Python, which an environment may share
+    return not any(Path(filename).is_relative_to(p) for p in library)

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from drivetrain import play
-from drivetrain.export import _write
+from drivetrain.export.calls import as_named
+from drivetrain.export.graphs import write
 from drivetrain.recipe import find_task, instantiate
+from drivetrain.runs import sha256_of
 from drivetrain.tasks.rl.chance import chance
 from drivetrain.tasks.rl.envs import Env, State
 from drivetrain.tasks.rl.envs.snake import Snake
@@ -180,13 +182,20 @@ def test_the_next_episode_follows(browser: Browser, address: str) -> None:
     browser.until("drivetrain.state().episode === 4 && document.getElementById('seed').value === '4'")
 
 
-@pytest.mark.parametrize("width", [360, 390])
+PHONES = [(320, 568), (360, 740), (390, 740), (568, 320), (844, 390), (932, 430)]
+
+
+@pytest.mark.parametrize(("width", "height"), PHONES, ids=lambda size: str(size))
 @pytest.mark.parametrize("name", ["snake", "cartpole"])
-def test_a_phone_has_no_horizontal_scroll_and_large_targets(name: str, width: int, browser: Browser, address: str) -> None:
-    open_page(browser, f"{address}#{name}", width=width, height=740, touch=True)
+def test_a_phone_has_no_horizontal_scroll_and_large_targets(name: str, width: int, height: int, browser: Browser, address: str) -> None:
+    """Upright or sideways, the world and what steers it are on the screen before anything is scrolled."""
+    open_page(browser, f"{address}#{name}", width=width, height=height, touch=True)
     if name == "snake":
         browser(choose=["#person", "2"])
     assert browser(run="document.documentElement.scrollWidth") <= width
+    seen = "['#play', '#step', '#reset', 'canvas', '#pad button'].flatMap((name) => [...document.querySelectorAll(name)])"
+    below = f"{seen}.filter((e) => e.offsetParent && e.getBoundingClientRect().bottom > innerHeight).map((e) => e.id || e.textContent)"
+    assert browser(run=below) == []
     shown = "[...document.querySelectorAll('button, select, input, summary')].filter((e) => e.offsetParent)"
     small = f"{shown}.filter((e) => e.offsetHeight < 44 || e.offsetWidth < 44).map((e) => e.id || e.textContent)"
     assert browser(run=small) == []
@@ -212,6 +221,63 @@ def test_a_person_turns_a_snake(browser: Browser, address: str) -> None:
     assert "Snake 1 (you)" in browser(run="document.getElementById('scores').textContent")
 
 
+DIE = """(async () => {
+  let moment = await drivetrain.reset(0);
+  while (!moment.ended[0] && !moment.done) moment = await drivetrain.step();
+  return moment;
+})()"""
+
+
+def test_a_persons_death_is_told_and_another_game_offered(browser: Browser, address: str) -> None:
+    open_page(browser, f"{address}#snake")
+    browser(click="#play")  # pause
+    browser(choose=["#person", "0"])
+    notice = "document.getElementById('notice').hidden ? '' : document.getElementById('notice').innerText"
+    for again in ("click", "press"):  # who only goes straight on meets its end soon
+        moment = browser(run=DIE)
+        assert moment["ended"][0] and not moment["done"]
+        assert f"You died at step {moment['steps']}" in browser(run=notice) and "The others play on" in browser(run=notice)
+        browser(press="ArrowUp")  # of no use any more, and not for the next game either
+        browser(click="#again") if again == "click" else browser(press="Enter")
+        browser.until("drivetrain.state().episode === 1 && drivetrain.state().steps > 0")
+        assert browser(run="document.getElementById('play').textContent") == "Pause", "it plays"
+        assert "You died" not in browser(run=notice)
+        browser(run="drivetrain.pause()")
+    browser(run=DIE)
+    browser(choose=["#person", "1"])
+    assert browser(run=notice) == "", "another snake's player is not dead"
+    browser(choose=["#person", "0"])
+    assert "Snake 1 is dead" in browser(run=notice) and "Play again" in browser(run=notice)
+
+
+def test_a_person_is_not_hurried_into_the_next_episode(browser: Browser, address: str) -> None:
+    open_page(browser, f"{address}#snake")
+    browser(choose=["#person", "0"])
+    browser(run=f"{END}(5)")
+    browser(run="drivetrain.play()")
+    browser.until("document.getElementById('notice').innerText.includes('Over after')")
+    browser(run="new Promise((done) => setTimeout(done, 2000))")
+    assert browser(run="drivetrain.state().episode") == 5
+    browser(choose=["#person", ""])
+    browser.until("drivetrain.state().episode === 6")
+
+
+def test_opened_from_disk_it_says_what_it_needs(browser: Browser, tmp_path: Path) -> None:
+    play.write(play.site(play.shipped()), tmp_path / "a site")
+    browser(open=(tmp_path / "a site" / "index.html").as_uri())
+    text = browser.until("document.getElementById('notice').innerText")
+    assert "needs a web server" in text and "drivetrain play" in text and "Loading" not in text
+    assert not browser(run="document.getElementById('progress').offsetParent")
+
+
+def test_without_https_it_says_that_files_are_not_checked(browser: Browser, address: str) -> None:
+    """A browser computes SHA-256 on localhost and over https alone; elsewhere it plays, and says so."""
+    open_page(browser, address)
+    assert "SHA-256 checked" in browser(run="document.getElementById('facts').textContent")
+    open_page(browser, address, insecure=True)
+    assert "not checked: browsers compute SHA-256 over https" in browser(run="document.getElementById('facts').textContent")
+
+
 def test_controls(browser: Browser, address: str) -> None:
     open_page(browser, f"{address}#snake")
     browser(press="Space")
@@ -228,7 +294,7 @@ def test_controls(browser: Browser, address: str) -> None:
 
 @pytest.mark.parametrize(
     ("file", "content", "said"),
-    [("policy.onnx", b"\x08\x0brubbish", "is broken"), ("step.onnx", None, "is missing"), ("export.json", b"{", "not JSON"), ("export.json", b"{}", "nothing")],
+    [("policy.onnx", b"\x08\x0brubbish", "its SHA-256 is not the one in export.json"), ("step.onnx", None, "is missing"), ("export.json", b"{", "not JSON"), ("export.json", b"{}", "nothing")],
     ids=["broken", "missing", "torn", "other"],
 )  # fmt: skip
 def test_a_broken_model_is_named(file: str, content: bytes | None, said: str, browser: Browser) -> None:
@@ -248,8 +314,11 @@ def test_a_broken_model_is_named(file: str, content: bytes | None, said: str, br
 
 def test_an_agent_beside_another_grids_world_is_named(browser: Browser, tmp_path: Path) -> None:
     small = Snake(4, 10, 10)
-    _write("policy", *graphs(small, ConvAgent(small.shape, small.actions), steps=1)["policy"], tmp_path)
-    with served(play.site(play.shipped()) | {"agents/snake/policy.onnx": tmp_path / "policy.onnx"}) as url:
+    write("policy", as_named("policy", graphs(small, ConvAgent(small.shape, small.actions), steps=1)["policy"]), tmp_path)
+    card = json.loads((play.SHIPPED / "snake" / "export.json").read_text())
+    card["sha256"]["policy.onnx"] = sha256_of(tmp_path / "policy.onnx")
+    other: play.Site = {"agents/snake/policy.onnx": tmp_path / "policy.onnx", "agents/snake/export.json": json.dumps(card).encode()}
+    with served(play.site(play.shipped()) | other) as url:
         browser(open=f"{url}#snake")
         browser.until("document.querySelector('#notice.trouble')")
         text = browser(run="document.getElementById('notice').innerText")
@@ -288,9 +357,11 @@ def test_a_world_that_nobody_drew_shows_its_numbers(agent: Agent, browser: Brows
     torch.manual_seed(0)
     for parameter in agent.parameters():
         torch.nn.init.normal_(parameter)
-    written = {name: asdict(_write(name, *graph, tmp_path)) for name, graph in graphs(env, agent).items()}
+    written = {name: asdict(write(name, as_named(name, graph), tmp_path)) for name, graph in graphs(env, agent).items()}
+    digests = {graph["file"]: sha256_of(tmp_path / graph["file"]) for graph in written.values()}
     training = {"date": "", "step": 0, "seconds": 0, "hardware": "", "versions": {}, "metrics": {}}
-    card = {"format": 1, "run": "walk", "task": "walk", "settings": {"greedy": False}, "graphs": written, "training": training}
+    told = {"format": 2, "run": "walk", "task": "walk", "settings": {"greedy": False}}
+    card = told | {"graphs": written, "sha256": digests, "training": training}
     (tmp_path / "export.json").write_text(json.dumps(card))
     with served(play.site([play.Agent("walk", tmp_path)])) as url, torch.no_grad():
         open_page(browser, url)

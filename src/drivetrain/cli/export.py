@@ -5,20 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from drivetrain.cli.flags import Parser, add_common, folder_flag
 from drivetrain.outcomes import Problem
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from drivetrain.runs import Run
-    from drivetrain.task import Task
-
 TEXT = """\
 Write a run's model as ONNX (each graph checked against torch on real inputs, and refused where it differs) and
-safetensors, with export.json that describes inputs and outputs. A finished run's final weights are taken, else
+safetensors, with export.json that describes inputs and outputs and has each file's SHA-256. A finished run's final weights are taken, else
 its last good checkpoint's. For a task that learns by playing: policy.onnx, reset.onnx and step.onnx, so that
 other programs play by the very same rules (drivetrain play RUN). For adapters of a language model: a peft folder,
 or with --merge a whole model of transformers."""
@@ -34,15 +27,19 @@ def run(verb: str, words: list[str]) -> int:
     args = parser.parse(words)
 
     from drivetrain import runs
-    from drivetrain.export import export
+    from drivetrain.cli.kept import trained, users_code
+    from drivetrain.export import describe, export, told_of
     from drivetrain.watch.screen import Screen, size
 
     screen = Screen(quiet=args.quiet or args.json)
     found = runs.find(args.target)
     usual = "merged" if args.merge else "model" if found.finished else "export"
     folder = Path(args.out) if args.out else found.path / usual
-    task, model = trained(found)
-    if (files := task.saved(model, folder, args.merge)) is not None:
+    task, model = trained(found, screen)
+    with told_of(folder):
+        files = task.saved(model, folder, args.merge)
+    if files is not None:
+        describe(found, files, folder)
         if args.json:
             print(json.dumps({"folder": str(folder), "files": files}))
         for name in files:
@@ -52,7 +49,8 @@ def run(verb: str, words: list[str]) -> int:
     if args.merge:
         raise Problem(f"{type(task).__name__} has no adapters to merge: leave --merge out")
     screen.busy("making graphs ...")
-    written = export(task, model, found, folder)
+    with users_code(found):
+        written = export(task, model, found, folder)
     if args.json:
         print(json.dumps({"folder": str(folder), "graphs": {name: asdict(graph) for name, graph in written.items()}}))
         return 0
@@ -61,14 +59,3 @@ def run(verb: str, words: list[str]) -> int:
         screen.line("export", f"{graph.file:<14}{size(graph.bytes):>8}   {puts}   (within {graph.difference:.0e} of torch)")
     screen.line("", f"{folder}/model.safetensors, {folder}/export.json")
     return 0
-
-
-def trained(found: Run) -> tuple[Task, nn.Module]:
-    """A run's task and its model, with the code the run keeps."""
-    from drivetrain.cli import launch
-    from drivetrain.engine.inference import trained_model
-    from drivetrain.recipe import instantiate
-
-    recipe = launch.recipe_of_run(found, [])
-    task = instantiate(launch.task_in_run(recipe.task, found), recipe.settings)
-    return task, trained_model(task, found)

@@ -68,21 +68,22 @@ def agent_of(target: str, screen: Screen) -> Agent:
             return ours[target]
         raise
     agent = play.Agent(found.name, found.path / ("model" if found.finished else "export"))
-    if not (agent.folder / play.CARD).is_file() or not play.is_current(agent, found):
+    if not (agent.folder / runs.EXPORT_CARD).is_file() or not play.is_current(agent, found):
         screen.busy("making graphs ...")
-        _export(found, agent)
+        _export(found, agent, screen)
     return agent
 
 
-def _export(found: Run, agent: Agent) -> None:
+def _export(found: Run, agent: Agent, screen: Screen) -> None:
     from drivetrain import play
-    from drivetrain.cli.export import trained
+    from drivetrain.cli.kept import trained, users_code
     from drivetrain.export import export
 
-    task, model = trained(found)
-    if not play.playable(task.exports(model) or {}):
-        raise play.unplayable(found.name, type(task).__name__)
-    export(task, model, found, agent.folder)
+    task, model = trained(found, screen)
+    with users_code(found):
+        if not play.playable(task.exports(model) or {}):
+            raise play.unplayable(found.name, type(task).__name__)
+        export(task, model, found, agent.folder)
 
 
 def _has_screen() -> bool:

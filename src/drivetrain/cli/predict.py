@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, get_type_hints
 
 from drivetrain.cli.flags import Parser, add_common
@@ -27,19 +27,36 @@ def run(verb: str, words: list[str]) -> int:
     args = parser.parse(words)
 
     from drivetrain import runs
-    from drivetrain.cli.export import trained
+    from drivetrain.cli.kept import trained, users_code
+    from drivetrain.watch.screen import Screen
 
-    task, model = trained(runs.find(args.target))
-    given = sys.stdin.read() if args.given == "-" else args.given
-    for piece in task.predict(model, given, **_options(task.predict, args.options)):
-        print(printable(piece), end="", flush=True)
+    found = runs.find(args.target)
+    task, model = trained(found, Screen(sys.stderr, args.quiet))
+    given = _standard_input() if args.given == "-" else args.given
+    options = _options(task.predict, args.options)
+    with users_code(found):
+        pieces = task.predict(model, given, **options)
+        if not isinstance(pieces, Iterable):
+            raise Problem(f"{type(task).__name__}.predict gave a {type(pieces).__name__}: yield pieces of text")
+        for piece in pieces:
+            print(printable(str(piece)), end="", flush=True)
     print()
     return 0
 
 
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError:
+        raise Problem("what comes on standard input is no text in UTF-8") from None
+
+
 def _options(predict: Callable[..., Any], words: list[str]) -> dict[str, Any]:
     """NAME=VALUE words as the task's `predict` takes them."""
-    kinds = get_type_hints(predict)
+    try:
+        kinds = get_type_hints(predict)
+    except (NameError, TypeError):  # names that only type checkers import: options are text then
+        kinds = {}
     names = [name for name, p in inspect.signature(predict).parameters.items() if p.default is not p.empty]
     found = {}
     for word in words:

@@ -18,7 +18,7 @@ from drivetrain.engine.recompute import recompute_blocks
 from drivetrain.names import private_cache
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
-from drivetrain.runs import Run, find
+from drivetrain.runs import Run, check_exported, find
 from drivetrain.task import Task
 
 
@@ -86,6 +86,7 @@ def weights_of(start: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     if start.endswith(".safetensors"):
         if not Path(start).is_file():
             raise Problem(f"start={start}: there is no such file")
+        check_exported(Path(start))
         return state.read_weights(Path(start))
     found = run_weights(find(start))
     return found.tensors, found.aliases

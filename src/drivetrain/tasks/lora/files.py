@@ -20,7 +20,9 @@ def write_adapter(task: Lora, tensors: dict[str, Tensor], folder: Path, facts: d
     """adapter_model.safetensors, adapter_config.json and README.md."""
     folder.mkdir(parents=True, exist_ok=True)
     named = {n.removeprefix("net.").replace(".default", ""): t.detach().cpu().contiguous() for n, t in tensors.items() if n != "base"}
-    save_file(named, folder / ADAPTER, {"format": "pt"})
+    half = folder / f".{ADAPTER}"
+    save_file(named, half, {"format": "pt"})
+    half.replace(folder / ADAPTER)
     config = task.adapter()
     config.inference_mode = True
     config.base_model_name_or_path = task.place

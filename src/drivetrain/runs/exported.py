@@ -1,0 +1,26 @@
+"""Exported files: their SHA-256 in the export.json beside them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from drivetrain.outcomes import Problem
+
+EXPORT_CARD = "export.json"
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_exported(path: Path) -> None:
+    """Refuse a file whose SHA-256 is another than the one in the export.json beside it, where there is one."""
+    try:
+        wanted = json.loads((path.parent / EXPORT_CARD).read_text())["sha256"][path.name]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if sha256_of(path) != wanted:
+        raise Problem(f"{path} is broken: its SHA-256 is not the one in {EXPORT_CARD}; copy it anew, or drivetrain export RUN writes both")
