@@ -256,4 +256,4 @@ def test_a_port_that_is_in_use(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert f"port {port} is in use: leave --port out" in bad("play", "snake", "--no-open", "--port", str(port))
-    assert "up to 65535" in bad("play", "snake", "--no-open", "--port", "70000")
+    assert "to 65535" in bad("play", "snake", "--no-open", "--port", "70000")

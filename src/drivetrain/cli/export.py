@@ -11,8 +11,8 @@ from drivetrain.outcomes import Problem
 
 TEXT = """\
 Write a run's model as ONNX (each graph checked against torch on real inputs, and refused where it differs) and
-safetensors, with export.json that describes inputs and outputs and has each file's SHA-256. A finished run's final weights are taken, else
-its last good checkpoint's. For a task that learns by playing: policy.onnx, reset.onnx and step.onnx, so that
+safetensors, with export.json that describes inputs and outputs and has each file's SHA-256. A finished run's
+final weights are taken, else its last good checkpoint's. For a task that learns by playing: policy.onnx, reset.onnx and step.onnx, so that
 other programs play by the very same rules (drivetrain play RUN). For adapters of a language model: a peft folder,
 or with --merge a whole model of transformers."""
 
@@ -38,8 +38,9 @@ def run(verb: str, words: list[str]) -> int:
     task, model = trained(found, screen)
     with told_of(folder):
         files = task.saved(model, folder, args.merge)
+        if files is not None:
+            describe(found, files, folder)
     if files is not None:
-        describe(found, files, folder)
         if args.json:
             print(json.dumps({"folder": str(folder), "files": files}))
         for name in files:

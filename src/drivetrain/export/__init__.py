@@ -48,7 +48,8 @@ def export(task: Task, model: nn.Module, run: Run, folder: Path) -> dict[str, Wr
 
 def describe(run: Run, files: list[str], folder: Path) -> None:
     """Write export.json for files of a family's own form."""
-    runs.write_atomic(folder / runs.EXPORT_CARD, json.dumps(_card(run, files, folder), indent=1) + "\n")
+    card = _card(run, [name for name in files if name != runs.EXPORT_CARD], folder)  # an earlier one may be among them
+    runs.write_atomic(folder / runs.EXPORT_CARD, json.dumps(card, indent=1) + "\n")
 
 
 @contextlib.contextmanager
