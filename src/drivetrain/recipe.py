@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import json
 import os
 import re
@@ -12,12 +11,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from drivetrain.importing import import_module
 from drivetrain.names import check_name
 from drivetrain.outcomes import Problem
+from drivetrain.project import find_module, modules_of, package_of
 from drivetrain.settings import PACKAGE, Length, Setting, nearest, resolve
 from drivetrain.source import TaskSource, from_json, read_source
 from drivetrain.structured import parse_yaml, read_text
@@ -56,6 +57,13 @@ class TaskRef:
     """Of a pickled one: the digest of its source."""
     origin: str = ""
     """The user's own file, where `path` is the run's copy of it."""
+    package: str = ""
+    """The package that its file is a module of."""
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> TaskRef:
+        known = {f.name for f in fields(TaskRef)}
+        return TaskRef(**{k: v for k, v in values.items() if k in known})
 
     @property
     def built_in(self) -> bool:
@@ -83,7 +91,17 @@ class TaskRef:
             return self.code
         import hashlib
 
-        return hashlib.sha256(Path(self.path).read_bytes()).hexdigest()
+        digests = {place: hashlib.sha256(file.read_bytes()).hexdigest() for place, file in self.modules().items()}
+        return next(iter(digests.values())) if len(digests) == 1 else hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+
+    def modules(self) -> dict[str, Path]:
+        """Its file, and the modules of its project that it imports: path in the run's `task/` -> file."""
+        return modules_of(Path(self.path), self.package, kept=bool(self.origin))
+
+    @property
+    def place(self) -> str:
+        """Its file's path in the run's `task/`."""
+        return "/".join([*filter(None, self.package.split(".")), Path(self.path).name])
 
 
 @dataclass(frozen=True)
@@ -104,21 +122,32 @@ class Recipe:
 
 
 def find_task(text: str, base: Path | None = None) -> TaskRef:
-    """The task that a word names: a built-in, `file.py` or `file.py:Class`."""
+    """The task that a word names: a built-in, `file.py`, `file.py:Class`, or `package.module:Class`."""
     if text in BUILT_IN:
         file, class_name = BUILT_IN[text].split(":")
         return TaskRef(text, str(PACKAGE / "tasks" / file), class_name)
     match = re.fullmatch(r"(.+\.py)(?::(\w+))?", text)
+    dotted = re.fullmatch(r"(?=.*[.:])([^\W\d]\w*(?:\.[^\W\d]\w*)*)(?::(\w+))?", text) if match is None else None
+    if dotted is not None:
+        module = find_module(dotted[1], (base or Path.cwd()).resolve())
+        if module is None:
+            raise Problem(f"there is no module {dotted[1]} here or on Python's path (looked in {(base or Path.cwd()).absolute()})")
+        return _task_of(module, dotted[2])
     if match is None:
         raise Problem(
             f"there is no task {text!r}{nearest(text, BUILT_IN)} (built in: {', '.join(BUILT_IN)};"
-            f" your own: file.py or file.py:Class; a recipe: file.yaml)"
+            f" your own: file.py, file.py:Class or package.module:Class; a recipe: file.yaml)"
         )
     path = (base or Path.cwd()) / Path(match[1]).expanduser()
     if not path.is_file():
         raise Problem(f"there is no file {match[1]} (looked in {path.parent})")
-    source = read_source(path, match[2])
-    return TaskRef(path.stem, str(path.resolve()), source.name)
+    return _task_of(path, match[2])
+
+
+def _task_of(file: Path, class_name: str | None) -> TaskRef:
+    source = read_source(file, class_name)
+    label = file.parent.name if file.stem == "__init__" else file.stem
+    return TaskRef(label, str(file.resolve()), source.name, package=package_of(file.resolve()))
 
 
 def is_recipe_file(text: str) -> bool:
@@ -285,17 +314,8 @@ def load_class(task: TaskRef) -> type:
     if task.built_in:
         name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
         return getattr(importlib.import_module(name), task.class_name)  # type: ignore[no-any-return]
-    sys.path.insert(0, str(path.parent))
-    name = path.stem if path.stem not in sys.modules and path.stem not in sys.stdlib_module_names else f"task_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise Problem(f"{path} cannot be imported")
-    module = importlib.util.module_from_spec(spec)
-    if Path(task.origin).is_file():
-        module.__file__ = task.origin  # so that files beside it are found
-    sys.modules[name] = module
     with progress_of_import(path):
-        spec.loader.exec_module(module)
+        module = import_module(path, task.package, kept=bool(task.origin))
     found = getattr(module, task.class_name, None)
     if not isinstance(found, type) or not issubclass(found, Task):
         raise Problem(f"{task.class_name} in {path} is no task: derive it from drivetrain.Task")

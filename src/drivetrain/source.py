@@ -10,7 +10,6 @@ import ast
 import contextlib
 import inspect
 import linecache
-import sysconfig
 import textwrap
 import types
 import typing
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
 
 from drivetrain.outcomes import Problem
+from drivetrain.project import import_roots, package_of
 from drivetrain.settings import MISSING, PACKAGE, Duration, Setting, UnknownName, nearest, read_type, type_text
 
 HOOKS = frozenset(
@@ -102,7 +102,7 @@ class _Module:
     path: Path
     classes: dict[str, ast.ClassDef]
     imports: dict[str, tuple[str, str]]
-    """local name -> (module, name there)"""
+    """local name -> (module, name there); a relative import's module begins with its dots"""
     stars: tuple[str, ...]
     """Modules of which everything is imported (`from x import *`)."""
     exported: tuple[str, ...] | None
@@ -127,11 +127,16 @@ def _module(path: Path) -> _Module:
     stars: list[str] = []
     exported: tuple[str, ...] | None = None
     for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.module:
+        if isinstance(node, ast.ImportFrom):
+            where = "." * node.level + (node.module or "")
             if node.names[0].name == "*":
-                stars.append(node.module)
-            else:
-                imports |= {a.asname or a.name: (node.module, a.name) for a in node.names}
+                stars.append(where)
+            elif node.module:
+                imports |= {a.asname or a.name: (where, a.name) for a in node.names}
+            else:  # a module, or a name of the package itself
+                folder = _above(path, node.level)
+                modules = {a.name for a in node.names if _file_in(folder, a.name) is not None}
+                imports |= {a.asname or a.name: (where + a.name, "") if a.name in modules else (where, a.name) for a in node.names}
         elif isinstance(node, ast.Import):
             imports |= {a.asname or a.name.split(".")[0]: (a.name, "") for a in node.names}
         elif isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
@@ -151,15 +156,35 @@ def _public(module: _Module, seen: frozenset[Path] = frozenset()) -> list[str]:
     return [name for name in names if not name.startswith("_")]
 
 
-def _file_beside(folder: Path, where: str) -> Path | None:
-    """Returns the file of a module that lies beside a task's file."""
-    inside = folder.joinpath(*where.split("."))
-    return next((file for file in (inside.with_suffix(".py"), inside / "__init__.py") if file.is_file()), None)
+def _file_of(module: _Module, where: str) -> Path | None:
+    """Returns the file of a module of the same project, as another one imports it; None where there is none."""
+    level = len(where) - len(where.lstrip("."))
+    if not where or where.split(".")[0] == PACKAGE.name:
+        return None
+    roots = (
+        [module.path.parents[level - 1]]
+        if level
+        else [root for near in import_roots(module.path, package_of(module.path)) for root in near]
+    )
+    return next((file for root in roots if (file := _file_in(root, where.lstrip("."))) is not None), None)
+
+
+def _above(path: Path, level: int) -> Path:
+    """Returns the folder that so many dots of a relative import mean."""
+    parents = path.absolute().parents
+    return parents[min(level, len(parents)) - 1]
+
+
+def _file_in(folder: Path, name: str) -> Path | None:
+    """Returns the file of a module in a folder; without a name that of the folder itself, which is a package."""
+    inside = folder.joinpath(*name.split("."))
+    choices = [inside.with_suffix(".py")] if name else []
+    return next((file for file in (*choices, inside / "__init__.py") if file.is_file()), None)
 
 
 def _beside(module: _Module, where: str) -> _Module | None:
-    """Returns the module of this name beside another one; None where there is none, or it cannot be read."""
-    file = _file_beside(module.path.parent, where) if where and where.split(".")[0] != "drivetrain" else None
+    """Returns the module of this name of the same project; None where there is none, or it cannot be read."""
+    file = _file_of(module, where)
     try:
         return _module(file) if file is not None else None
     except Problem:
@@ -210,9 +235,8 @@ def _reaches_task(module: _Module, name: str, guess: bool = True, seen: frozense
 
 def _imported(module: _Module, node: ast.expr) -> bool:
     """Whether a base comes from a module of the user's own."""
-    where = module.imports.get(ast.unparse(node).split(".")[0], ("", ""))[0].split(".")[0]
-    folder = module.path.parent
-    return bool(where) and ((folder / f"{where}.py").is_file() or (folder / where / "__init__.py").is_file())
+    where = module.imports.get(ast.unparse(node).split(".")[0], ("", ""))[0]
+    return _file_of(module, where) is not None or (not where.startswith(".") and _file_of(module, where.split(".")[0]) is not None)
 
 
 def _collect(module: _Module, name: str, settings: dict[str, Setting], hooks: set[str]) -> bool:
@@ -405,11 +429,3 @@ def from_json(rows: list[dict[str, Any]]) -> dict[str, Setting]:
     return {
         row["name"]: Setting(row["name"], read_type(row["type"]), row.get("default", MISSING), row["doc"], row["owner"]) for row in rows
     }
-
-
-def is_users(filename: str) -> bool:
-    """Whether a file is the user's own: neither this package's, nor installed, nor Python's."""
-    library: list[str | Path] = [PACKAGE, sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), sysconfig.get_path("platlib")]
-    if filename.startswith(("<frozen", "<string")) or not {"site-packages", "dist-packages"}.isdisjoint(Path(filename).parts):
-        return False  # the second: packages of the system's Python, which an environment may share
-    return not any(Path(filename).is_relative_to(p) for p in library)

@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.cli import ending, launch
+from drivetrain.cli import ending, launch, opening
 from drivetrain.outcomes import Outcome, Problem
+from drivetrain.project import package_of
 from drivetrain.recipe import Recipe, TaskRef, find_task, instantiate, make
 from drivetrain.runs import Run, find
 from drivetrain.source import class_source, of_class
@@ -62,7 +63,8 @@ def _recipe(task: Task | str, settings: dict[str, Any]) -> Recipe:
     if module == "__main__" or file is None or "<locals>" in type(task).__qualname__:
         ref = TaskRef(name.lower(), "task.pkl", name, pickled=True, code=_digest(task))
         return make(ref, {}, given, known=known)
-    return make(TaskRef(name.lower(), str(Path(file).resolve()), name), {}, given, known=known)
+    path = Path(file).resolve()
+    return make(TaskRef(name.lower(), str(path), name, package=package_of(path)), {}, given, known=known)
 
 
 def _train_by_value(task: Task, recipe: Recipe, request: launch.Request, screen: Screen) -> tuple[Run, Any]:
@@ -70,10 +72,10 @@ def _train_by_value(task: Task, recipe: Recipe, request: launch.Request, screen:
     import cloudpickle
 
     machine = launch.look_at_machine(request)
-    opened = launch.open_run(recipe, request)
+    opened = opening.open_run(recipe, request)
     if opened.finished:
         return opened.run, launch.already_finished(opened, screen)
-    with launch.held(opened):
+    with opening.held(opened):
         place = local_place(machine.procs)
         file = opened.run.path / "task" / "task.pkl"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +102,7 @@ def load(run: Run | str | os.PathLike[str]) -> nn.Module:
 
     found = run if isinstance(run, Run) else find(run)
     told = found.read()["recipe"]
-    ref = launch.task_in_run(TaskRef(**told["task"]), found)
+    ref = launch.task_in_run(TaskRef.from_json(told["task"]), found)
     if not Path(ref.path).is_file():
         raise Problem(f"{found.name} lacks its task's code ({ref.path})")
     return trained_model(instantiate(ref, told["settings"]), found)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from pathlib import Path
 
 from drivetrain.outcomes import Problem
+from drivetrain.project import package_of
 from drivetrain.recipe import TaskRef, load_class
 from drivetrain.source import of_class, to_json
 
@@ -14,7 +16,7 @@ from drivetrain.source import of_class, to_json
 def main() -> None:
     path, _, name = sys.argv[1].rpartition(":")
     try:
-        found = load_class(TaskRef(path, path, name))
+        found = load_class(TaskRef(path, path, name, package=package_of(Path(path))))
         told = {"settings": to_json(of_class(found)), "search": getattr(found, "search", {})}
     except Problem as problem:
         sys.exit(str(problem))

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain import hardware, runs
-from drivetrain.cli import ending, launch
-from drivetrain.cli.launch import Machine, Opened, Request
+from drivetrain.cli import launch, opening
+from drivetrain.cli.launch import Machine, Request
+from drivetrain.cli.opening import Opened
 from drivetrain.cli.worker import StopFlag, work
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.recipe import Recipe, TaskRef
@@ -133,6 +134,8 @@ def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tup
                 told["code"] = TaskRef(**told["job"]["task"]).digest()
         except Problem as problem:
             told = {"problem": str(problem), "outcome": problem.outcome}
+            if opened is not None:
+                opening.discard(opened)
     told = group.share(told)
     if "problem" in told:
         raise Problem(told["problem"] if group.main else "rank 0 said why", Outcome(told["outcome"]))
@@ -154,7 +157,7 @@ def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tup
     if opened is not None:
         from drivetrain.plan import Plan
 
-        ending.finish(opened.run, opened.before, recipe, Plan.from_json(job["plan"]), ended, screen)
+        launch.finish(opened, recipe, Plan.from_json(job["plan"]), ended, screen)
     return run, ended
 
 
@@ -201,8 +204,8 @@ def _open(recipe: Recipe, request: Request) -> Opened:
     if request.run_dir or request.name or recipe.name:
         where = Path(request.run_dir) if request.run_dir else runs.RUNS / str(request.name or recipe.name)
         if os.path.exists(where / "lock"):
-            launch.wait_for_lock(where, 5.0).release()
-    return launch.open_run(recipe, request)
+            opening.wait_for_lock(where, 5.0).release()
+    return opening.open_run(recipe, request)
 
 
 def _machine(request: Request, local_world: int) -> Machine:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,13 +12,14 @@ from typing import Any
 from drivetrain import __version__, hardware, rendezvous, runs
 from drivetrain import recipe as recipes
 from drivetrain.cli import ending, planning
+from drivetrain.cli.opening import Opened, check_changes, discard, go_on, held, named_run, open_run
 from drivetrain.hardware import Hardware, size
 from drivetrain.names import check_folder, check_name
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.plan.table import ORIGIN
-from drivetrain.recipe import MAY_CHANGE, Recipe, TaskRef
-from drivetrain.runs import Lock, Run
+from drivetrain.recipe import Recipe, TaskRef
+from drivetrain.runs import Run
 from drivetrain.settings import nearest
 from drivetrain.supervise import Ended, Place, Policy, local_place, run_workers
 from drivetrain.watch.screen import Screen
@@ -102,16 +100,6 @@ def look_at_machine(request: Request) -> Machine:
 # --- the run's directory -----------------------------------------------------------------------
 
 
-@dataclass
-class Opened:
-    run: Run
-    lock: Lock | None
-    before: dict[str, Any] | None
-    """run.json of the run that goes on; None for a new one."""
-    finished: bool = False
-    why: str = ""
-
-
 def check_request(recipe: Recipe, request: Request) -> None:
     """Raises what `train` refuses before it starts anything; nothing is written or locked."""
     if request.nodes > 1:
@@ -128,89 +116,6 @@ def check_start(start: str) -> None:
         runs.find(start)
     elif not Path(start).is_file():
         raise Problem(f"start={start}: there is no such file")
-
-
-def named_run(recipe: Recipe, request: Request) -> Run | None:
-    """Returns the run that a flag or the recipe names, if one does; another recipe's, or a folder that is no run, is refused."""
-    named = request.run_dir or (str(runs.RUNS / request.name) if request.name else None)
-    named = named or (str(runs.RUNS / recipe.name) if recipe.name else None)
-    if named is None:
-        return None
-    run = Run(Path(named))
-    if runs.is_run(run.path):
-        _check_same(recipe, run.read(), run)
-        return run
-    # A start that was killed before run.json leaves its lock and perhaps a part of the task's copy; whoever starts
-    # trainings may keep their output in logs.
-    if os.path.isdir(run.path) and any(
-        p.name not in ("lock", "task", "logs") and not p.name.startswith(".run.json") for p in run.path.iterdir()
-    ):
-        raise Problem(f"{run.path} is not empty and no run: choose another --run-dir or --name")
-    return run
-
-
-def open_run(recipe: Recipe, request: Request) -> Opened:
-    """Decide where the run lives: a directory that was named, an unfinished run of the same recipe, or a new one."""
-    run = named_run(recipe, request)
-    if run is None:
-        return _continue_or_new(recipe)
-    if runs.is_run(run.path):
-        return _go_on(recipe, run, run.read())
-    return Opened(run, Lock.take(run.path), None)
-
-
-def _go_on(recipe: Recipe, run: Run, before: dict[str, Any], why: str = "") -> Opened:
-    # Only a longer run goes on after its end.
-    longer = any(recipe.settings[k] != before["recipe"]["settings"].get(k) for k in ("epochs", "steps"))
-    if before["status"] == "finished" and not longer:
-        return Opened(run, None, before, finished=True)
-    if before["status"] == "finished" and not run.steps():
-        raise Problem(
-            f"{run.name} is finished and its checkpoints were pruned: begin a new run from its weights, with start={run.name} --name NEW"
-        )
-    return Opened(run, Lock.take(run.path), before, why=why)
-
-
-def _continue_or_new(recipe: Recipe) -> Opened:
-    """Without a name, repeating a command goes on with its unfinished run: launchers restart just so, and
-    since resume is exact the result is the one a fresh run would give."""
-    mine = recipe.identity()
-    for run in reversed(runs.all_runs()):
-        if not run.path.name.startswith(recipe.task.label):
-            continue
-        with contextlib.suppress(Problem, KeyError):
-            before = run.read()
-            resumable = before["status"] == "running" or Outcome(before["outcome"]).retryable
-            same = before["recipe"]["identity"] == json.loads(json.dumps(mine))
-            if same and resumable and before["status"] != "finished" and not runs.holder(run.path):
-                return _go_on(
-                    recipe, run, before, why=f"going on with {run.name}, unfinished and of the same recipe (a fresh one: --name NAME)"
-                )
-    run = Run(runs.new_path(recipe.task.label))
-    return Opened(run, Lock.take(run.path), None)
-
-
-def _check_same(recipe: Recipe, before: dict[str, Any], run: Run) -> None:
-    """Refuse to mix two recipes in one directory."""
-    mine, theirs = json.loads(json.dumps(recipe.identity())), before["recipe"]["identity"]
-    if mine["task"] != theirs["task"]:
-        raise Problem(f"{run.name} is a run of {theirs['task']}, not of {mine['task']}: choose another --name")
-    if mine["code"] != theirs["code"]:
-        raise Problem(
-            f"{run.name} began with another version of {recipe.task.label}: choose another --name,"
-            f" or go on with the code it began with: drivetrain resume {run.name}"
-        )
-    check_changes(mine["settings"], theirs["settings"], run)
-
-
-def check_changes(now: dict[str, Any], before: dict[str, Any], run: Run) -> None:
-    changed = [k for k in now if now[k] != before.get(k) and k not in MAY_CHANGE]
-    if changed:
-        detail = ", ".join(f"{k}={before.get(k)} (now {now[k]})" for k in changed[:3])
-        raise Problem(
-            f"{run.name} was begun with {detail}: that cannot change in a run; use another --name."
-            f"\nThese may: {', '.join(MAY_CHANGE)}, and plan.* choices"
-        )
 
 
 # --- the plan ----------------------------------------------------------------------------------
@@ -278,7 +183,7 @@ def record(recipe: Recipe, opened: Opened, plan: Plan, machine: Machine) -> None
             run.write(opened.before | {"recipe": opened.before["recipe"] | {"settings": recipe.settings, "pins": recipe.pins}} | changing)
             return
         if not recipe.task.built_in and not recipe.task.pickled:
-            runs.store_task(run, Path(recipe.task.path))
+            runs.store_task(run, Path(recipe.task.path), recipe.task.package)
         told = {
             "task": asdict(recipe.task), "identity": recipe.identity(), "settings": recipe.settings,
             "origin": recipe.origin, "pins": recipe.pins,
@@ -290,9 +195,9 @@ def record(recipe: Recipe, opened: Opened, plan: Plan, machine: Machine) -> None
 
 def task_in_run(task: TaskRef, run: Run) -> TaskRef:
     """The task as the run keeps it: what resume, eval and workers import."""
-    if task.built_in:
+    if task.built_in or task.origin:
         return task
-    return replace(task, path=str((run.path / "task" / Path(task.path).name).resolve()), origin=task.path)
+    return replace(task, path=str((run.path / "task" / task.place).resolve()), origin=task.path)
 
 
 def make_job(recipe: Recipe, run: Run, plan: Plan, mode: str, folder: str | None = None, request: Request | None = None) -> dict[str, Any]:
@@ -300,7 +205,6 @@ def make_job(recipe: Recipe, run: Run, plan: Plan, mode: str, folder: str | None
         "mode": mode,
         "run": str(run.path.resolve()),
         "task": asdict(task_in_run(recipe.task, run)),
-        "origin": "" if recipe.task.pickled or recipe.task.built_in else str(Path(recipe.task.path).parent),
         "settings": recipe.settings,
         "plan": plan.to_json(),
         "folder": folder or os.getcwd(),
@@ -336,7 +240,7 @@ def resume_run(recipe: Recipe, request: Request, screen: Screen) -> tuple[Run, E
     if request.nodes > 1:
         raise Problem("resume runs on one machine: on several, repeat the train command with its --nodes and --name on each")
     run = Run(str(request.run_dir))
-    opened = _go_on(recipe, run, run.read())
+    opened = go_on(recipe, run, run.read())
     if opened.finished:
         return run, already_finished(opened, screen)
     with held(opened):
@@ -362,15 +266,6 @@ def already_finished(opened: Opened, screen: Screen) -> Ended:
     return Ended(Outcome.OK)
 
 
-@contextlib.contextmanager
-def held(opened: Opened) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        if opened.lock is not None:
-            opened.lock.release()
-
-
 def train_opened(recipe: Recipe, request: Request, opened: Opened, machine: Machine, place: Place, plan: Plan, screen: Screen) -> Ended:
     header(recipe, machine, plan, screen, opened.why)
     record(recipe, opened, plan, machine)
@@ -380,8 +275,14 @@ def train_opened(recipe: Recipe, request: Request, opened: Opened, machine: Mach
     hurried = plan.device == "cuda" and not plan.predicted and request.planner == "auto" and request.saved is None
     replan = partial(planning.plan_for, recipe, _where(machine, place, 1), screen) if hurried and request.nodes == 1 else None
     ended = run_workers(job, plan, place, screen, machine.gpus, request.verbose, replan, request.policy)
-    ending.finish(opened.run, opened.before, recipe, plan, ended, screen)
+    finish(opened, recipe, plan, ended, screen)
     return ended
+
+
+def finish(opened: Opened, recipe: Recipe, plan: Plan, ended: Ended, screen: Screen) -> None:
+    """Note and show how the run ended; of a start that was refused nothing stays."""
+    if ended.outcome is not Outcome.USAGE or not discard(opened):
+        ending.finish(opened.run, opened.before, recipe, plan, ended, screen)
 
 
 def header(recipe: Recipe, machine: Machine, plan: Plan, screen: Screen, why: str = "") -> None:
@@ -399,24 +300,11 @@ def header(recipe: Recipe, machine: Machine, plan: Plan, screen: Screen, why: st
             screen.notice(notice)
 
 
-def wait_for_lock(path: Path, seconds: float) -> Lock:
-    """Take a lock that a dying predecessor may still hold for a moment."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            return Lock.take(path)
-        except Problem:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
-
-
 def recipe_of_run(run: Run, words: list[str]) -> Recipe:
     """The recipe a run was begun with, some settings changed."""
     info = run.read()
     told = info["recipe"]
-    ref = TaskRef(**told["task"])
-    kept = task_in_run(ref, run)
+    kept = task_in_run(TaskRef.from_json(told["task"]), run)
     if not Path(kept.path).is_file():
         raise Problem(f"{run.name} lacks its task's code ({kept.path})")
     given = recipes.split_words(words)
@@ -432,7 +320,7 @@ def recipe_of_run(run: Run, words: list[str]) -> Recipe:
             origin[key] = "command line"
         check_changes(values, told["settings"], run)
         recipes.check_agreement(values)
-    return Recipe(ref, values, origin, pins, None)
+    return Recipe(kept, values, origin, pins, None)
 
 
 def _like(old: Any, text: str) -> Any:

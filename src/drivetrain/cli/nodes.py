@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from drivetrain import rendezvous
-from drivetrain.cli import ending, launch
+from drivetrain.cli import launch, opening
 from drivetrain.cli.launch import Machine, Request
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
@@ -44,8 +44,8 @@ def _lead(host: Host, recipe: Recipe, request: Request, machine: Machine, screen
     ended = Ended(Outcome.INFRA, "the machine that led the run stopped")
     try:
         crew = host.gather()
-        opened = launch.open_run(recipe, request)
-        with launch.held(opened):
+        opened = opening.open_run(recipe, request)
+        with opening.held(opened):
             if opened.finished:
                 ended = launch.already_finished(opened, screen)
                 return opened.run, ended
@@ -75,7 +75,7 @@ def _lead(host: Host, recipe: Recipe, request: Request, machine: Machine, screen
                     ended = rendezvous.lead(host, supervisor, crew, plan_for, lambda plan: offer | {"plan": plan.to_json()})
                 except Problem as problem:  # machines that did not come back
                     ended = Ended(problem.outcome, str(problem), {"step": opened.run.last_step})
-            ending.finish(opened.run, opened.before, recipe, supervisor.plan, ended, screen)
+            launch.finish(opened, recipe, supervisor.plan, ended, screen)
             return opened.run, ended
     except Problem as problem:
         ended = Ended(problem.outcome, str(problem))

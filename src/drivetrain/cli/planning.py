@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from drivetrain import __version__, runs
+from drivetrain import __version__
 from drivetrain.hardware import Hardware
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
@@ -199,8 +199,7 @@ class _Child:
         self.folder = tempfile.TemporaryDirectory(prefix="drivetrain-")
         base = Path(self.folder.name)
         file, self.out, self.log = base / "job.json", base / "found.json", base / "log"
-        origin = "" if recipe.task.pickled or recipe.task.built_in else str(Path(recipe.task.path).parent)
-        common = {"task": asdict(recipe.task), "settings": recipe.settings, "folder": os.getcwd(), "run": str(base), "origin": origin}
+        common = {"task": asdict(recipe.task), "settings": recipe.settings, "folder": os.getcwd(), "run": str(base)}
         file.write_text(json.dumps(common | job))
         command = [sys.executable, "-P", "-m", "drivetrain.cli.survey", str(file), str(self.out), str(os.getpid())]
         kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
@@ -255,7 +254,7 @@ class _Remembered:
 
     def __init__(self, kind: str, recipe: Recipe, more: dict[str, Any]) -> None:
         settings = {k: v for k, v in recipe.settings.items() if k not in ALIKE}
-        words = [kind, recipe.task.class_name, _code(recipe), settings, _files(settings), more, __version__, _torch_version()]
+        words = [kind, recipe.task.class_name, recipe.task.digest(), settings, _files(settings), more, __version__, _torch_version()]
         key = hashlib.sha256(json.dumps(words, sort_keys=True, default=str).encode()).hexdigest()[:24]
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         self.path = Path(base) / "drivetrain" / "plans" / f"{kind}-{key}.json"
@@ -271,13 +270,6 @@ class _Remembered:
             hidden = self.path.with_name(f".{self.path.name}.{os.getpid()}")
             hidden.write_text(json.dumps(value))
             hidden.replace(self.path)
-
-
-def _code(recipe: Recipe) -> list[str]:
-    """The task's file and the modules beside it that it imports."""
-    if recipe.task.built_in or recipe.task.pickled:
-        return [recipe.task.digest()]
-    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in runs.modules_of(Path(recipe.task.path))]
 
 
 def _files(settings: dict[str, Any]) -> list[Any]:

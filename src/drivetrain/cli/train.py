@@ -170,7 +170,7 @@ def smoke(recipe: Recipe, request: Request, screen: Screen) -> int:
     """Everything a run does, in seconds, in a folder that is thrown away."""
     import tempfile
 
-    from drivetrain.cli import ending, launch
+    from drivetrain.cli import ending, launch, opening
     from drivetrain.cli.worker import SMOKE_BATCH, SMOKE_STEPS
     from drivetrain.supervise import local_place, run_workers
 
@@ -183,7 +183,7 @@ def smoke(recipe: Recipe, request: Request, screen: Screen) -> int:
     recipe = replace(recipe, settings=recipe.settings | few)
     folder = tempfile.mkdtemp(prefix="drivetrain-smoke-")
     try:
-        opened = launch.open_run(recipe, replace(request, name=None, run_dir=str(Path(folder) / "smoke")))
+        opened = opening.open_run(recipe, replace(request, name=None, run_dir=str(Path(folder) / "smoke")))
         place = local_place(machine.procs)
         plan = launch.make_plan(recipe, machine, place, 1, None, request)
         launch.header(recipe, machine, plan, screen)

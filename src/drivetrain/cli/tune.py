@@ -109,6 +109,7 @@ def run(verb: str, words: list[str]) -> int:
 def _tune(order: Order, found: Folder, study: Study, table: Table, machine: Machine, size: int, by_itself: bool) -> bool:
     """Try until enough were tried: as populations of a size, or (0) as ordinary runs."""
     from drivetrain.cli import ending, launch
+    from drivetrain.cli.opening import Opened
     from drivetrain.plan.choose import choose
     from drivetrain.tune.population import Generations, NoPopulation, Way
     from drivetrain.tune.tuner import Tuner
@@ -119,7 +120,7 @@ def _tune(order: Order, found: Folder, study: Study, table: Table, machine: Mach
             plan=lambda recipe: choose(
                 recipe.settings, machine.hardware, device=machine.device, world_size=1, local_procs=1, pins=recipe.pins
             ),
-            record=lambda recipe, run, plan: launch.record(recipe, launch.Opened(run, None, None), plan, machine),
+            record=lambda recipe, run, plan: launch.record(recipe, Opened(run, None, None), plan, machine),
             conclude=ending.conclude,
         )  # fmt: skip
         try:

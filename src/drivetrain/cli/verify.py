@@ -82,14 +82,14 @@ def _where_allowed(recipe: Recipe, **values: Any) -> dict[str, Any]:
 def _train(recipe: Recipe, args: argparse.Namespace, folder: Path, kill: bool, look: str = "") -> Path:
     """Train in child processes, as the command does; with `kill`, end them all once a checkpoint is out, and resume.
     With a `look` every step leaves its fingerprint."""
-    from drivetrain.cli import ending, launch
+    from drivetrain.cli import ending, launch, opening
     from drivetrain.runs import Run
     from drivetrain.supervise import local_place, run_workers
     from drivetrain.watch.screen import Screen
 
     request = launch.Request(procs=args.procs, gpus=args.gpus, device=args.device, run_dir=str(folder / "run"))
     machine = launch.look_at_machine(request)
-    opened = launch.open_run(recipe, request)
+    opened = opening.open_run(recipe, request)
     plan = launch.make_plan(recipe, machine, local_place(machine.procs), 1, None, request)
     if look:
         plan = replace(plan, capture="off", compile="off")  # nothing can be looked at inside of a graph

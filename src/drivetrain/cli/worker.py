@@ -14,10 +14,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.importing import read_origins
 from drivetrain.outcomes import Outcome, Problem
+from drivetrain.project import is_users
 from drivetrain.runs import Run, die_with_parent
 from drivetrain.settings import PACKAGE
-from drivetrain.source import is_users
 
 if TYPE_CHECKING:
     from drivetrain.engine.group import Group
@@ -241,8 +242,10 @@ def explain(error: BaseException, job: dict[str, Any]) -> tuple[Outcome, str]:
 
 
 def _as_users_see(text: str, job: dict[str, Any]) -> str:
-    """The user's own path instead of the run's copy."""
-    return text.replace(str(Path(job["run"]) / "task") + os.sep, job.get("origin", "") + os.sep) if job.get("origin") else text
+    """The user's own paths instead of the run's copies."""
+    for copy, file in read_origins(Path(job["run"]) / "task").items():
+        text = text.replace(str(copy), file)
+    return text
 
 
 def main() -> None:

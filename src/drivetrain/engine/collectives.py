@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore
 from drivetrain.engine.feed import tensors_in
 from drivetrain.engine.group import Group
 from drivetrain.outcomes import Outcome, Problem
-from drivetrain.source import is_users
+from drivetrain.project import is_users
 
 CHECKED = (
     "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter", "reduce_scatter",

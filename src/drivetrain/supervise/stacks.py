@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from drivetrain.source import is_users
+from drivetrain.project import is_users
 
 ASK = signal.SIGUSR2 if hasattr(signal, "SIGUSR2") else None
 ANSWER_SECONDS = 5.0

@@ -195,7 +195,7 @@ class Generations(Tuner):
     def _job(self, plan: Plan) -> dict[str, Any]:
         members = [{"trial": m.number, "run": str(m.run.path.resolve()), "settings": m.recipe.settings} for m in self.open.values()]
         job: dict[str, Any] = {"mode": "population", "run": str(self.folder.path.resolve()), "task": asdict(self.order.recipe.task)}
-        return job | {"origin": "", "plan": plan.to_json(), "folder": ".", "members": members, "size": self.size}
+        return job | {"plan": plan.to_json(), "folder": ".", "members": members, "size": self.size}
 
     # --- what the worker tells ---
 

@@ -1,0 +1,209 @@
+"""A task in a project of several modules: all it imports is kept with the run, and imported from there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from drivetrain import project
+from drivetrain.outcomes import Problem
+from drivetrain.project import find_module, modules_of, package_of
+from drivetrain.recipe import TaskRef, find_task, load_class
+from drivetrain.runs import Run, store_task
+from tests.command import TASK, bad, drivetrain, environment, good, write_task
+
+MODEL = "nn.Sequential(nn.Flatten(), nn.Linear(64, self.hidden), nn.ReLU(), nn.Dropout(0.2), nn.Linear(self.hidden, 10))"
+
+
+def write(files: dict[str, str]) -> None:
+    for name, text in files.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+
+
+def kept(file: str) -> list[str]:
+    path = Path(file).resolve()
+    return list(modules_of(path, package_of(path)))
+
+
+LAYOUTS = {
+    "a script and what is beside it": (
+        "task.py",
+        {"task.py": "import a, b.c\nfrom torch import nn\nimport json", "a.py": "import d", "d.py": "", "b/__init__.py": "", "b/c.py": "", "e.py": ""},
+        ["a.py", "b/__init__.py", "b/c.py", "d.py", "task.py"],
+    ),
+    "a package, relative": (
+        "pkg/sub/task.py",
+        {
+            "pkg/__init__.py": "", "pkg/sub/__init__.py": "from . import one", "pkg/sub/one.py": "", "pkg/two.py": "from .three import X",
+            "pkg/three.py": "X = 1", "pkg/unused.py": "", "pkg/sub/task.py": "def late():\n    from ..two import X, missing",
+        },
+        ["pkg/__init__.py", "pkg/sub/__init__.py", "pkg/sub/one.py", "pkg/sub/task.py", "pkg/three.py", "pkg/two.py"],
+    ),
+    "a package, absolute": (
+        "pkg/task.py",
+        {"pkg/__init__.py": "", "pkg/other.py": "", "pkg/task.py": "from pkg import other\nfrom pkg.other import x\nimport beside", "pkg/beside.py": ""},
+        ["beside.py", "pkg/__init__.py", "pkg/other.py", "pkg/task.py"],
+    ),
+    "folders without __init__.py": (
+        "pkg/sub/task.py",
+        {"pkg/sub/task.py": "from ..lib import x\nimport spaces.deep.m", "pkg/lib.py": "", "spaces/deep/m.py": ""},
+        ["pkg/lib.py", "pkg/sub/task.py", "spaces/deep/m.py"],
+    ),
+    "the folders above, and src": (
+        "experiments/one/task.py",
+        {"experiments/one/task.py": "import common\nfrom lib.net import Net", "common.py": "", "src/lib/__init__.py": "", "src/lib/net.py": "from . import part", "src/lib/part.py": ""},
+        ["common.py", "lib/__init__.py", "lib/net.py", "lib/part.py", "task.py"],
+    ),
+    "names that only running would tell": (
+        "task.py",
+        {
+            "task.py": "from importlib import import_module as i\nimport importlib\nimportlib.import_module(f'nets.{1}')\nimportlib.import_module('plain')",
+            "nets/__init__.py": "", "nets/a.py": "", "nets/deep/b.py": "", "nets/.hidden/c.py": "", "plain.py": "", "other.py": "",
+        },
+        ["nets/__init__.py", "nets/a.py", "nets/deep/b.py", "plain.py", "task.py"],
+    ),
+    "what is installed is not the project's": (
+        "pkg/deep/task.py",
+        {"pkg/deep/task.py": "import torch, numpy, json, drivetrain.task", "torch/__init__.py": "", "json.py": "", "numpy/data.txt": ""},
+        ["task.py"],
+    ),
+    "a circle, and files that cannot be read": (
+        "task.py",
+        {"task.py": "import a, broken", "a.py": "import task, a", "broken.py": "def ("},
+        ["a.py", "broken.py", "task.py"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_task_imports_of_its_project_is_found(layout: str, folder: Path) -> None:
+    file, files, expected = LAYOUTS[layout]
+    write(files)
+    assert kept(file) == expected
+    path = Path(file).resolve()
+    task = TaskRef("task", str(path), "T", package=package_of(path))
+    run = Run(Path("runs/a"))
+    store_task(run, path, task.package)
+    copy = TaskRef("task", str((run.path / "task" / task.place).resolve()), "T", package=task.package, origin=task.path)
+    assert copy.digest() == task.digest(), "the copies are the same training"
+    for name in expected:
+        changed = next(p for p in (Path(name), Path("src") / name, path.parent / name) if p.is_file())
+        before, text = task.digest(), changed.read_text()
+        changed.write_text(text + "\n# changed")
+        assert task.digest() != before, f"a change of {name} is noticed"
+        changed.write_text(text)
+    assert copy.digest() == task.digest()
+
+
+def test_there_is_a_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write({"task.py": "import a, b, c", "a.py": "", "b.py": "", "c.py": "x = 1" * 100})
+    monkeypatch.setattr(project, "MAX_FILES", 3)
+    with pytest.raises(Problem, match="imports more of its project than a run keeps"):
+        kept("task.py")
+    monkeypatch.setattr(project, "MAX_FILES", 4)
+    assert len(kept("task.py")) == 4
+    monkeypatch.setattr(project, "MAX_BYTES", 100)
+    with pytest.raises(Problem, match="imports more"):
+        kept("task.py")
+
+
+def test_tasks_are_named_as_modules(folder: Path) -> None:
+    write({"pkg/__init__.py": TASK, "pkg/deep/task.py": "from .. import Small\nclass Other(Small): pass", "src/lib/one.py": TASK})
+    for text, path, package in (
+        ("pkg:Small", "pkg/__init__.py", "pkg"),
+        ("pkg.deep.task:Other", "pkg/deep/task.py", "pkg.deep"),
+        ("lib.one", "src/lib/one.py", ""),
+        ("pkg/deep/task.py:Other", "pkg/deep/task.py", "pkg.deep"),
+    ):
+        task = find_task(text)
+        assert (task.path, task.package) == (str(folder / path), package)
+    for text in ("pkg.none:Small", "none.task", "pkg.Small:x"):
+        with pytest.raises(Problem, match="there is no module"):
+            find_task(text)
+    assert find_module("json", folder) is not None, "what is installed can be named, too"
+
+
+def test_two_versions_are_loaded_beside_each_other(folder: Path) -> None:
+    """In one process, as a notebook does: each run's task has its own modules, and what was imported before stays."""
+    values = []
+    for version in ("old", "new"):
+        write({"mine/__init__.py": "", "mine/part.py": f"VALUE = {version!r}", "mine/note.txt": version})
+        write(
+            {
+                "mine/task.py": TASK
+                + "\n    from pathlib import Path\n    from .part import VALUE\n    note = Path(__file__).parent / 'note.txt'"
+            }
+        )
+        path = Path("mine/task.py").resolve()
+        run = Run(Path("runs") / version)
+        store_task(run, path, "mine")
+        values.append(TaskRef("task", str((run.path / "task/mine/task.py").resolve()), "Small", package="mine", origin=str(path)))
+    classes = [load_class(task) for task in values]
+    assert [c.VALUE for c in classes] == ["old", "new"]  # type: ignore[attr-defined]
+    assert {str(c.note) for c in classes} == {str(folder / "mine/note.txt")}, "files beside a module are found beside the user's own"  # type: ignore[attr-defined]
+    assert sys.modules["mine.part"].VALUE == "old", "of who came first"
+    for name in [n for n in sys.modules if n.split(".")[0] == "mine"]:
+        del sys.modules[name]
+
+
+def test_a_run_keeps_its_projects_modules(folder: Path) -> None:
+    """A changed module is noticed; resume and eval go on with the old one; a fault in it is shown in the user's own file."""
+    task = TASK.replace(MODEL, "net(self.hidden)").replace(
+        "class Small", "from .parts.net import net\nfrom common import SCALE\n\n\nclass Small"
+    )
+    write({
+        "exp/pkg/__init__.py": "", "exp/pkg/parts/net.py": f"from torch import nn\nfrom ..other import say\ndef net(hidden):\n    say()\n    return {MODEL.replace('self.', '')}",
+        "exp/pkg/other.py": "from pathlib import Path\ndef say():\n    print('version', 1, (Path(__file__).parent / 'note').read_text())",
+        "exp/pkg/note": "noted", "common.py": "SCALE = 1", "exp/pkg/task.py": task,
+    })  # fmt: skip
+    assert "version 1 noted" in good("train", "exp/pkg/task.py:Small", "steps=2", "--name", "a")
+    other = Path("exp/pkg/other.py")
+    other.write_text(other.read_text().replace("1", "2"))
+    assert "began with another version of pkg/other.py" in bad("train", "exp/pkg/task.py:Small", "steps=4", "--name", "a")
+    text = good("resume", "a", "steps=4")
+    assert "version 1 noted" in text
+    assert "from step 2 of 4" in text
+    other.write_text("def say():\n    raise RuntimeError('odd')\n")
+    done = drivetrain("train", "exp/pkg/task.py", "steps=2", "--procs", "2", "--name", "b")
+    assert f'File "{other.resolve()}", line 2, in say' in done.stderr, done.stderr
+    # It died before its first step: the corrected command begins anew, under the same name.
+    other.write_text("def say():\n    print('version 3')\n")
+    text = good("train", "exp/pkg/task.py", "steps=3", "hidden=8", "--name", "b")
+    assert "b stopped before its first step: starting it anew" in text
+    assert "version 3" in text
+    assert json.loads(Path("runs/b/run.json").read_text())["recipe"]["settings"]["hidden"] == 8
+    assert "hidden=8 (now 9)" in bad("train", "exp/pkg/task.py", "steps=3", "hidden=9", "--name", "b"), "now it has begun"
+
+
+def test_a_task_of_an_imported_package_trains(folder: Path) -> None:
+    write({"pkg/__init__.py": "", "pkg/base.py": TASK, "pkg/task.py": "from .base import Small\n\n\nclass Mine(Small):\n    pass\n"})
+    Path("script.py").write_text(
+        "import drivetrain\nfrom pkg.task import Mine\nif __name__ == '__main__':\n    drivetrain.train(Mine(steps=2), name='a', quiet=True)\n"
+    )
+    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert sorted(p.relative_to("runs/a/task").as_posix() for p in Path("runs/a/task").rglob("*.py")) == [
+        "pkg/__init__.py",
+        "pkg/base.py",
+        "pkg/task.py",
+    ]
+
+
+def test_a_refused_start_leaves_no_run(folder: Path) -> None:
+    write_task(change=("def loss(self, model, batch)", "def lost(self, model, batch)"))
+    assert "has no loss(model, batch)" in bad("train", "small.py")
+    assert not Path("runs").exists()
+    write_task(name="other.py", change=('return datasets.digits("train")', "return []"))
+    Path("two.yaml").write_text("task: other.py\nstages:\n  - name: one\n  - name: two\n")
+    assert "empty data set" in bad("train", "two.yaml")
+    assert not Path("runs").exists()
+    Path("mine").mkdir()
+    assert "empty data set" in bad("train", "other.py", "--run-dir", "mine")
+    assert Path("mine").is_dir(), "a folder that was there stays"
+    write_task(name="other.py")
+    assert "starting it anew" in good("train", "other.py", "--run-dir", "mine", "steps=1")
