@@ -16,7 +16,7 @@ from drivetrain.engine.rows import Rows
 
 def rows_of(sizes: int, per_epoch: int) -> tuple[Rows, Any]:
     """Rows over a feed whose epochs end with a batch of 1 sample, and a ledger that can be told what arrives."""
-    figures = SimpleNamespace(read=lambda row, size: {"loss": row[0]}, guarded=list)
+    figures = SimpleNamespace(read=lambda row, size: {"loss": row[0]}, guarded=list, count={})
     feed = SimpleNamespace(
         steps_per_epoch=per_epoch, size=lambda index: 1 if index == per_epoch - 1 else sizes, speeds={"turns": 0.5}
     )  # fmt: skip

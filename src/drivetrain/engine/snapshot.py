@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from drivetrain.engine.purity import PLAIN
 from drivetrain.engine.state import is_sharded, odd_form
-from drivetrain.source import is_users
+from drivetrain.project import is_users
 
 DEPTH = 3  # objects within objects that are looked into
 LONG, ENDLESS = 200, 100_000  # items of a container that are looked into; and of one that is not even copied, for it is data

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.export.calls import SAY, Graph
 from drivetrain.outcomes import Problem
-from drivetrain.source import is_users
+from drivetrain.project import is_users
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
