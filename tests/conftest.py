@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests share the cores: threads that wait by spinning cost each other tenfold
+
+if "XDG_STATE_HOME" not in os.environ:  # tokens of runs that are killed stay there
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="drivetrain-tests-")
+    atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 import pytest
 

@@ -15,6 +15,8 @@ import pytest
 
 from drivetrain import Problem, rendezvous
 from drivetrain.cli.foreign import first_host, tasks_per_node
+from drivetrain.plan import Plan
+from drivetrain.rendezvous.messages import StartAttempt
 from tests.launching import STEPS, events, free_port, info, is_training, losses, only_run, run, start, write_task
 from tests.patience import until
 
@@ -174,25 +176,39 @@ def test_two_machines_without_one_stop_and_go_on(task: Path, own: Path, tmp_path
 
 
 def test_machines_with_different_commands_do_not_train_together() -> None:
-    port, heard, places = free_port(), [], []
+    port, heard, ranks = free_port(), [], []
 
-    def come(same: dict[str, Any]) -> None:
-        me = rendezvous.come((LOCAL, port), (2, 2), 1, None, heard.append, same)
-        if isinstance(me, rendezvous.Host):
+    def join(same: dict[str, Any]) -> None:
+        me = rendezvous.join((LOCAL, port), (2, 2), 1, None, heard.append, same)
+        if isinstance(me, rendezvous.Leader):
             me.gather()
-            places.append(me.begin({"run": "r"}).first_rank)
+            ranks.append(me.begin("small-001", Plan(), {}).first_rank)
         else:
-            places.append(me.wait()["place"]["first_rank"])
+            start = me.wait()
+            assert isinstance(start, StartAttempt)
+            ranks.append(start.first_rank)
 
-    first = threading.Thread(target=come, args=({"seed": 0},), daemon=True)
+    first = threading.Thread(target=join, args=({"seed": 0},), daemon=True)
     first.start()
-    until(lambda: heard, "a machine that waits")
-    with pytest.raises(Problem, match=f"the command at {LOCAL}:{port} has another task, code or settings"):
-        come({"seed": 1})
-    until(lambda: any("turned a machine away" in text for text in heard), "a notice")
-    come({"seed": 0})
+    until(lambda: any("waiting at" in text for text in heard), "a machine that waits")
+    with pytest.raises(Problem, match=f"the run at {LOCAL}:{port} does not take this machine: another task, code or settings"):
+        join({"seed": 1})
+    until(lambda: any("turned" in text and "away: another task" in text for text in heard), "a notice")
+    join({"seed": 0})
     first.join(5)
-    assert sorted(places) == [0, 1]
+    assert sorted(ranks) == [0, 1]
+
+
+def test_processes_of_one_machine_meet_where_no_other_machine_can_reach_them(task: Path) -> None:
+    with start("drivetrain", *TRAIN, "--procs", 2, folder=task, NAP=0.1) as training:
+        until(lambda: is_training(task), "some steps", of=training.process)
+        sockets = [(process.pid, s.laddr.ip) for process in training.children() for s in listening(process)]
+    assert len({pid for pid, _ in sockets}) == 2, "torch's store and gloo listen"
+    assert {address for _, address in sockets} == {LOCAL}, sockets
+
+
+def listening(process: psutil.Process) -> list[Any]:
+    return [connection for connection in process.net_connections() if connection.status == "LISTEN"]
 
 
 # --- ports that are taken ----------------------------------------------------------------------
@@ -202,15 +218,17 @@ def test_a_rendezvous_port_that_another_program_holds(task: Path) -> None:
     with socket.create_server((LOCAL, 0)) as server:
         port = server.getsockname()[1]
         threading.Thread(target=lambda: server.accept()[0].sendall(b"220 mail.example ESMTP\r\n"), daemon=True).start()
-        with start("drivetrain", *TRAIN, "--nodes", 2, "--rendezvous", f"{LOCAL}:{port}", folder=task) as started:
+        words = ("--nodes", 2, "--rendezvous", f"{LOCAL}:{port}")
+        with start("drivetrain", *TRAIN, *words, folder=task, DRIVETRAIN_TOKEN="a secret of many letters") as started:
             assert started.wait() == 2
             assert f"port {port} on {LOCAL} is in use by another program: choose another" in started.output
 
 
 def test_a_rendezvous_port_whose_holder_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous.guest, "ANSWER", 0.2)
+    monkeypatch.setattr(rendezvous.handshake, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setenv("DRIVETRAIN_TOKEN", "a secret of many letters")
     with socket.create_server((LOCAL, 0)) as server, pytest.raises(Problem, match="is in use by another program"):
-        rendezvous.come(server.getsockname(), (2, 2), 1, None, lambda text: None)
+        rendezvous.join(server.getsockname(), (2, 2), 1, None, lambda text: None)
 
 
 def test_a_master_port_that_is_taken(task: Path) -> None:

@@ -12,7 +12,7 @@ import drivetrain
 
 ROOT = Path(drivetrain.__file__).parent
 LAYERS = [
-    {"outcomes", "terminal"}, {"names", "structured"}, {"settings"}, {"project"}, {"source", "importing"}, {"task"}, {"runs", "recipe", "hardware"}, {"plan"}, {"engine", "tasks"}, {"watch"},
+    {"outcomes", "strict", "terminal"}, {"names", "structured"}, {"settings"}, {"project"}, {"source", "importing"}, {"task"}, {"runs", "recipe", "hardware"}, {"plan"}, {"engine", "tasks"}, {"watch"},
     {"supervise"}, {"rendezvous", "targets"}, {"doctor", "tune", "export", "play", "serve", "bench", "chaos"}, {"cli"}, {"__main__"},
 ]  # fmt: skip
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

@@ -149,7 +149,8 @@ class Room:
     def __init__(self) -> None:
         self.asked = 0
         self.told: list[Verdict] = []
-        self.judge = Leading(lambda: ["b", "c"], self._ask, self.told.append)
+        self.excluded: list[Any] = []
+        self.judge = Leading(lambda: ["b", "c"], self._ask, self.told.append, self.excluded.append, answer_seconds=30.0)
 
     def _ask(self) -> None:
         self.asked += 1
@@ -160,7 +161,7 @@ def test_no_verdict_while_a_machine_has_its_reasons() -> None:
     room.judge.hear("b", [seen(1)])
     assert room.judge([seen(0)]) is None, "of c nothing is heard: it may be saving"
     room.judge.hear("c", [seen(2, over=False, waits=False)])
-    assert room.judge([seen(0)]) is None and not room.asked, "c is not over its limit"
+    assert room.judge([seen(0)]) is None and not room.told, "c is not over its limit"
     room.judge.hear("c", [seen(2, since=120.0)])
     room.judge.hear("b", [])
     assert room.judge([seen(0)]) is None, "b goes on"
@@ -188,6 +189,18 @@ def test_others_are_asked_what_they_wait_in(monkeypatch: pytest.MonkeyPatch) -> 
     assert verdict is not None, "c does not answer"
     assert "rank 1 hangs in step 7" in verdict.message and "rank 0 waits in all_reduce" in verdict.message
     assert HERE in room.judge._reports
+
+
+def test_a_machine_that_does_not_say_what_its_ranks_do_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader's rank waits beyond its limit, b has its reasons, and of c there are only beats."""
+    room = Room()
+    assert room.judge([seen(0)]) is None and room.asked == 1
+    room.judge.hear("b", [seen(1, over=False, waits=False)])
+    now = room.judge._asked
+    monkeypatch.setattr("drivetrain.supervise.judges.time.monotonic", lambda: now + 29)
+    assert room.judge([seen(0)]) is None and not room.excluded
+    monkeypatch.setattr("drivetrain.supervise.judges.time.monotonic", lambda: now + 31)
+    assert room.judge([seen(0)]) is None and room.excluded == ["c"]
 
 
 def test_what_is_seen_is_reported_and_taken_back() -> None:

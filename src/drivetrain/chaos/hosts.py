@@ -36,9 +36,7 @@ class Host:
 
     def start(self, words: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
         """A command on this host; its pid is the command's own."""
-        return subprocess.Popen(
-            [*self.inside, *words], env={**environment, "GLOO_SOCKET_IFNAME": "eth0"}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        )
+        return subprocess.Popen([*self.inside, *words], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def cut(self) -> None:
         self.switch.ip("link", "set", self.cable, "down")

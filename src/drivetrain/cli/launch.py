@@ -225,7 +225,7 @@ def train_recipe(recipe: Recipe, request: Request, screen: Screen) -> tuple[Run,
     if request.nodes > 1:
         from drivetrain.cli import nodes
 
-        return nodes.train(recipe, request, machine, screen)
+        return nodes.train(recipe, request, machine, first, screen)
     opened = open_run(recipe, request)
     if opened.finished:
         return opened.run, already_finished(opened, screen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
+from drivetrain.engine.wire import use_plain_objects
 from drivetrain.outcomes import Outcome, Problem
 
 TIMEOUT = timedelta(minutes=10)
@@ -29,6 +31,10 @@ class Group:
     device: torch.device
     side: dist.ProcessGroup | None = None
     """Where the ranks' devices talk to each other: another way, from host to host."""
+
+    def __post_init__(self) -> None:
+        if self.size > 1:
+            use_plain_objects()
 
     @property
     def runs_ahead(self) -> bool:
@@ -100,8 +106,8 @@ class Group:
 
 
 def join(device: str, backend: str, own_port: bool = False) -> Group:
-    """Join the group that RANK, WORLD_SIZE and MASTER_ADDR describe; alone where they do not. A port of our own choice
-    that is taken is bad luck, not a mistake."""
+    """Join the group that RANK, WORLD_SIZE and MASTER_ADDR describe; alone where they do not. With `own_port` the address
+    is one that drivetrain chose: it is bound there alone, and where it is taken that is bad luck, not a mistake."""
     rank, size, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     if device == "cuda":
         if local >= torch.cuda.device_count():
@@ -112,8 +118,11 @@ def join(device: str, backend: str, own_port: bool = False) -> Group:
         place = torch.device(device)
     if size > 1 and not dist.is_initialized():
         try:
-            dist.init_process_group(backend, rank=rank, world_size=size, timeout=TIMEOUT, device_id=place if device == "cuda" else None)
-        except (RuntimeError, ValueError, dist.DistError) as error:
+            store = _bound_store(rank, size) if own_port else None
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT, device_id=place if device == "cuda" else None
+            )
+        except (OSError, RuntimeError, ValueError, dist.DistError) as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             text = str(error).splitlines()[0]
             if not own_port and ("EADDRINUSE" in str(error) or "in use" in str(error)):
@@ -121,3 +130,12 @@ def join(device: str, backend: str, own_port: bool = False) -> Group:
             raise Problem(f"the {size} processes could not meet at {where}: {text}", Outcome.INFRA) from None
     side = dist.new_group(backend="gloo", timeout=TIMEOUT) if size > 1 and backend != "gloo" else None
     return Group(rank, size, place, side)
+
+
+def _bound_store(rank: int, size: int) -> TCPStore:
+    """torch's store at MASTER_ADDR. By itself torch would open it on all of the machine's interfaces."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank != 0:
+        return TCPStore(address, port, size, is_master=False, timeout=TIMEOUT)
+    server = socket.create_server((address, port), backlog=2048)
+    return TCPStore(address, port, size, is_master=True, timeout=TIMEOUT, master_listen_fd=server.detach())

@@ -1,8 +1,9 @@
 """Several machines by hand: the same command on each, and they find each other at HOST:PORT.
 
-The machine that owns HOST listens there for as long as the run lasts. It keeps the run directory, its processes come
-first, and it decides: who takes part in each attempt, with which plan, and what is done when one is lost or comes back.
-All machines send each other a beat every second, so that a lost one, or a cut cable, is known in seconds.
+The machine that owns HOST leads: it listens there for as long as the run lasts, keeps the run directory, and decides who
+takes part in each attempt, with which plan, and what is done when a machine is lost or comes back. Whoever joins
+has to know the run's token. All machines send each other a beat every second, so that a lost one, or a cut cable,
+is known in seconds.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from drivetrain.outcomes import Problem
-from drivetrain.rendezvous.guest import Guest, follow
-from drivetrain.rendezvous.host import Crew, Host, lead
+from drivetrain.rendezvous.leader import Leader, Membership, lead
+from drivetrain.rendezvous.meeting import Meeting
+from drivetrain.rendezvous.member import Member, follow
 
-__all__ = ["Crew", "Guest", "Host", "come", "follow", "lead", "parse"]
+__all__ = ["Leader", "Member", "Membership", "follow", "join", "lead", "parse"]
 
 
 def parse(text: str) -> tuple[str, int]:
@@ -26,26 +28,23 @@ def parse(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def come(
+def join(
     address: tuple[str, int], nodes: tuple[int, int], procs: int, node_rank: int | None, notice: Callable[[str], None], same: Any = None
-) -> Host | Guest:
-    """Come to the meeting: as its host where HOST is this machine, else as a guest. A machine whose `same` is another
-    than the host's is turned away."""
-    same = json.loads(json.dumps(same))
-    listener = _listen(address) if node_rank in (None, 0) else None
-    if listener is not None:
-        return Host(listener, address, nodes, procs, notice, same)
-    return Guest(address, procs, node_rank, notice, same)
+) -> Leader | Member:
+    """Meet the other machines: as their leader where HOST is this machine, else as a member. A machine whose `same` differs
+    from the leader's is turned away."""
+    meeting = Meeting(address, nodes, procs, node_rank, notice, json.dumps(same, sort_keys=True))
+    server = _bind(address) if node_rank in (None, 0) else None
+    return Leader(server, meeting) if server is not None else Member(meeting)
 
 
-def _listen(address: tuple[str, int]) -> socket.socket | None:
-    """A listening socket where HOST is this machine and the port is free, else None."""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _bind(address: tuple[str, int]) -> socket.socket | None:
+    """A bound socket where HOST is this machine and the port is free, else None. It does not listen yet: first the token is made."""
+    server = socket.socket()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(address)
+        server.bind(address)
     except (OSError, socket.gaierror):
-        listener.close()
+        server.close()
         return None
-    listener.listen()
-    return listener
+    return server

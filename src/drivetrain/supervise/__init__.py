@@ -44,6 +44,8 @@ __all__ = [
     "supervised",
 ]
 
+LOOPBACK = "127.0.0.1"
+SECRETS = {"DRIVETRAIN_TOKEN", "DRIVETRAIN_TOKEN_FILE"}  # for the command itself; a task's code needs none
 LONGEST_PAUSE = 30.0
 NOTE_SECONDS = 5.0
 OF_THE_MACHINE = {
@@ -68,12 +70,19 @@ class Policy:
 
 def free_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
 def local_place(procs: int) -> Place:
-    return Place(0, procs, procs, ("127.0.0.1", free_port()))
+    """On this machine alone: its processes meet where no other machine can reach them."""
+    return Place(0, procs, procs, (LOOPBACK, free_port()), loopback_interface() if procs > 1 else "")
+
+
+def loopback_interface() -> str:
+    import psutil
+
+    return next((name for name, entries in psutil.net_if_addrs().items() if any(e.address == LOOPBACK for e in entries)), "")
 
 
 def run_workers(
@@ -270,7 +279,7 @@ class Supervisor:
         environment = (
             {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "KINETO_LOG_LEVEL": "5", "TORCH_FR_BUFFER_SIZE": "200"}
             | self.plan.env
-            | dict(os.environ)
+            | {name: value for name, value in os.environ.items() if name not in SECRETS}
             | {"PYTHONUNBUFFERED": "1"}
         )
         if self.gpus:

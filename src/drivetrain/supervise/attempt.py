@@ -40,10 +40,13 @@ class Place:
     local_procs: int
     world_size: int
     master: tuple[str, int]
+    interface: str = ""
+    """The network interface on which processes meet; empty: torch chooses."""
 
     def environment(self, local: int) -> dict[str, str]:
-        """What tells a worker its place: torchrun's own variables."""
-        return {
+        """What tells a worker its place: torchrun's own variables; and where gloo listens, unless the user has said where."""
+        gloo = {"GLOO_SOCKET_IFNAME": self.interface} if self.interface and "GLOO_SOCKET_IFNAME" not in os.environ else {}
+        return gloo | {
             "RANK": str(self.first_rank + local), "LOCAL_RANK": str(local), "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(self.local_procs), "MASTER_ADDR": self.master[0], "MASTER_PORT": str(self.master[1]),
         }  # fmt: skip

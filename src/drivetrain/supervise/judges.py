@@ -53,15 +53,26 @@ class Report:
 class Leading(Judge):
     """Judges by what all machines see."""
 
-    def __init__(self, others: Callable[[], Sequence[Hashable]], ask: Callable[[], None], spread: Callable[[Verdict], None]) -> None:
-        """`others` gives the machines that still take part, `ask` has them look at once, `spread` tells them the verdict."""
-        self._others, self._ask, self._spread = others, ask, spread
+    def __init__(
+        self,
+        others: Callable[[], Sequence[Hashable]],
+        ask: Callable[[], None],
+        spread: Callable[[Verdict], None],
+        exclude: Callable[[Hashable], None],
+        answer_seconds: float,
+    ) -> None:
+        """`others` gives the machines that still take part, `ask` has them look at once, `spread` tells them the verdict,
+        `exclude` removes one that does not answer within `answer_seconds` while others wait."""
+        self._others, self._ask, self._spread, self._exclude, self._answer_seconds = others, ask, spread, exclude, answer_seconds
         self._reports: dict[Hashable, Report] = {}
+        self._heard: dict[Hashable, float] = {}
         self._due = math.inf
+        self._asked = math.inf
 
     def hear(self, machine: Hashable, sights: list[Sight]) -> None:
         """A machine that no longer sees anybody silent beyond their limit says so by an empty list."""
         before, now = self._reports.get(machine), time.monotonic()
+        self._heard[machine] = now
         if not sights:
             if before is not None and any(s.over for s in before.sights):
                 del self._reports[machine]
@@ -81,6 +92,7 @@ class Leading(Judge):
         self.asks = verdict is not None and HERE not in self._reports
         if verdict is None:
             self._due = math.inf
+            self._check_answers(any(s.over for r in reports for s in r.sights))
             return None
         if not heard_all and time.monotonic() < self._due:
             if self._due == math.inf:
@@ -89,6 +101,19 @@ class Leading(Judge):
             return None
         self._spread(verdict)
         return verdict
+
+    def _check_answers(self, ranks_wait: bool) -> None:
+        """While ranks wait beyond their limit: every machine has to say what its own ranks do."""
+        now = time.monotonic()
+        if not ranks_wait:
+            self._asked = math.inf
+        elif self._asked == math.inf:
+            self._asked = now
+            self._ask()
+        elif now - self._asked > self._answer_seconds:
+            for machine in [m for m in self._others() if self._heard.get(m, -math.inf) < self._asked]:
+                self._exclude(machine)
+            self._asked = math.inf
 
 
 def _silent(sights: list[Sight]) -> list[tuple[int, bool, float]]:

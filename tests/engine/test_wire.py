@@ -1,0 +1,117 @@
+"""Objects between processes: JSON and tensors, and never a pickle."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drivetrain.engine.group import Group
+from drivetrain.engine.wire import NotPlain, pack, unpack
+from drivetrain.outcomes import Outcome
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(PLAIN)
+def test_plain_values_come_back(value: Any) -> None:
+    assert unpack(pack(value)) == value
+
+
+def test_tensors_come_back_to_the_bit() -> None:
+    tensors = [
+        torch.arange(6).reshape(2, 3),
+        torch.randn(5).bfloat16(),
+        torch.tensor(1.5),
+        torch.empty(0, 3),
+        torch.tensor([True, False]),
+        torch.randn(4, 4).t(),
+    ]
+    tensors += [torch.randn(3, dtype=torch.complex64), torch.tensor([float("nan"), -0.0])]
+    for tensor, back in zip(tensors, unpack(pack(tensors)), strict=True):
+        assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(pack(back), pack(tensor)), "also a NaN's bits and the sign of 0"
+
+
+def test_the_field_s_own_types_come_back() -> None:
+    value = {"size": torch.Size([2, 3]), "dtype": torch.float16, "array": np.arange(3), "outcome": Outcome.NAN, "number": np.float32(0.5)}
+    back = unpack(pack(value))
+    assert isinstance(back["size"], torch.Size) and back["dtype"] is torch.float16 and back["array"].tolist() == [0, 1, 2]
+    assert back["outcome"] == "nan" and back["number"] == 0.5
+    error = unpack(pack(OSError(28, "No space left on device")))
+    assert isinstance(error, OSError) and error.errno == 28
+
+
+class Command:
+    """What a stranger would send."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch '{self.file}'",)
+
+
+def test_a_pickle_is_not_read_and_not_sent(tmp_path: Path) -> None:
+    file = tmp_path / "ran"
+    with pytest.raises(NotPlain):
+        unpack(torch.frombuffer(bytearray(pickle.dumps(Command(file))), dtype=torch.uint8))
+    with pytest.raises(NotPlain, match="a Command is not sent to other processes"):
+        pack(Command(file))
+    assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"object": ["os.system", {"command": "true"}]}',
+        '{"object": ["torch.distributed.checkpoint.planner.SavePlan", {"nothing": 1}]}',
+        '{"torch": "load"}',
+        '{"torch": "__builtins__"}',
+        '{"tensor": ["float32", [1000000000000]]}',
+        '{"tensor": ["float32", [-1, 4]]}',
+        '{"error": ["eval", ["1 + 1"]], "dict": []}',
+        '{"unknown": 1}',
+        "[1, 2]",
+        '{"list": ' * 5000 + "[]" + "}" * 5000,
+        "}",
+    ],
+)
+def test_odd_bytes_are_refused(text: str) -> None:
+    data = len(text).to_bytes(8, "little") + text.encode()
+    with pytest.raises(NotPlain):
+        unpack(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+def test_an_error_s_class_is_never_looked_up_elsewhere() -> None:
+    text = '{"error": ["system", ["true"]]}'
+    data = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text.encode()), dtype=torch.uint8)
+    assert type(unpack(data)) is RuntimeError
+
+
+@pytest.mark.world_size(2)
+def test_every_object_collective_is_plain(group: Group, tmp_path: Path) -> None:
+    """torch's own too, which its checkpoint writer and users call."""
+    values: list[Any] = [None, None]
+    dist.all_gather_object(values, {"rank": group.rank, "tensor": torch.full((2,), group.rank)})
+    assert [value["rank"] for value in values] == [0, 1] and values[1]["tensor"].tolist() == [1, 1]
+    assert group.share(("a", torch.float32) if group.main else None) == ("a", torch.float32)
+    box: list[Any] = [Command(tmp_path / "ran") if group.main else None]
+    with pytest.raises(NotPlain, match="a Command is not sent") if not group.main else contextlib.nullcontext():
+        dist.broadcast_object_list(box)  # nobody waits for what is not sent
+    with pytest.raises(NotPlain):
+        dist.all_gather_object([None, None], Command(tmp_path / "ran"))
