@@ -296,6 +296,7 @@ class Supervisor:
             self.nursery.close()
         if self._scratch is not None:
             self._scratch.remove()
+            self._scratch = None  # a follower is closed by its rendezvous, and again by its owner
         if self.job["mode"] in RECORDED:
             self._sweep()  # what could not be removed while the disk was read-only
 
