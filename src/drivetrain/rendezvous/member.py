@@ -186,6 +186,4 @@ def follow(
             if supervisor.stopped:
                 return ended
     finally:
-        if supervisor is not None:
-            supervisor.close()
         member.link.close()
