@@ -24,7 +24,7 @@ from drivetrain.hardware import (
     with_timeout,
 )
 from drivetrain.hardware import activity as activities
-from drivetrain.hardware.cards import of_product
+from drivetrain.hardware.cards import CARDS, capability_of, of_product
 from drivetrain.hardware.described import parse
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
@@ -108,7 +108,7 @@ def test_a_driver_that_never_answers_costs_the_timeout_only() -> None:
 @pytest.mark.parametrize(
     ("words", "count", "name", "gib", "nodes"),
     [
-        ("4xL4-24GB", 4, "L4", 23, 1),
+        ("4xL4-24GB", 4, "L4", 22, 1),
         ("8xH100-80GB", 8, "H100", 77, 1),
         ("2 nodes x 8xA100-40GB, 100Gb/s", 8, "A100", 38, 2),
         ("32 nodes x 8xH100-80GB", 8, "H100", 77, 32),
@@ -118,6 +118,17 @@ def test_a_driver_that_never_answers_costs_the_timeout_only() -> None:
         ("1x6GB", 1, "6 GB GPU", 6, 1),
         ("2xWonder-48GB", 2, "Wonder", 46, 1),
         ("cpu, 16 cores, 64GB RAM", 0, "", 0, 1),
+        ("CPU 64 cores", 0, "", 0, 1),
+        ("64 cores, 256GB RAM", 0, "", 0, 1),
+        ("16 x 8xH100", 8, "H100", 77, 16),
+        ("16x8xH100-80GB, 400Gb/s", 8, "H100", 77, 16),
+        ("8xA100-SXM4-80GB", 8, "A100", 77, 1),
+        ("4 x NVIDIA A100-PCIE-40GB", 4, "A100PCIe", 38, 1),
+        ("2x3090", 2, "RTX3090", 23, 1),
+        ("A6000-48GB", 1, "RTXA6000", 46, 1),
+        ("RTX 6000 Ada Generation", 1, "RTX6000Ada", 46, 1),
+        ("RTX6000-48GB", 1, "RTX6000Ada", 46, 1),
+        ("8xMI300X", 8, "MI300X", 184, 1),
     ],
 )
 def test_a_machine_in_words(words: str, count: int, name: str, gib: int, nodes: int) -> None:
@@ -131,7 +142,45 @@ def test_a_machine_in_words(words: str, count: int, name: str, gib: int, nodes: 
 def test_what_was_said_of_a_machine_counts() -> None:
     found = parse("2 nodes x 4xL4-24GB, 48 cores, 192GB RAM, 200 Gbps")
     assert (found.cpu_cores, found.memory_bytes, found.network_gbps) == (48, 192 * 2**30, 200.0)
-    assert parse("2 nodes x 4xL4-24GB").network_gbps > 0, "machines without a word on their network have a usual one"
+    assert parse("2 nodes x 4xL4-24GB").network_gbps == 0, "nothing was said of it, so it is assumed, and the plan says so"
+    assert parse("CPU 64 cores 128GB RAM").cpu_cores == 64 and parse("CPU 64 cores 128GB RAM").memory_bytes == 128 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("words", "gbps"),
+    [("100Gb/s", 100), ("100GB/s", 800), ("12.5GBps", 100), ("200 gbps", 200), ("100GbE", 100), ("1Tb/s", 1000), ("2 TB/s", 16000)],
+)
+def test_a_network_s_bits_are_told_from_its_bytes(words: str, gbps: float) -> None:
+    assert parse(f"2 nodes x 8xH100, {words}").network_gbps == gbps
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        ("RTX2060-6GB", (7, 5)), ("RTX2050-4GB", (8, 6)), ("GTX1660-6GB", (7, 5)), ("GTX1030-2GB", (6, 1)), ("RTX 3075-10GB", (0, 0)),
+        ("RTX3080 Laptop-16GB", (8, 6)), ("RTX4050-6GB", (8, 9)), ("RTX5050-8GB", (12, 0)), ("RTX PRO 4000 Blackwell-24GB", (12, 0)),
+        ("Tesla P6-16GB", (6, 1)), ("B300-288GB", (10, 3)), ("Quadro P2000-5GB", (6, 1)), ("A2000-6GB", (8, 6)), ("T1000-8GB", (7, 5)),
+        ("Wonder-48GB", (0, 0)), ("6GB", (0, 0)), ("TITAN X-12GB", (6, 1)), ("L2-24GB", (8, 9)), ("M40-24GB", (5, 2)), ("P100-16GB", (6, 0)),
+    ],
+)  # fmt: skip
+def test_the_compute_capability_comes_from_the_name_s_family(name: str, capability: tuple[int, int]) -> None:
+    found = parse(f"1x{name}")
+    assert found.gpus[0].compute_capability == capability
+    plan = choose(Plain().settings(), found, device="cuda", world_size=1, local_procs=1)
+    assert plan.precision == ("bf16" if capability >= (8, 0) else "fp16")
+    if capability == (0, 0):
+        assert "compute capability is unknown" in plan.reasons["precision"] and "unknown" in found.gpu_note
+
+
+def test_rates_of_the_table_agree_with_each_other() -> None:
+    """A slip of a digit would stand out: the families' rates have fixed ratios."""
+    for card in CARDS:
+        assert (card.bf16 > 0) == (card.compute_capability >= (8, 0)), card
+        assert card.fp16 == 0 or card.fp16 >= card.bf16 >= card.tf32 >= card.fp32 * (card.bf16 > 0) * (card.tf32 > 0), card
+        assert card.tf32 == 0 or 1.9 < card.bf16 / card.tf32 < 2.1, card
+        assert 1 < card.bandwidth / card.memory_gb < 100 and 5 <= card.processors <= 304, card
+        if card.compute_capability != (0, 0) and not card.name.startswith("MI"):
+            assert capability_of(card.name) == card.compute_capability, card
 
 
 @pytest.mark.parametrize(
@@ -144,6 +193,11 @@ def test_what_was_said_of_a_machine_counts() -> None:
         ("1xL4-0GB", "of what it has some"),
         ("cpu, 0 cores", "of what it has some"),
         ("0 nodes x 2xT4", "at least one machine"),
+        ("1000000000xH100", "1,000,000,000 GPUs in a machine are more than can be planned for"),
+        ("999999999 nodes x 8xH100", "999,999,999 machines are more than can be planned for"),
+        ("cpu, 9" + 5000 * "9" + " cores", "more than can be planned for"),
+        ("1xH100-" + 300 * "9" + "GB", "more than can be planned for"),
+        ("2xT4, 1" + 400 * "0" + "TB RAM", "more than can be planned for"),
         ("", "names no GPU"),
         ("4x", "names no GPU"),
     ],
@@ -227,10 +281,21 @@ def test_product_names_lead_to_cards() -> None:
         ("NVIDIA A10G", 22, "A10G", 24),
         ("NVIDIA GeForce RTX 4090", 24, "RTX4090", 24),
         ("NVIDIA RTX A6000", 48, "RTXA6000", 48),
+        ("NVIDIA A100 80GB PCIe", 80, "A100PCIe", 80),
+        ("Tesla V100-SXM2-32GB", 32, "V100", 32),
+        ("Tesla P100-PCIE-16GB", 16, "P100PCIe", 16),
+        ("NVIDIA GeForce RTX 2080 Ti", 11, "RTX2080Ti", 11),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", 16, "RTX4070TiSUPER", 16),
+        ("Quadro RTX 6000", 24, "RTX6000", 24),
+        ("NVIDIA RTX 6000 Ada Generation", 48, "RTX6000Ada", 48),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 96, "RTXPRO6000", 96),
+        ("AMD Instinct MI300X", 192, "MI300X", 192),
+        ("NVIDIA TITAN RTX", 24, "TITANRTX", 24),
     ):
         card = of_product(product, gib * 2**30)
         assert card is not None and (card.name, card.memory_gb) == (name, memory), product
     assert of_product("Quadro K620", 2 * 2**30) is None
+    assert of_product("NVIDIA GeForce RTX 4090 Laptop GPU", 16 * 2**30) is None, "which has other rates than the desktop's"
 
 
 def test_the_report_of_unequal_gpus_says_what_it_costs() -> None:

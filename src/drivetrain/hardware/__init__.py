@@ -21,7 +21,8 @@ from drivetrain.outcomes import Problem
 
 NVML_TIMEOUT = 5.0  # a wedged driver never answers; a healthy one does in milliseconds
 TORCH_TIMEOUT = 60.0  # it is imported first
-NETWORK = 25.0  # Gb/s between machines that do not say
+NETWORK = 25.0  # Gb/s that are assumed between machines where nothing was said of their network
+UNKNOWN_CAPABILITY = (0, 0)
 CGROUPS = "/sys/fs/cgroup"
 T = TypeVar("T")
 
@@ -32,6 +33,7 @@ class Gpu:
     name: str
     memory_bytes: int
     compute_capability: tuple[int, int]
+    """UNKNOWN_CAPABILITY where a card was described by a name that does not tell it."""
     uuid: str = ""
     free_bytes: int = 0
     power_limit_watts: float = 0.0
@@ -50,7 +52,7 @@ class Hardware:
     driver_cuda: tuple[int, int] = (0, 0)
     nodes: int = 1
     network_gbps: float = 0.0
-    """Between machines, where several were described."""
+    """Between machines; 0 where nothing was said of it."""
     described: str = ""
     """The words of a machine that is not here."""
 
@@ -73,6 +75,15 @@ def size(count: float) -> str:
 
 def gib(size: float) -> str:
     return f"{size / 2**30:.0f} GiB" if size >= 10 * 2**30 else f"{size / 2**30:.1f} GiB"
+
+
+def need_of_room(need: float, room: float, show: Callable[[float], str] = gib) -> str:
+    """ "13 GiB of 14 GiB", with as many digits as tell the two apart."""
+    texts = show(need), show(room)
+    for digits in (1, 2, 3):
+        if texts[0] == texts[1]:
+            texts = f"{need / 2**30:.{digits}f} GiB", f"{room / 2**30:.{digits}f} GiB"
+    return f"{texts[0]} of {texts[1]}"
 
 
 def detect() -> Hardware:

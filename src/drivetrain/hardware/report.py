@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from drivetrain.hardware import Hardware, gib, with_timeout
+from drivetrain.hardware import NETWORK, UNKNOWN_CAPABILITY, Hardware, gib, with_timeout
 from drivetrain.hardware.cards import of_product
 
 SLOW = ("nfs", "cifs", "smb", "fuse", "9p", "lustre", "ceph", "gpfs", "beegfs")
@@ -37,7 +37,8 @@ def text(hardware: Hardware, facts: dict[str, Any]) -> str:
     if hardware.described:
         rows.append(("described", hardware.described))
     if hardware.nodes > 1:
-        rows.append(("machines", f"{hardware.nodes}, {hardware.network_gbps:g} Gb/s between them"))
+        assumed = "" if hardware.network_gbps else ' (assumed; state it after a comma: ", 100Gb/s")'
+        rows.append(("machines", f"{hardware.nodes:,}, {hardware.network_gbps or NETWORK:g} Gb/s between them{assumed}"))
     each = " each" if hardware.nodes > 1 else ""
     rows.append(
         (
@@ -79,7 +80,8 @@ def _gpu_rows(hardware: Hardware, facts: dict[str, Any]) -> list[tuple[str, str]
         rates = (
             f", {card['bf16'] or card['fp16']:g} TFLOP/s {'bf16' if card['bf16'] else 'fp16'}, {card['bandwidth']:g} GB/s" if card else ""
         )
-        capability = ".".join(map(str, gpu.compute_capability))
+        known = gpu.compute_capability != UNKNOWN_CAPABILITY
+        capability = ".".join(map(str, gpu.compute_capability)) if known else "unknown"
         lines.append(f"{gpu.name}, {gib(gpu.memory_bytes)}{free}, compute capability {capability}{power}{kind}{rates}")
     for line in dict.fromkeys(lines):
         same = [i for i, other in enumerate(lines) if other == line]
