@@ -152,4 +152,4 @@ def test_a_model_that_cannot_be_traced_is_said_so() -> None:
     broken = "        raise RuntimeError('rubbish')"
     write_task("broken.py", ("        return F.cross_entropy(model(x), y)", broken))
     told = json.loads(good("plan", "broken.py", "--hardware", "1xL4-24GB", "--json", **CACHE))
-    assert "not predicted: RuntimeError: rubbish" in told["plan"]["reasons"]["predicted"]
+    assert "could not be traced: RuntimeError: rubbish" in told["plan"]["reasons"]["predicted"]

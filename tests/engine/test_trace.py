@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from multiprocessing import get_context
 from typing import Any
 
@@ -11,8 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from drivetrain.engine.standins import AsOnGpu
 from drivetrain.engine.survey import _beside, survey
+from drivetrain.engine.trace import Recorder, ShapesOnly
 from drivetrain.hardware.described import parse
 from drivetrain.plan.predict import CHANNEL, Machine, _seconds
 from drivetrain.task import Task, Tensors
@@ -124,3 +128,72 @@ def test_a_process_that_may_have_no_children_works_by_itself() -> None:
 
 def _pids() -> tuple[int, int]:
     return _beside(os.getpid)(), os.getpid()
+
+
+# --- every product is counted --------------------------------------------------------------------
+
+
+def products(work: Callable[[], object]) -> list[tuple[str, float]]:
+    """(kind, FLOPs) of the operations that multiply."""
+    recorder = Recorder([])
+    with ShapesOnly(allow_non_fake_inputs=True), AsOnGpu(None, recorder.note), recorder:
+        work()
+    return [(kind, flops) for kind, _, flops, *_ in recorder.operations if flops]
+
+
+def new(*shape: int) -> Tensor:
+    return torch.empty(*shape)
+
+
+def without_gradients() -> None:
+    with torch.inference_mode():
+        F.linear(new(4, 5), new(6, 5), new(6))
+
+
+@pytest.mark.parametrize(
+    ("work", "expected"),
+    [
+        (lambda: new(4, 6).addmm_(new(4, 5), new(5, 6)), ("gemm", 240)),
+        (lambda: torch.mm(new(4, 5), new(5, 6), out=new(4, 6)), ("gemm", 240)),
+        (lambda: new(3, 4, 6).baddbmm_(new(3, 4, 5), new(3, 5, 6)), ("gemm", 720)),
+        (lambda: torch.addbmm(new(4, 6), new(3, 4, 5), new(3, 5, 6)), ("gemm", 720)),
+        (lambda: torch.einsum("bik,bkj->bij", new(3, 4, 5), new(3, 5, 6)), ("gemm", 720)),
+        (lambda: torch.mv(new(4, 6), new(6)), ("gemm", 48)),
+        (lambda: torch.dot(new(6), new(6)), ("gemm", 12)),
+        (lambda: F.bilinear(new(3, 4), new(3, 5), new(6, 4, 5)), ("other", 720)),
+        (without_gradients, ("gemm", 240)),
+        (lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(new(1, 2, 8, 4), new(1, 2, 8, 4), new(1, 2, 8, 4)), ("attention", 2048)),
+    ],
+)  # fmt: skip
+def test_every_operator_that_multiplies_is_counted(work: Callable[[], object], expected: tuple[str, float]) -> None:
+    assert products(work) == [expected]
+
+
+def test_a_frozen_layer_costs_its_forward_and_its_input_s_gradient() -> None:
+    class Frozen(Task):
+        def model(self) -> nn.Module:
+            base = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 4))
+            base[1].requires_grad_(False)
+            return base
+
+        def train_data(self) -> Tensors:
+            return Tensors(torch.randn(16, 32), torch.zeros(16, dtype=torch.long))
+
+        def loss(self, model: nn.Module, batch: Any) -> Tensor:
+            x, y = batch
+            return F.cross_entropy(model(x), y)
+
+    found = survey(Frozen(), "bf16").plain
+    assert found is not None
+    flops = sum(w.times * (w.flops[0] + w.flops[1]) for w in found.work)
+    assert flops == 2 * (2 * 32 * 64 + 2 * 64 * 64 + 3 * 64 * 4)
+
+
+def test_a_copied_layer_shares_the_mode_of_its_tensors() -> None:
+    """nn.TransformerEncoder copies its layers; copies of the mode freed the storage of BatchNorm's counter once each."""
+    mode = ShapesOnly(allow_non_fake_inputs=True)
+    with mode:
+        counter = nn.BatchNorm1d(4).num_batches_tracked
+        layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2)
+    assert isinstance(counter, FakeTensor) and counter.fake_mode is mode
+    assert all(isinstance(p, FakeTensor) and p.fake_mode is mode for p in layers.parameters())

@@ -423,6 +423,7 @@ def test_a_7b_shape_is_planned_and_explained(place: Path, machine: str, precisio
     assert (plan["precision"], plan["world_size"]) == (precision, int(machine[0]))
     assert plan["activation_checkpointing"] is again or plan["strategy"] == "fsdp"
     assert sum(plan["predicted"]["memory_bytes"].values()) < float(machine[-4:-2]) * 1e9
-    assert 12.5e9 < plan["predicted"]["memory_bytes"]["parameters"] * (plan["world_size"] if plan["zero_stage"] == 3 else 1) < 15e9
+    whole = plan["predicted"]["memory_bytes"]["parameters"] * (plan["world_size"] if plan["zero_stage"] == 3 else 1)
+    assert 12.5e9 < whole < 17e9, "beside the parts of some blocks that are gathered at once"
     assert {"strategy", "micro_batch", "precision", "activation_checkpointing"} <= {*plan["reasons"]}
     assert any("needs" in lost["why"] for lost in plan["rejected"]) == (machine == "2xT4-16GB")

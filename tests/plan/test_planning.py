@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ import pytest
 
 from drivetrain.cli import planning
 from drivetrain.hardware import detect
+from drivetrain.hardware.described import parse
+from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
 from drivetrain.recipe import load
 from drivetrain.watch.screen import Screen
@@ -73,3 +77,50 @@ def test_looking_and_measuring_share_one_budget(monkeypatch: pytest.MonkeyPatch)
     plan, seconds = planned(10**8)
     whole = 0.05 * 10**8 * plan.predicted["step_seconds"]
     assert asked[0] is not None and whole - seconds <= asked[0] < whole - 0.5 * seconds, (asked, whole, seconds)
+
+
+def test_a_training_on_a_cpu_plans_as_plan_says() -> None:
+    [recipe] = load("small.py", ["global_batch=16"])
+    place = planning.Place(detect(), "cpu", 1, 1, 1)
+    unseen = planning.plan_for(recipe, place, Screen(quiet=True), measure=None, look=False)
+    looked = planning.plan_for(recipe, place, Screen(quiet=True))
+    again = planning.plan_for(recipe, place, Screen(quiet=True), measure=None, look=False)
+    assert not unseen.predicted and looked.predicted == again.predicted != {}
+    assert (
+        (16, 1)
+        == (unseen.micro_batch, unseen.accumulation)
+        == (looked.micro_batch, looked.accumulation)
+        == (again.micro_batch, again.accumulation)
+    )
+
+
+DIES = ("return F.cross_entropy(model(x), y)", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+
+
+def test_a_crash_of_the_look_at_a_task_leaves_a_plan_by_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "REAL_LIMIT", 0)  # one crash suffices here
+    write_task(change=DIES)
+    [recipe] = load("small.py", [])
+    place = planning.Place(parse("1xT4"), "cuda", 1, 1, 1)
+    plan = planning.plan_for(recipe, place, Screen(quiet=True))
+    assert "could not be traced: the process that looked at it died of SIGSEGV; bounded by its sizes" in plan.reasons["predicted"]
+    assert "its state alone needs" in plan.reasons["strategy"] and not plan.predicted
+
+
+class _Busy:
+    """A child of which only its process matters."""
+
+    def __init__(self, code: str) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", code])
+
+    wait, stop, work_seconds = planning._Child.wait, planning._Child.stop, planning._Child.work_seconds
+
+
+def test_work_and_not_the_clock_tells_that_a_task_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "WORK_LIMIT", 0.5)
+    with pytest.raises(Problem, match=r"longer than .* s to look at: --planner off"):
+        planning._ended(_Busy("while True: pass"), None)  # type: ignore[arg-type]
+    assert planning._ended(_Busy("import time; time.sleep(1.5)"), None), "waiting for a busy machine is no work"  # type: ignore[arg-type]
+    monkeypatch.setattr(planning, "WALL_LIMIT", 1.0)
+    with pytest.raises(Problem, match="to look at"):
+        planning._ended(_Busy("import time; time.sleep(60)"), None)  # type: ignore[arg-type]

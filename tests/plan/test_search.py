@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from drivetrain.hardware import need_of_room
+from drivetrain.hardware.described import parse
 from drivetrain.outcomes import Problem
+from drivetrain.plan import Plan
+from drivetrain.plan.choose import choose
 from drivetrain.plan.fit import Fit, Point, next_to_measure, worth_measuring
-from drivetrain.plan.predict import Candidate, memory
-from drivetrain.plan.profile import staging
+from drivetrain.plan.predict import Candidate, Machine, _seconds, memory
+from drivetrain.plan.profile import Profile, Work, staging
+from drivetrain.plan.search import Search
+from drivetrain.task import Task
 from tests.plan.golden import FILE, MACHINES, TASKS, plan, profile, text
 
-IN_BF16 = [words for words in MACHINES if "T4" not in words and "cpu" not in words]
+IN_BF16 = [words for words in MACHINES if not any(part in words for part in ("T4", "cpu", "x6GB"))]
 
 
 @pytest.mark.system  # it looks at models in three number formats, which takes a minute
@@ -51,12 +58,12 @@ def test_the_host_s_memory_is_the_last_resort() -> None:
 def test_deepspeed_is_taken_where_only_its_offload_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host has room for the optimizer's state and not for all, the GPU for parameters and gradients."""
     monkeypatch.setattr("drivetrain.plan.choose.find_spec", lambda name: True)
-    made = plan("1.7B", "1x29GB, 30GB RAM")
+    made = plan("1.7B", "1xRTX5090-29GB, 30GB RAM")
     assert (made.strategy, made.zero_stage, made.offload) == ("deepspeed", 2, "optimizer")
     assert "single does not fit" in made.reasons["strategy"]
     monkeypatch.setattr("drivetrain.plan.choose.find_spec", lambda name: None)
     with pytest.raises(Problem, match=r"24 GiB of the host's memory can be used.\nWays out: \(1\) 32 GiB of RAM .*\(2\) a GPU with 3\d GB"):
-        plan("1.7B", "1x29GB, 30GB RAM")
+        plan("1.7B", "1xRTX5090-29GB, 30GB RAM")
 
 
 def test_a_pin_is_kept_and_the_rest_follows() -> None:
@@ -67,7 +74,7 @@ def test_a_pin_is_kept_and_the_rest_follows() -> None:
 
 def test_a_model_that_fits_nowhere_names_the_memory_and_three_ways() -> None:
     with pytest.raises(Problem, match=r"fits nowhere: .* needs \d+ GiB, each .* has .*\nWays out: \(1\) a GPU with \d+ GB .*\(2\).*\(3\)"):
-        plan("1.7B", "1x6GB", offload="none")
+        plan("1.7B", "1xRTX3050-6GB", offload="none")
 
 
 def test_a_pinned_micro_batch_that_does_not_fit_is_named() -> None:
@@ -78,8 +85,6 @@ def test_a_pinned_micro_batch_that_does_not_fit_is_named() -> None:
 @pytest.mark.parametrize("words", ["8xH100-80GB", "1xL4-24GB"])
 def test_several_machines_that_do_not_tell_of_their_network_can_be_planned(words: str) -> None:
     """As those can not that `train --nodes 2` runs on: only this one is looked at."""
-    from drivetrain.hardware.described import parse
-    from drivetrain.plan.choose import choose
 
     here = parse(words)
     procs = len(here.gpus)
@@ -96,9 +101,6 @@ def test_a_strategy_that_is_not_installed_names_the_extra(monkeypatch: pytest.Mo
 
 
 def test_more_processes_than_samples_is_refused() -> None:
-    from drivetrain.hardware.described import parse
-    from drivetrain.plan.choose import choose
-    from drivetrain.task import Task
 
     with pytest.raises(Problem, match="global_batch=64 is less than one sample for each of 256 processes"):
         choose(Task().settings(), parse("32 nodes x 8xH100-80GB"), device="cuda", world_size=256, local_procs=8, nodes=32)
@@ -151,3 +153,91 @@ def test_what_lies_between_is_measured_where_it_is_far_or_the_prediction_fails_t
     assert measured({s: 1.3 * t for s, t in predicted.items()}) == [8, 32, 128, 16, 64]
     assert measured({s: (1.4 if s < 10 else 1.0) * t for s, t in predicted.items()}) == [8, 32, 128, 16, 12, 64]
     assert next_to_measure([Point(8, True, 0, 0.1), Point(32, False)], [8, 32, 128], predicted) is None
+
+
+# --- plans that can be ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [*IN_BF16, "1xRTX3090-24GB"])
+@pytest.mark.parametrize("name", TASKS)
+def test_no_plan_exceeds_the_card_s_rates(name: str, words: str) -> None:
+    made, known = plan(name, words), profile(name, "bf16")
+    machine = Machine.of(parse(words), "cuda", made.world_size // made.nodes)
+    done = known.checkpointed if made.activation_checkpointing else known.plain
+    assert done is not None
+    share = made.micro_batch * made.accumulation
+    seconds = made.predicted["seconds_by_part"]["work"]
+    for figure, rate in (("flops", 1e12 * machine.card.bf16), ("bytes", 1e9 * machine.card.bandwidth)):
+        total = sum(w.times * (made.accumulation * getattr(w, figure)[0] + share * getattr(w, figure)[1]) for w in done.work)
+        assert total / seconds <= rate, figure
+
+
+def test_an_operation_takes_at_least_its_flops_at_the_card_s_rate() -> None:
+    """Whatever kind it was taken for."""
+    machine = Machine.of(parse("1xRTX3090-24GB"), "cuda", 1)
+    for kind in ("gemm", "conv", "grouped", "attention", "recurrent", "other", "scattered", "summed", "embedding"):
+        work = Work(1, kind, "bfloat16", (71e12, 0.0), (1.0, 0.0), (1e9, 0.0), (64.0, 0.0))
+        assert _seconds(work, 1, machine, "bf16") >= 1.0, kind
+
+
+def untraced(parameters: int) -> Profile:
+    sizes = {"parameters": parameters, "trained": parameters, "parameter_bytes": 4 * parameters, "trained_bytes": 4 * parameters}
+    return Profile.of_sizes(sizes | {"optimizer_bytes": 8 * parameters, "precision": "fp16"}, "it looks at values")
+
+
+def planned(parameters: int, words: str) -> Plan:
+    here = parse(words)
+    return choose(Task().settings(), here, device="cuda", world_size=1, local_procs=1, profile=untraced(parameters))
+
+
+def test_what_cannot_be_traced_is_bounded_by_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drivetrain.plan.choose.find_spec", lambda name: None)
+    made = planned(922_000_000, "1xT4-16GB")
+    assert made.offload == "all", "parameters, gradients and optimizer state are 13.7 GiB"
+    assert "single does not fit (its state alone needs 14 GiB of 13 GiB)" in made.reasons["strategy"]
+    assert planned(922_000_000, "1xL4-24GB").strategy == "single"
+    with pytest.raises(
+        Problem, match=r"fits nowhere: the state alone of .* needs 14 GiB, 6.4 GiB of the host's.*\nWays out: .*a GPU with 17 GB"
+    ):
+        planned(922_000_000, "1xT4-16GB, 8GB RAM")
+
+
+def test_a_cpu_takes_its_share_at_once_if_it_fits() -> None:
+    """As a training there does without a look at the task."""
+    words = "cpu, 16 cores, 64GB RAM"
+    settings = TASKS["cnn"][0](global_batch=1024).settings()
+    for procs in (1, 2):
+        where: dict[str, Any] = {"device": "cpu", "world_size": procs, "local_procs": procs}
+        looked = choose(settings, parse(words), **where, profile=profile("cnn", "bf16"))
+        unseen = choose(settings, parse(words), **where)
+        assert (looked.micro_batch, looked.accumulation, looked.strategy) == (unseen.micro_batch, 1, unseen.strategy)
+    small = parse("cpu, 16 cores, 0.2GB RAM")
+    less = choose(settings, small, device="cpu", world_size=1, local_procs=1, profile=profile("cnn", "bf16"))
+    assert less.micro_batch < 1024
+
+
+def test_a_faster_way_that_is_not_worth_its_labour_says_by_how_much() -> None:
+    search = Search(profile("135M", "bf16"), Machine.of(parse("8xH100-80GB"), "cuda", 8), 512, 8, 1)
+    best = search.rate(Candidate("ddp", 8, 8, 8), 8)
+    sharded = Candidate("fsdp", 8, 8, 8, zero_stage=2)
+    for faster, words in ((1.19, "19 % faster, less than the 25 % from which"), (1.0, "as fast, and more laborious"), (0.8, "20 % slower")):
+        found = replace(best, candidate=sharded, seconds={"work": best.step / faster})
+        assert search._lost(sharded, found, best)["why"].startswith(words)
+
+
+def test_need_and_room_are_told_apart() -> None:
+    gib = 2**30
+    assert need_of_room(13 * gib, 14.2 * gib) == "13 GiB of 14 GiB"
+    assert need_of_room(13.94 * gib, 14.04 * gib) == "13.9 GiB of 14.0 GiB"
+    assert need_of_room(14.041 * gib, 14.038 * gib) == "14.041 GiB of 14.038 GiB"
+
+
+def test_an_assumed_network_is_said_with_how_to_state_it() -> None:
+    made = plan("135M", "2 nodes x 8xA100-40GB")
+    assert '25 Gb/s between machines are assumed; state their network after a comma: --hardware "2 nodes x 8x' in made.reasons["network"]
+    assert "network" not in plan("135M", "2 nodes x 8xA100-40GB, 100Gb/s").reasons
+
+
+def test_a_model_without_convolutions_hears_nothing_of_them() -> None:
+    assert plan("135M", "1xL4-24GB").reasons["channels_last"] == "the model has no nn.Conv2d"
+    assert "convolutions" in plan("cnn", "1xL4-24GB").reasons["channels_last"]

@@ -13,7 +13,7 @@ from drivetrain import __version__, hardware, rendezvous, runs
 from drivetrain import recipe as recipes
 from drivetrain.cli import ending, planning
 from drivetrain.cli.opening import Opened, check_changes, discard, go_on, held, named_run, open_run
-from drivetrain.hardware import Hardware, size
+from drivetrain.hardware import Hardware, need_of_room, size
 from drivetrain.names import check_folder, check_name
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
@@ -139,11 +139,12 @@ def make_plan(
         recipe = replace(recipe, settings=recipe.settings | {"precision": old.precision})  # fixed from the start on
     if request.saved is not None:
         return _saved_plan(request.saved, machine, place, nodes)
-    # Without a GPU there is nothing to choose: a process takes its share at once.
-    planner = "off" if request.planner == "auto" and machine.device != "cuda" else request.planner
+    planner = request.planner
     if planner == "table" and before is not None:
         planner = "off"  # the table would set another global batch, and a run keeps its own
-    return planning.plan_for(recipe, _where(machine, place, nodes), screen or Screen(quiet=True), planner, measure=None)
+    # Without a GPU a process takes its share at once, unless it is known that this does not fit: a look would cost more than it gains.
+    look = machine.device == "cuda"
+    return planning.plan_for(recipe, _where(machine, place, nodes), screen or Screen(quiet=True), planner, measure=None, look=look)
 
 
 def _where(machine: Machine, place: Place, nodes: int) -> planning.Place:
@@ -293,7 +294,7 @@ def header(recipe: Recipe, machine: Machine, plan: Plan, screen: Screen, why: st
         need, room = sum(figures["memory_bytes"].values()), figures["usable_bytes"]
         how = "measured" if plan.measured else "predicted"
         screen.line(
-            "", f"memory {size(need)} of {size(room)}, {figures['step_seconds'] * 1e3:,.1f} ms a step {how} (drivetrain plan tells why)"
+            "", f"memory {need_of_room(need, room, size)}, {figures['step_seconds'] * 1e3:,.1f} ms a step {how} (drivetrain plan tells why)"
         )
     for notice in (*recipe.notices, why):
         if notice:

@@ -61,10 +61,8 @@ def _plan(recipe: Any, args: Namespace, screen: Any) -> dict[str, Any]:
     if args.hardware is None and recipe.settings["start"] is not None:
         launch.check_start(recipe.settings["start"])
     plan = planning.plan_for(recipe, place, screen, args.planner, measure=args.measure, fresh=args.fresh)
-    samples = None
-    if args.planner != "off":
-        profile = planning.profile_of(recipe, plan, screen)
-        samples = profile.samples if profile is not None else None
+    profile = planning.profile_of(recipe, plan, screen) if plan.predicted else None
+    samples = profile.samples if profile is not None else None
     total = _total(recipe, plan, samples, args.price, place.world_size)
     told = {"format": 1, "task": recipe.task.label, "hardware": place.hardware.to_json(), "plan": plan.to_json(), "total": total}
     other = planning.plan_for(recipe, place, screen, "table") if args.compare else None
@@ -75,7 +73,7 @@ def _plan(recipe: Any, args: Namespace, screen: Any) -> dict[str, Any]:
         show(f"drivetrain {__version__}   {recipe.task.label}   {place.hardware.sentence()}\n")
         _show(plan, total, place)
         if other is not None:
-            _compare(recipe, plan, other, place, planning.profile_of(recipe, plan, screen))
+            _compare(recipe, plan, other, place, profile)
     return told
 
 
@@ -126,7 +124,7 @@ def _total(recipe: Any, plan: Any, samples: int | None, price: float | None, wor
 
 def _show(plan: Any, total: dict[str, Any], place: Any) -> None:
     from drivetrain.cli.planning import parts_text
-    from drivetrain.hardware import gib, size
+    from drivetrain.hardware import need_of_room, size
     from drivetrain.plan.search import rate_text
 
     _line("plan", plan.sentence())
@@ -135,8 +133,8 @@ def _show(plan: Any, total: dict[str, Any], place: Any) -> None:
         how = "measured" if plan.measured else "predicted"
         need = sum(figures["memory_bytes"].values())
         scale, unit = (2**30, "GiB") if need >= 2**30 else (2**20, "MiB")
-        shown = size(need)
-        _line("memory", f"{shown} of {gib(figures['usable_bytes'])} {how}: {parts_text(figures['memory_bytes'], scale, 1)} {unit}")
+        room = need_of_room(need, figures["usable_bytes"], size)
+        _line("memory", f"{room} {how}: {parts_text(figures['memory_bytes'], scale, 1)} {unit}")
         parts = parts_text(figures["seconds_by_part"], 1e-3, 2)
         _line("time", f"{figures['step_seconds'] * 1e3:,.1f} ms a step {how} ({parts} ms), {rate_text(figures['samples_per_second'])}")
     if total:
@@ -144,8 +142,9 @@ def _show(plan: Any, total: dict[str, Any], place: Any) -> None:
         _line("run", f"{total['steps']:,} steps over {total['samples']:,} samples: {_duration(total['seconds'])}{cost}")
     if place.hardware.gpus and place.hardware.gpu_note:
         _line("note", place.hardware.gpu_note)
-    if "predicted" in plan.reasons:
-        _line("note", f"{plan.reasons['predicted']}; --measure on the machine itself tells")
+    for key in ("predicted", "network"):
+        if key in plan.reasons:
+            _line("note", plan.reasons[key])
     show()
     values = plan.to_json()
     for name in SHOWN:

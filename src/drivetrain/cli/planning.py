@@ -27,7 +27,7 @@ from drivetrain.plan.choose import choose
 from drivetrain.plan.environment import allowed_variables
 from drivetrain.plan.fit import Point, worth_measuring
 from drivetrain.plan.predict import Machine, step_seconds
-from drivetrain.plan.profile import FORMAT, Profile
+from drivetrain.plan.profile import FORMAT, REAL_LIMIT, Profile
 from drivetrain.plan.search import Search
 from drivetrain.plan.table import table
 from drivetrain.recipe import MAY_CHANGE, Recipe
@@ -35,7 +35,8 @@ from drivetrain.watch.screen import Screen
 
 SHARE, LEAST = 0.05, 3.0  # of a run's time, and seconds, that planning at `train` may take
 PROBES = 15.0  # seconds that measuring takes at the least: a process with CUDA, and the task's data
-SURVEY_LIMIT = 300.0  # seconds after which a task's own code is taken to hang
+# Seconds after which a task's own code is taken to hang: that one thread of it has worked (on a busy machine these take their time),
+WORK_LIMIT, WALL_LIMIT = 300.0, 3600.0  # and that it has been waited for at the most.
 # Settings that change neither shapes nor work.
 ALIKE = {*MAY_CHANGE, "seed", "learning_rate", "weight_decay", "clip", "warmup", "decay", "start", "global_batch", "deterministic"}
 
@@ -56,38 +57,44 @@ class Place:
 
 
 def plan_for(
-    recipe: Recipe, place: Place, screen: Screen, planner: Planner = "auto", measure: bool | None = False, fresh: bool = False
-) -> Plan:
-    """The plan; `measure` None measures where the run is long enough for it."""
+    recipe: Recipe, place: Place, screen: Screen, planner: Planner = "auto", measure: bool | None = False, fresh: bool = False,
+    look: bool = True,
+) -> Plan:  # fmt: skip
+    """The plan; `measure` None measures where the run is long enough for it. Without `look`, what is remembered of the task counts, and
+    no process looks at it."""
     # The user's own values win, reach every worker, and are recorded; a launcher sets its own for its workers.
     own = {} if place.hardware.described or "RANK" in os.environ else allowed_variables(os.environ)
     threads = own.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads) > 0 and "threads" not in recipe.pins:
         recipe = replace(recipe, pins=recipe.pins | {"threads": int(threads)})
-    plan = _plan(recipe, place, screen, planner, measure, fresh)
+    plan = _plan(recipe, place, screen, planner, measure, fresh, look)
     hidden = ("PYTORCH_CUDA_ALLOC_CONF",) if "PYTORCH_ALLOC_CONF" in own else ()  # two names of one thing
     return replace(plan, env={k: v for k, v in plan.env.items() if k not in hidden} | own)
 
 
-def _plan(recipe: Recipe, place: Place, screen: Screen, planner: Planner, measure: bool | None, fresh: bool) -> Plan:
+def _plan(recipe: Recipe, place: Place, screen: Screen, planner: Planner, measure: bool | None, fresh: bool, look: bool) -> Plan:
     where: dict[str, Any] = {
         "device": place.device, "world_size": place.world_size, "local_procs": place.local_procs, "nodes": place.nodes, "pins": recipe.pins,
     }  # fmt: skip
     if planner == "table":
         return table(recipe.settings, place.hardware, **where, deepspeed_installed=find_spec("deepspeed") is not None)
     plain = choose(recipe.settings, place.hardware, **where)
-    if planner == "off":
+    if planner == "off" or (not look and not _profile_memory(recipe, plain).known):
         return plain
     begun = time.monotonic()
     machine = Machine.of(place.hardware, place.device, place.local_procs)
     hurry = Hurry(recipe, machine, place.world_size) if measure is None else None
     profile = profile_of(recipe, plain, screen, fresh, hurry)
-    if profile is None or profile.plain is None:
-        why = "not predicted: " + ("that would take longer than it gains; the next plan knows" if profile is None else profile.traced)
-        return replace(plain, reasons=plain.reasons | {"predicted": why})
+    if profile is None or not profile.parameters:
+        why = "that would take longer than it gains; the next plan knows" if profile is None else profile.traced
+        return replace(plain, reasons=plain.reasons | {"predicted": f"not predicted: {why}"})
+    if profile.plain is None:
+        bounded = choose(recipe.settings, place.hardware, **where, profile=profile)
+        why = f"could not be traced: {profile.traced}; bounded by its sizes: activations come on top of the parameters, gradients and optimizer state that were counted"
+        return replace(bounded, reasons=bounded.reasons | {"predicted": why})
     known = remembered(recipe, plain, place, fresh)
     plan = choose(recipe.settings, place.hardware, **where, profile=profile, points=known.points)
-    if measure is False or plan.strategy not in ("single", "ddp"):
+    if measure is False or not look or plan.strategy not in ("single", "ddp"):
         return plan
     limit = None if measure else SHARE * total_seconds(recipe, profile, plan) - (time.monotonic() - begun)
     if known.as_good_as(limit) or (limit is not None and limit < PROBES):
@@ -110,23 +117,44 @@ def total_seconds(recipe: Recipe, profile: Profile, plan: Plan) -> float:
 def profile_of(recipe: Recipe, plan: Plan, screen: Screen, fresh: bool = False, hurry: Hurry | None = None) -> Profile | None:
     """What the task asks of any machine: remembered, or found by a child process. In a hurry None, if that takes too
     long; the child then goes on beside the training, and the next plan finds what it found."""
-    memory = _Remembered("profile", recipe, {"precision": plan.precision, "format": FORMAT})
+    memory = _profile_memory(recipe, plan)
     known = None if fresh else memory.read()
-    if known is None:
-        screen.busy("looking at the task's memory and work ...")
-        child = _Child({"mode": "survey", "plan": plan.to_json()}, recipe, {"CUDA_VISIBLE_DEVICES": ""})  # shapes suffice
-        begun = time.monotonic()
-        while not child.wait(0.05):
-            waited = time.monotonic() - begun
-            if waited > SURVEY_LIMIT:
-                child.stop()
-                raise Problem(f"the task's model, data or loss took longer than {waited:.0f} s to look at: --planner off leaves it out")
-            if hurry is not None and waited > LEAST and waited > hurry.patience(child.first()):
-                child.leave_to(memory.write)
-                return None
-        known = child.found()
-        memory.write(known)
-    return Profile.from_json(known)
+    if known is not None:
+        return Profile.from_json(known)
+    screen.busy("looking at the task's memory and work ...")
+    sizes: dict[str, Any] = {}
+    crash = ""
+    for with_values in (False, True):
+        job = {"mode": "survey", "plan": plan.to_json(), "with_values": with_values}
+        child = _Child(job, recipe, {"CUDA_VISIBLE_DEVICES": ""})  # shapes suffice
+        if not _ended(child, hurry):
+            child.leave_to(memory.write)
+            return None
+        sizes = child.first() or sizes
+        if (known := child.found()) is not None:
+            memory.write(known)
+            return Profile.from_json(known)
+        crash = crash or f"the process that looked at it {child.death()}"
+        if child.was_killed or sizes.get("parameters", 0) > REAL_LIMIT:
+            break
+    return Profile.of_sizes(sizes, crash)
+
+
+def _profile_memory(recipe: Recipe, plan: Plan) -> _Remembered:
+    return _Remembered("profile", recipe, {"precision": plan.precision, "format": FORMAT})
+
+
+def _ended(child: _Child, hurry: Hurry | None) -> bool:
+    """Wait for a child to end; False, in a hurry, if that takes too long."""
+    begun = time.monotonic()
+    while not child.wait(0.05):
+        waited = time.monotonic() - begun
+        if waited > WALL_LIMIT or (waited > WORK_LIMIT and child.work_seconds() > WORK_LIMIT):
+            child.stop()
+            raise Problem(f"the task's model, data or loss took longer than {waited:.0f} s to look at: --planner off leaves it out")
+        if hurry is not None and waited > LEAST and waited > hurry.patience(child.first()):
+            return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -143,7 +171,7 @@ class Hurry:
         if first is None:
             return LEAST
         if first["parameter_bytes"] + first["trained_bytes"] + first["optimizer_bytes"] > 0.5 * self.machine.usable_bytes:
-            return SURVEY_LIMIT
+            return WALL_LIMIT
         steps = total_steps(self.recipe, first["samples"], self.recipe.settings["global_batch"])
         flops = 6.0 * first["trained"] * steps * self.recipe.settings["global_batch"] / self.world_size
         return float(SHARE * flops / (0.5e12 * max(self.machine.card.fp32, self.machine.card.bf16)))
@@ -182,7 +210,10 @@ def measured(
     ended = child.wait(limit)
     if not ended:
         child.stop()
-    found = child.found() or []
+    found = child.found()
+    if ended and found is None:
+        screen.notice(f"nothing was measured: the process that took steps {child.death()}")
+    found = found or []
     _points_memory(recipe, plan, place.hardware).write({"points": found, "limit": None if ended else limit})
     return [Point(**p) for p in found]
 
@@ -197,6 +228,7 @@ class _Child:
 
     def __init__(self, job: dict[str, Any], recipe: Recipe, environment: dict[str, str]) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="drivetrain-")
+        self._last_words = ""
         base = Path(self.folder.name)
         file, self.out, self.log = base / "job.json", base / "found.json", base / "log"
         common = {"task": asdict(recipe.task), "settings": recipe.settings, "folder": os.getcwd(), "run": str(base)}
@@ -224,13 +256,33 @@ class _Child:
             return json.loads(self.out.with_name("first.json").read_text())  # type: ignore[no-any-return]
         return None
 
+    def work_seconds(self) -> float:
+        """CPU seconds of its busiest thread: those that its work has taken, however busy the machine is."""
+        import psutil
+
+        with contextlib.suppress(psutil.Error, OSError):
+            process = psutil.Process(self.process.pid)
+            threads = [t for p in (process, *process.children(recursive=True)) for t in p.threads()]
+            return float(max((t.user_time + t.system_time for t in threads), default=0.0))
+        return 0.0
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether someone else ended it, as the system does where memory runs out."""
+        return self.process.returncode == -signal.SIGKILL
+
+    def death(self) -> str:
+        """How it ended without an answer."""
+        code = self.process.returncode
+        if code < 0:
+            return f"died of {signal.Signals(-code).name}"
+        return f"exited with code {code}" + (f" ({self._last_words})" if self._last_words else "")
+
     def found(self) -> Any:
-        """What it found; None where it was stopped before it found anything."""
+        """What it found; None where it ended before it found anything."""
         if not self.out.is_file():
-            said = self.log.read_text(errors="replace").strip().splitlines()
+            self._last_words = next(reversed(self.log.read_text(errors="replace").strip().splitlines()), "")[:200]
             self.folder.cleanup()
-            if said and self.process.returncode != -signal.SIGKILL:
-                raise Problem(f"the task could not be looked at: {said[-1]}", Outcome.USER_ERROR)
             return None
         told = json.loads(self.out.read_text())
         self.folder.cleanup()
@@ -243,8 +295,9 @@ class _Child:
 
         def wait() -> None:
             with contextlib.suppress(Problem, OSError):  # the training will say what is wrong
-                self.wait(SURVEY_LIMIT)
-                write(self.found())
+                self.wait(WALL_LIMIT)
+                if (found := self.found()) is not None:
+                    write(found)
 
         threading.Thread(target=wait, daemon=True).start()
 
@@ -258,6 +311,10 @@ class _Remembered:
         key = hashlib.sha256(json.dumps(words, sort_keys=True, default=str).encode()).hexdigest()[:24]
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         self.path = Path(base) / "drivetrain" / "plans" / f"{kind}-{key}.json"
+
+    @property
+    def known(self) -> bool:
+        return self.path.is_file()
 
     def read(self) -> Any:
         with contextlib.suppress(OSError, ValueError):

@@ -38,7 +38,7 @@ def _look(job: dict[str, Any], out: Path) -> None:
         from drivetrain.engine.survey import survey
 
         first = partial(_write, out.with_name("first.json"))
-        _write(out, {"outcome": Outcome.OK, "found": survey(task, job["plan"]["precision"], first).to_json()})
+        _write(out, {"outcome": Outcome.OK, "found": survey(task, job["plan"]["precision"], first, job["with_values"]).to_json()})
         return
     import torch
 

@@ -24,9 +24,9 @@ from drivetrain.engine.losses import read_loss
 from drivetrain.engine.optim import make_optimizer
 from drivetrain.engine.precision import Precision
 from drivetrain.engine.state import odd_form
-from drivetrain.engine.trace import trace, trace_evaluation, without_values
+from drivetrain.engine.trace import ShapesOnly, trace, trace_evaluation, without_values
 from drivetrain.outcomes import Problem
-from drivetrain.plan.profile import Profile
+from drivetrain.plan.profile import REAL_LIMIT, Profile
 from drivetrain.runs import die_with_parent
 from drivetrain.task import Source, Task, Tensors, overrides
 
@@ -34,20 +34,22 @@ T = TypeVar("T")
 
 SIZES = (8, 16)  # samples of the two traced micro-batches
 REAL_SIZES = (1, 2)  # where values are needed, so that the work is really done
-REAL_LIMIT = 200_000_000  # parameters of a model that is really run
 
 
-def survey(task: Task, precision: str, early: Callable[[dict[str, Any]], None] = lambda facts: None) -> Profile:
+def survey(task: Task, precision: str, early: Callable[[dict[str, Any]], None] = lambda facts: None, with_values: bool = False) -> Profile:
     """The profile of a task in one precision; where its passes cannot be traced, `traced` says why. What is known of the
-    model before they are goes to `early`."""
+    model before they are goes to `early`. `with_values` uses real tensors alone, as a process may have crashed without them."""
     task.precision = precision  # type: ignore[assignment]
     data = task.train_data()
     if not isinstance(data, Source):
         check_data(data, "train_data()")
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    model = _model(task, mode)
-    with mode:
-        optimizer_bytes = _optimizer_bytes(task, model)
+    mode = ShapesOnly(allow_non_fake_inputs=True)
+    model = _made(task) if with_values else _model(task, mode)
+    if with_values:
+        optimizer_bytes = _adamw_bytes(model)
+    else:
+        with mode:
+            optimizer_bytes = _optimizer_bytes(task, model)
     facts = _facts(task, model, data) | {"optimizer_bytes": optimizer_bytes, "precision": precision}
     early(facts)
     if isinstance(data, Source):
@@ -57,7 +59,10 @@ def survey(task: Task, precision: str, early: Callable[[dict[str, Any]], None] =
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     why = ""
     for kind, sizes in (("fake", SIZES), ("real", REAL_SIZES)):
+        if kind == "fake" and with_values:
+            continue
         if kind == "real" and facts["parameters"] > REAL_LIMIT:
+            why = why or "its pass without values crashed"
             break
         try:
             made = model if kind == "fake" else task.model()
@@ -80,10 +85,15 @@ def _model(task: Task, mode: FakeTensorMode) -> nn.Module:
         raise
     except Exception:  # it reads weights from a file, or looks at values
         pass
+    model = _made(task)
+    without_values(model, mode)
+    return model
+
+
+def _made(task: Task) -> nn.Module:
     model = task.model()
     if not isinstance(model, nn.Module):
         raise Problem(f"model() gave a {type(model).__name__}: return an nn.Module")
-    without_values(model, mode)
     return model
 
 
@@ -124,11 +134,16 @@ def _optimizer_bytes(task: Task, model: nn.Module) -> int:
         return sum(v.nbytes for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim())
     except Problem:
         raise
-    except Exception:  # an optimizer that looks at values: count as AdamW, the largest of the usual ones
-        return sum(2 * p.nbytes for p in trained)
+    except Exception:  # an optimizer that looks at values
+        return _adamw_bytes(model)
     finally:
         for parameter in trained:
             parameter.grad = None
+
+
+def _adamw_bytes(model: nn.Module) -> int:
+    """What AdamW keeps, the largest of the usual optimizers."""
+    return sum(2 * p.nbytes for p in model.parameters() if p.requires_grad)
 
 
 def _facts(task: Task, model: nn.Module, data: Any) -> dict[str, Any]:
@@ -151,6 +166,7 @@ def _facts(task: Task, model: nn.Module, data: Any) -> dict[str, Any]:
         "sample_bytes": 0,
         "data_bytes": sum(as_tensor(c).nbytes for c in columns),
         "batchnorm": any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()),
+        "conv2d": any(isinstance(m, nn.Conv2d) for m in model.modules()),
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,7 +27,10 @@ from drivetrain.plan.profile import Line, Pass, Work, staging
 ROUND = 512  # bytes: a GPU's allocator gives whole multiples
 TILE = 128  # rows and columns of a matrix product that one processor of a GPU takes at once
 _NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "lift_fresh", "_unsafe_view")
-_GEMM = ("mm", "addmm", "bmm", "baddbmm")
+_FACTORS = {  # where the first of the two factors of a matrix product stands among its arguments
+    "mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "_int_mm": 0, "_scaled_mm": 0, "_grouped_mm": 0, "_scaled_grouped_mm": 0, "_sparse_mm": 0,
+    "addmm": 1, "baddbmm": 1, "addbmm": 1, "addmv": 1, "_addmm_activation": 1, "_sparse_addmm": 1, "sspaddmm": 1,
+}  # fmt: skip
 _SCATTERED = (
     "max_pool",
     "avg_pool",
@@ -45,6 +48,15 @@ _SCATTERED = (
     "cat",
 )
 _CONV = ("convolution", "convolution_backward", "_convolution")
+
+
+class ShapesOnly(FakeTensorMode):
+    """Makes tensors that have shapes and no values."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShapesOnly:
+        """Returns itself. A deep copy of a fake tensor (nn.TransformerEncoder makes some) deep-copies its mode; the mode holds raw
+        pointers to the storages of constants (such as BatchNorm's counter), and two modes that hold one would free it twice."""
+        return self
 
 
 class Recorder(TorchDispatchMode):
@@ -69,11 +81,16 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # two of three calls: autograd asks
             return args[0].fake_device
+        if torch.is_inference_mode_enabled():  # where operators come that are made of others: those are what is counted
+            with self:
+                result = function.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         result = function(*args, **kwargs)
         self.clock += 1
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         fresh = [t for t in outputs if self._take_in(t)]
-        name = function._schema.name.removeprefix("aten::")
+        name = _name(function)
         if name == "_to_copy" and fresh and args[0].untyped_storage()._cdata in self._known:
             self.copies.add(self.place[fresh[0].untyped_storage()._cdata])
         if name in ("sum", "prod") and not args[0].is_floating_point() and result.dtype != args[0].dtype:
@@ -107,7 +124,9 @@ class Recorder(TorchDispatchMode):
         flops = _flops(function, name, args, kwargs, result)
         strided = name in ("clone", "copy_", "_to_copy") and any(not t.is_contiguous() for t in inputs)
         scattered = strided or name.startswith(_SCATTERED)
-        kind = "gemm" if name in _GEMM else "conv" if name in _CONV else "scattered" if scattered else "other"
+        kind = "gemm" if name in _FACTORS else "conv" if name in _CONV else "scattered" if scattered else "other"
+        if flops and "attention" in name:
+            kind = "attention"
         if name == "embedding_dense_backward":
             kind = "embedding"
         if name.startswith("index"):
@@ -115,7 +134,7 @@ class Recorder(TorchDispatchMode):
         if kind == "conv" and _groups(name, args) > 1:
             images = inputs[0].dim() == 4 and inputs[0].element_size() == 2  # whose channels lie innermost on a GPU
             kind = "grouped" if images else "grouped_flat"
-        self.multiplies |= name in _GEMM
+        self.multiplies |= name in _FACTORS
         tiles, depth = _shape_of_work(name, args, outputs)
         if (summed := _summed(name, args, inputs)) is not None:
             self.sums[self.clock] = summed
@@ -149,7 +168,27 @@ def _groups(name: str, args: Any) -> int:
     return int(args[9] if name == "convolution_backward" else args[8])
 
 
+def _name(function: Any) -> str:
+    """The operator's name; a matrix product's without the underscore of the form that works in place."""
+    name = str(function._schema.name).removeprefix("aten::")
+    return name.removesuffix("_") if name.removesuffix("_") in _FACTORS else name
+
+
 def _flops(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> float:
+    if name in _FACTORS:
+        first, second = args[_FACTORS[name]], args[_FACTORS[name] + 1]
+        terms = first.numel() if first.layout == torch.strided else first._nnz()
+        return 2.0 * float(terms) * (second.shape[-1] if second.dim() > 1 else 1)
+    if name in ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"):
+        rows = args[0].numel() // args[0].shape[-1]
+        return (2.0 if name == "mkldnn_rnn_layer" else 4.0) * float(rows * (args[1].numel() + args[2].numel()))
+    if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):  # which torch does not count; (gradient,) query, key, value
+        backward = name.endswith("backward")
+        query, key, value = args[1:4] if backward else args[:3]
+        pairs = query.numel() // query.shape[-1] * key.shape[-2]
+        return (5.0 if backward else 2.0) * float(pairs * (query.shape[-1] + value.shape[-1]))
+    if name == "_trilinear":
+        return 2.0 * float(np.prod(np.broadcast_shapes(*(_with_ones(t.shape, at) for t, at in zip(args[:3], args[3:6], strict=True)))))
     count = flop_registry.get(function._overloadpacket)
     if count is None:
         return 0.0
@@ -159,12 +198,21 @@ def _flops(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> flo
     return float(count(*args, **kwargs, out_val=result))
 
 
+def _with_ones(shape: Sequence[int], at: Sequence[int]) -> list[int]:
+    """A shape with dimensions of size 1 put in at these places."""
+    sizes = list(shape)
+    for place in sorted(at):
+        sizes.insert(place, 1)
+    return sizes
+
+
 def _shape_of_work(name: str, args: Any, outputs: list[Tensor]) -> tuple[float, float]:
     """(tiles of the output, length of each sum) of a matrix product; the channels that a convolution sums over."""
-    if name in _GEMM:
-        *batch, rows, columns = outputs[0].shape
-        inner = args[-1].shape[-2]
-        return float(np.prod(batch or [1])) * -(-rows // TILE) * -(-columns // TILE), float(inner)
+    if name in _FACTORS:
+        first, out = args[_FACTORS[name]], outputs[0]
+        rows, columns = (out.shape[-2], out.shape[-1]) if out.dim() > 1 else (out.numel(), 1)
+        batch = out.numel() // max(1, rows * columns)
+        return float(batch * -(-rows // TILE) * -(-columns // TILE)), float(first.shape[-1])
     if name == "embedding_dense_backward":
         return 0.0, float(args[1].numel())
     if name in _CONV:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from drivetrain.hardware import Hardware
+from drivetrain.hardware import NETWORK, UNKNOWN_CAPABILITY, Hardware
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan, read_pins
 from drivetrain.plan.deepspeed import configuration
@@ -35,8 +35,8 @@ def choose(
 ) -> Plan:
     """The plan for a recipe's settings on this hardware. `global_batch` is always kept.
 
-    With a profile, the fastest way that fits; with points measured on this machine, by these. With neither, each
-    process takes its share at once.
+    With a profile, the fastest way that fits; with points measured on this machine, by these. With a profile without passes, the
+    first way that the model's state fits. With none, each process takes its share at once.
     """
     pin = read_pins(pins or {})
     reasons: dict[str, str] = {}
@@ -47,10 +47,9 @@ def choose(
     if "accumulation" in pin and "micro_batch" not in pin:
         pin["micro_batch"] = -(-share // pin["accumulation"])
     searched: dict[str, Any] = {}
-    if profile is not None and profile.plain is not None:
+    found_reasons: dict[str, str] = {}
+    if profile is not None:
         searched, found_reasons = _search(profile, hardware, device, world_size, local_procs, nodes, global_batch, pin, points)
-    else:
-        found_reasons = {}
 
     def pinned(key: str, default: Any, reason: str) -> Any:
         reasons[key] = "pinned" if key in pin else found_reasons.get(key, reason)
@@ -88,10 +87,10 @@ def choose(
         accumulation=accumulation,
         precision=precision,
         deterministic=bool(settings["deterministic"]),
-        activation_checkpointing=pinned("activation_checkpointing", False, "activations fit"),
+        activation_checkpointing=pinned("activation_checkpointing", False, "not asked for"),
         **sharding,
         threads=threads,
-        **_pace(strategy, bool(sharding), gpu, half, pin, reasons),
+        **_pace(strategy, bool(sharding), gpu, half, profile is None or profile.conv2d, pin, reasons),
         data=pinned("data", "auto", "tensors stay on the device, data sets go through the loader"),
         workers=pinned("workers", min(GPU_LOADER_WORKERS, cores) if gpu else 0, "of a GPU's host" if gpu else "the CPU is busy training"),
         prefetch=pinned("prefetch", 2, "two batches ahead a worker"),
@@ -102,18 +101,23 @@ def choose(
         reasons=reasons,
         rejected=searched.get("rejected", []),
     )
+    if nodes > 1 and not hardware.network_gbps:
+        reasons["network"] = (
+            f"{NETWORK:g} Gb/s between machines are assumed; state their network after a comma:"
+            f' --hardware "{nodes} nodes x {local_procs}xNAME-MEMORYGB, 100Gb/s"'
+        )
     if strategy == "deepspeed":
         configuration(plan, float(settings["clip"]))  # what conflicts is said before anything starts
     return plan
 
 
-def _pace(strategy: str, shards: bool, gpu: bool, half: bool, pin: dict[str, Any], reasons: dict[str, str]) -> dict[str, Any]:
+def _pace(strategy: str, shards: bool, gpu: bool, half: bool, conv2d: bool, pin: dict[str, Any], reasons: dict[str, str]) -> dict[str, Any]:
     """How steps run, where the first ones do not decide it."""
     faster = "convolutions in half precision run faster so" if half else "no gain in full precision"
     chosen = {
         "capture": ("auto", "the first steps show") if gpu else ("off", "graphs are a GPU's"),
         "compile": ("auto", "the first steps show"),
-        "channels_last": (half, faster),
+        "channels_last": (half, faster) if conv2d else (False, "the model has no nn.Conv2d"),
     }
     if shards:
         why = f"parameters come and go under {strategy}"
@@ -133,8 +137,12 @@ def _search(
 ) -> tuple[dict[str, Any], dict[str, str]]:  # fmt: skip
     """What the search found, by the plan's words, and its reasons."""
     machine = Machine.of(hardware, device, local_procs)
-    fit = Fit.of(points)
-    choice = Search(profile, machine, global_batch, world_size, nodes, fit).choose(pin, find_spec("deepspeed") is not None)
+    fit, deepspeed = Fit.of(points), find_spec("deepspeed") is not None
+    search = Search(profile, machine, global_batch, world_size, nodes, fit)
+    if profile.plain is None:
+        way, reasons, rejected = search.choose_by_state(pin, deepspeed)
+        return {"strategy": way.strategy, "zero_stage": way.zero_stage, "offload": way.offload, "rejected": rejected}, reasons
+    choice = search.choose(pin, deepspeed)
     best, candidate = choice.best, choice.best.candidate
     figures = {
         "memory_bytes": best.memory, "usable_bytes": best.usable, "step_seconds": best.step, "seconds_by_part": best.seconds,
@@ -199,6 +207,8 @@ def _precision(asked: str, device: str, hardware: Hardware) -> tuple[Any, str]:
     if device != "cuda":
         return "fp32", "exact, and half precision gains nothing on most CPUs"
     oldest = min((g.compute_capability for g in hardware.gpus), default=(8, 0))
+    if oldest == UNKNOWN_CAPABILITY:
+        return "fp16", "the GPU's compute capability is unknown, so bf16 is not counted on (precision=bf16 where it has it)"
     if oldest >= (8, 0):
         return "bf16", f"compute capability {oldest[0]}.{oldest[1]} has it"
     return "fp16", f"compute capability {oldest[0]}.{oldest[1]} has no bf16"

@@ -6,10 +6,11 @@ docs/plan.md has the error of every prediction that was checked.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from drivetrain.hardware import NETWORK, Hardware
-from drivetrain.hardware.cards import Card, generic, of_product
+from drivetrain.hardware.cards import LISTED, Card, generic, of_product
 from drivetrain.plan.profile import Pass, Profile, Work, staging
 
 CONTEXT = 600 << 20  # bytes that CUDA and its libraries take for themselves, outside of what torch counts
@@ -78,12 +79,19 @@ class Machine:
             card = Card("CPU", host / 2**30, CPU_BANDWIDTH * cores / 1e9, 0, 0, 0, CPU_FLOPS * cores / 1e12, 0, (0, 0), 1, "a guess")
             return Machine(card, False, int(host * SLACK), host, 4e9, network, cores)
         weakest = min(hardware.gpus, key=lambda g: g.memory_bytes)
-        card = of_product(weakest.name, weakest.memory_bytes) or generic(weakest.name, weakest.memory_bytes / 2**30)
+        card = of_product(weakest.name, weakest.memory_bytes) or generic(
+            weakest.name, weakest.memory_bytes / 2**30, weakest.compute_capability
+        )
         if weakest.mig:
             card = card.slice(weakest.name, weakest.memory_bytes)
         free = min(g.free_bytes or g.memory_bytes for g in hardware.gpus)
         link = card.nvlink * 1e9 / 2 * LINK if card.nvlink else PCIE
         return Machine(card, True, int((free - CONTEXT) * SLACK), host, link, network, cores)
+
+
+def named_gigabytes(need: float) -> int:
+    """The GB that a GPU must have by its name, for so many bytes to be usable on any such card."""
+    return math.ceil((need / SLACK + CONTEXT) / (LISTED * 2**30))
 
 
 @dataclass(frozen=True)
@@ -123,22 +131,29 @@ def passed(profile: Profile, candidate: Candidate) -> Pass:
 def memory(profile: Profile, candidate: Candidate, on_gpu: bool = True, resident: bool = True) -> dict[str, int]:
     """Bytes on each device by part, at the highest moment of a step."""
     work, micro = passed(profile, candidate), candidate.micro_batch
-    parts = {"parameters": profile.parameter_bytes, "gradients": 0, "optimizer": profile.optimizer_bytes, "buffers": profile.buffer_bytes}
+    parts = state(profile, candidate)
     if candidate.sharded:
-        parts |= _sharded(profile, candidate)
         spared = work.weight_copies if candidate.strategy == "fsdp" else 0.0  # which gathers parameters in half precision
         parts["activations"] = int(max(0.0, work.peak(micro, gradients=False) - spared))
     elif candidate.world_size == candidate.accumulation == 1:
         parts["activations"] = int(work.peak(micro, gradients=False))
         parts["gradients"] = int(work.peak(micro, gradients=True)) - parts["activations"]  # they come as activations go
     else:
-        parts["gradients"] = profile.trained_bytes
         parts["activations"] = int(work.peak(micro, gradients=False)) + profile.largest_bytes
     parts["data"] = profile.data_bytes if resident else 2 * micro * profile.sample_bytes
     if on_gpu:
         parts["libraries"] = LIBRARIES if work.multiplies or any(w.kind == "recurrent" for w in work.work) else 0
         parts["libraries"] += NCCL if candidate.world_size > 1 or candidate.sharded else 0
     return {name: int(size) for name, size in parts.items()}
+
+
+def state(profile: Profile, candidate: Candidate) -> dict[str, int]:
+    """Bytes on each device of the model's state, without activations: the least that a step takes, whatever it does."""
+    parts = {
+        "parameters": profile.parameter_bytes, "gradients": profile.trained_bytes, "optimizer": profile.optimizer_bytes,
+        "buffers": profile.buffer_bytes,
+    }  # fmt: skip
+    return parts | (_sharded(profile, candidate) if candidate.sharded else {})
 
 
 def _sharded(profile: Profile, candidate: Candidate) -> dict[str, int]:
@@ -191,8 +206,14 @@ def step_seconds(profile: Profile, candidate: Candidate, machine: Machine) -> di
 
 
 def _seconds(work: Work, samples: int, machine: Machine, precision: str) -> float:
+    """Seconds of an operation: never fewer than its FLOPs and bytes take at the card's published rates."""
     flops, moved, tiles, depth = (max(0.0, pair[0] + pair[1] * samples) for pair in (work.flops, work.bytes, work.tiles, work.depth))
-    rate, by_bytes = _rate(work, machine, precision), moved / (machine.card.bandwidth * 1e9 * REACHED.bandwidth)
+    rate, bandwidth = _rate(work, machine, precision), machine.card.bandwidth * 1e9
+    return max(_estimate(work, flops, moved, tiles, depth, rate, machine), flops / rate, moved / bandwidth)
+
+
+def _estimate(work: Work, flops: float, moved: float, tiles: float, depth: float, rate: float, machine: Machine) -> float:
+    by_bytes = moved / (machine.card.bandwidth * 1e9 * REACHED.bandwidth)
     if not machine.on_gpu:
         return max(flops / (rate * CPU_RATE), by_bytes) + CPU_FLOOR
     if work.kind == "gemm":

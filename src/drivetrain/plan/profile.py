@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
-FORMAT = 5
+FORMAT = 6
+REAL_LIMIT = 200_000_000  # parameters of a model that is run with values where shapes do not suffice
 PROCESSORS, THREADS = 132, 2048  # of a GPU, and threads on each, that sums are divided over
 
 
@@ -79,6 +80,7 @@ class Pass:
 @dataclass(frozen=True)
 class Profile:
     parameters: int
+    """0 where not even the model is known."""
     parameter_bytes: int
     trained_bytes: int
     trained: int
@@ -101,11 +103,17 @@ class Profile:
     evaluated: tuple[Line, ...] = ()
     """Bytes of a forward pass without gradients."""
     batchnorm: bool = False
+    conv2d: bool = True
     notes: list[str] = field(default_factory=list)
     format: int = FORMAT
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    @staticmethod
+    def of_sizes(sizes: Mapping[str, Any], traced: str) -> Profile:
+        """A profile without passes, of a task of which only sizes are known, or nothing at all."""
+        return Profile(**(_NO_SIZES | dict(sizes)), traced=traced)
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Profile:
@@ -116,6 +124,12 @@ class Profile:
                 kept[name] = _pass(kept[name])
         kept["evaluated"] = tuple(Line(*line) for line in kept.get("evaluated", ()))
         return Profile(**kept)
+
+
+_NO_SIZES: dict[str, Any] = {
+    "parameters": 0, "parameter_bytes": 0, "trained_bytes": 0, "trained": 0, "largest_bytes": 0, "optimizer_bytes": 0, "buffer_bytes": 0,
+    "blocks": 0, "block_bytes": 0, "samples": 0, "sample_bytes": 0, "data_bytes": 0, "precision": "fp32",
+}  # fmt: skip
 
 
 def _pass(values: Mapping[str, Any]) -> Pass:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from drivetrain.hardware import gib
+from drivetrain.hardware import gib, need_of_room
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan.fit import Fit
-from drivetrain.plan.predict import Candidate, Machine, host_memory, memory, smallest, step_seconds
+from drivetrain.plan.predict import Candidate, Machine, host_memory, memory, named_gigabytes, smallest, state, step_seconds
 from drivetrain.plan.profile import Profile
 
 WORTH, SHARDED_WORTH = 1.05, 1.25  # how much faster a later, more laborious way must be, and one that shards what fits whole
@@ -51,8 +51,8 @@ class Rated:
 
     def lack(self) -> str:
         if self.bytes > self.usable:
-            return f"needs {gib(self.bytes)} of {gib(self.usable)}"
-        return f"needs {gib(self.host)} of the host's {gib(self.host_usable)}"
+            return f"needs {need_of_room(self.bytes, self.usable)}"
+        return f"needs {need_of_room(self.host, self.host_usable)} of the host's memory"
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,9 @@ class Search:
         self.profile, self.machine, self.fit = profile, machine, fit
         self.global_batch, self.world_size, self.nodes = global_batch, world_size, nodes
         self.share = -(-global_batch // world_size)
-        state = profile.parameter_bytes + profile.trained_bytes + profile.optimizer_bytes
-        self.resident = bool(profile.data_bytes) and profile.data_bytes <= RESIDENT * max(0, machine.usable_bytes - state)
+        self.host_usable = int(machine.host_bytes * HOST_SHARE)
+        whole = profile.parameter_bytes + profile.trained_bytes + profile.optimizer_bytes
+        self.resident = bool(profile.data_bytes) and profile.data_bytes <= RESIDENT * max(0, machine.usable_bytes - whole)
 
     # --- candidates ---
 
@@ -120,10 +121,11 @@ class Search:
             seconds = self._fitted_seconds(self.fit, candidate, seconds)
             one = replace(candidate, world_size=1, accumulation=1, strategy="single")
             ratio = self.fit.peak_bytes(micro_batch, lambda m: self._predicted_bytes(one, m)) / self._predicted_bytes(one, micro_batch)
-            parts = {name: int(size * ratio) for name, size in parts.items()}
+            if ratio:  # a CPU's memory is not measured
+                parts = {name: int(size * ratio) for name, size in parts.items()}
         return Rated(
             candidate, parts, seconds, self.machine.usable_bytes, host_memory(self.profile, candidate),
-            int(self.machine.host_bytes * HOST_SHARE), self.global_batch, measured,
+            self.host_usable, self.global_batch, measured,
         )  # fmt: skip
 
     def _predicted_bytes(self, way: Candidate, micro_batch: int) -> float:
@@ -140,8 +142,11 @@ class Search:
     # --- the choice ---
 
     def best_of(self, way: Candidate, pin: Mapping[str, Any]) -> Rated | None:
-        """The fastest micro-batch of a way that fits; of those about as fast, the one that needs the least memory."""
+        """The fastest micro-batch of a way that fits; of those about as fast, the one that needs the least memory. On a CPU a process's
+        whole share if it fits, as a training there takes it without a look at the task."""
         fitting = [r for r in (self.rate(way, size) for size in self.micro_batches(pin)) if r.fits]
+        if not self.machine.on_gpu and fitting and fitting[0].candidate.micro_batch == self.share:
+            return fitting[0]
         fastest = max((r.rate for r in fitting), default=0.0)
         return min((r for r in fitting if r.rate >= AS_FAST * fastest), key=lambda r: r.bytes, default=None)
 
@@ -152,9 +157,10 @@ class Search:
         for way in ways:
             found = self.best_of(way, pin)
             rated.append((way, found))
-            # The host's memory is the last resort: its speed is the least sure to be as predicted.
-            moved = best is not None and way.offload != "none" and best.candidate.offload == "none"
-            if found is not None and not moved and (best is None or found.rate > _worth(best.candidate, way) * best.rate):
+            # The host's memory is the last resort: its speed is the least sure to be as predicted. On a CPU the first way that fits
+            # is taken, as by a training that does not look at the task.
+            last_resort = not self.machine.on_gpu or (best is not None and way.offload != "none" and best.candidate.offload == "none")
+            if found is not None and (best is None or (not last_resort and found.rate > _worth(best.candidate, way) * best.rate)):
                 best = found
         if best is None:
             raise self._fits_nowhere(ways, pin)
@@ -171,6 +177,22 @@ class Search:
         size, reasons["eval_micro_batch"] = self._evaluation(best)
         return Choice(best, reasons, rejected, size, self.resident)
 
+    def choose_by_state(self, pin: Mapping[str, Any], deepspeed: bool) -> tuple[Candidate, dict[str, str], list[dict[str, Any]]]:
+        """The first way on whose devices the model's state alone fits, its reasons and the ways that lost: all that can be known of a
+        task whose passes were not traced."""
+        ways = self.ways({k: v for k, v in pin.items() if k != "activation_checkpointing"}, deepspeed)
+        usable = self.machine.usable_bytes
+        rejected: list[dict[str, Any]] = []
+        for way in ways:
+            need, host = sum(state(self.profile, way).values()), host_memory(self.profile, way)
+            if need <= usable and host <= self.host_usable:
+                lost = f"{rejected[0]['choice']} does not fit ({rejected[0]['why']}); with this " if rejected else ""
+                why = f"{lost}its state alone needs {need_of_room(need, usable)} on each {self.machine.card.name}"
+                return way, dict.fromkeys(("strategy", "zero_stage", "offload"), why), rejected
+            lack = need_of_room(need, usable) if need > usable else f"{need_of_room(host, self.host_usable)} of the host's memory"
+            rejected.append({"choice": way.name(), "why": f"its state alone needs {lack}"})
+        raise self._fits_nowhere(ways, pin)
+
     def _lack(self, way: Candidate, pin: Mapping[str, Any]) -> str:
         size = min(self.micro_batches(pin))
         return f"micro-batch {size} {self.rate(way, size).lack()}"
@@ -179,14 +201,20 @@ class Search:
         if found is None:
             return {"choice": way.name(), "why": self._lack(way, {}) if self.profile.plain else ""}
         percent = 100 * (1 - found.rate / best.rate)
-        why = f"{percent:.0f} % slower" if percent >= 1 else "no faster to speak of, and more laborious"
-        if way.offload != "none" and best.candidate.offload == "none":
+        why = f"{percent:.0f} % slower" if percent >= 1 else "as fast, and more laborious"
+        if percent <= -1:
+            why = (
+                f"{-percent:.0f} % faster, less than the {100 * (_worth(best.candidate, way) - 1):.0f} % from which its labour is worth it"
+            )
+        if not self.machine.on_gpu:
+            why = f"not needed: {best.candidate.name()} fits, which on CPUs decides"
+        elif way.offload != "none" and best.candidate.offload == "none":
             why = "a last resort, whose rate is the least sure" if percent < 1 else f"not needed, and {why}"
         size = found.candidate.micro_batch
         return {"choice": way.name(), "why": f"{why}: {rate_text(found.rate)}, {gib(found.bytes)} at micro-batch {size}"}
 
     def _why_strategy(self, best: Rated, rated: list[tuple[Candidate, Rated | None]]) -> str:
-        room = f"needs {gib(best.bytes)} of {gib(best.usable)} on each {self.machine.card.name}"
+        room = f"needs {need_of_room(best.bytes, best.usable)} on each {self.machine.card.name}"
         first, found = rated[0]
         if best is found:
             return room if self.world_size > 1 else f"one process; {room}"
@@ -223,42 +251,50 @@ class Search:
         if not ways:
             asked = ", ".join(f"plan.{k}={v}" for k, v in pin.items())
             return Problem(f"no way to run goes with {asked} on {self.world_size} process{'es' if self.world_size > 1 else ''}")
-        on_gpu = self.machine.on_gpu
-        pinned = pin.get("micro_batch")
+        on_gpu, traced = self.machine.on_gpu, self.profile.plain is not None
+        pinned = pin.get("micro_batch") if traced else None
 
         def bytes_of(way: Candidate) -> int:
-            return smallest(self.profile, way, on_gpu) if pinned is None else self.rate(way, pinned).bytes
+            return self._least_bytes(way) if pinned is None else self.rate(way, pinned).bytes
 
         least = min(ways, key=bytes_of)
         need = bytes_of(least)
-        rated = self.rate(least, min(self.micro_batches(pin)))
+        on_device = self.rate(least, min(self.micro_batches(pin))).bytes if traced else need
         where = f"each {self.machine.card.name} has {gib(self.machine.usable_bytes)} to use"
         larger = min((w for w in ways if w.offload == "none"), key=bytes_of, default=least)
-        ways_out = [f"a GPU with {bytes_of(larger) / SIZE:,.0f} GB or more" if on_gpu else f"{gib(need)} of RAM"]
-        if rated.bytes <= rated.usable:
-            need, where = rated.host, f"{gib(rated.host_usable)} of the host's memory can be used"
+        ways_out = [f"a GPU with {named_gigabytes(bytes_of(larger)):,} GB or more" if on_gpu else f"{gib(need)} of RAM"]
+        if on_device <= self.machine.usable_bytes:
+            need, where = host_memory(self.profile, least), f"{gib(self.host_usable)} of the host's memory can be used"
             ways_out.insert(0, f"{gib(need / HOST_SHARE)} of RAM for each process")
-        freer = min(self.ways({}, deepspeed=False), key=lambda w: smallest(self.profile, w, on_gpu))
+        freer = min(self.ways({}, deepspeed=False), key=self._least_bytes)
         more = self._more_processes(freer)
         ways_out += [f"{more} GPUs with plan.strategy=fsdp"] if more else []
         ways_out += [f"leave out plan.micro_batch={pinned}"] if pinned is not None else []
-        if smallest(self.profile, freer, on_gpu) < smallest(self.profile, least, on_gpu):
-            ways_out.append(f"leave out the pinned choices: {freer.name()} needs {gib(smallest(self.profile, freer, on_gpu))}")
-        if self.profile.precision == "fp32":
+        if self._least_bytes(freer) < self._least_bytes(least):
+            ways_out.append(f"leave out the pinned choices: {freer.name()} needs {gib(self._least_bytes(freer))}")
+        if self.profile.precision == "fp32" and traced:
             ways_out.append("precision=bf16, which halves activations")
-        ways_out += ["shorter or smaller samples", "a smaller model"]
+        ways_out += ["shorter or smaller samples"] if traced else []
+        ways_out += ["a smaller model"]
         numbered = "; ".join(f"({i}) {text}" for i, text in enumerate(ways_out[:3], 1))
-        return Problem(
-            f"the model fits nowhere: {least.name()} at micro-batch {pinned or (2 if self.profile.batchnorm else 1)} needs {gib(need)}, {where}.\nWays out: {numbered}",
-            Outcome.USAGE,
+        what = (
+            f"{least.name()} at micro-batch {pinned or (2 if self.profile.batchnorm else 1)}"
+            if traced
+            else f"the state alone of {least.name()}"
         )
+        return Problem(f"the model fits nowhere: {what} needs {gib(need)}, {where}.\nWays out: {numbered}", Outcome.USAGE)
+
+    def _least_bytes(self, way: Candidate) -> int:
+        """Bytes that a way needs on each device with one sample at a time; of its state alone, where no pass was traced."""
+        traced = self.profile.plain is not None
+        return smallest(self.profile, way, self.machine.on_gpu) if traced else sum(state(self.profile, way).values())
 
     def _more_processes(self, way: Candidate) -> int | None:
         """The number of processes over which sharded state would fit."""
         for count in (2, 4, 8, 16, 32, 64, 128):
             if count > self.world_size:
                 shared = replace(way, strategy="fsdp", zero_stage=3, offload="none", world_size=count)
-                if smallest(self.profile, shared, self.machine.on_gpu) <= self.machine.usable_bytes:
+                if self._least_bytes(shared) <= self.machine.usable_bytes:
                     return count
         return None
 
@@ -269,6 +305,3 @@ def _worth(best: Candidate, way: Candidate) -> float:
 
 def rate_text(rate: float) -> str:
     return f"{rate:,.0f} samples/s" if rate >= 100 else f"{rate:.3g} samples/s"
-
-
-SIZE = 0.93 * 2**30 * 0.96  # usable bytes of a GPU for each GB of its name

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from drivetrain.hardware import Hardware, gib
+from drivetrain.hardware import UNKNOWN_CAPABILITY, Hardware, gib
 from drivetrain.plan import Plan, read_pins
 from drivetrain.plan.choose import choose
 
@@ -130,4 +130,5 @@ def _accumulation(micro_batch: int, world_size: int, gpu: bool) -> tuple[int, st
 
 def _precision(hardware: Hardware) -> tuple[str, str]:
     oldest = min(g.compute_capability for g in hardware.gpus)
-    return "fp16" if oldest >= HALF_FROM else "fp32", f"{ORIGIN}: fp16 from compute capability 7.0 on; here {oldest[0]}.{oldest[1]}"
+    here = "unknown" if oldest == UNKNOWN_CAPABILITY else f"{oldest[0]}.{oldest[1]}"
+    return "fp16" if oldest >= HALF_FROM else "fp32", f"{ORIGIN}: fp16 from compute capability 7.0 on; here {here}"
