@@ -79,7 +79,7 @@ def _plan(recipe: Recipe, place: Place, screen: Screen, planner: Planner, measur
     if planner == "table":
         return table(recipe.settings, place.hardware, **where, deepspeed_installed=find_spec("deepspeed") is not None)
     plain = choose(recipe.settings, place.hardware, **where)
-    if planner == "off" or (not look and not _profile_memory(recipe, plain).known):
+    if planner == "off" or (not look and _profile_memory(recipe, plain).read() is None):
         return plain
     begun = time.monotonic()
     machine = Machine.of(place.hardware, place.device, place.local_procs)
@@ -311,10 +311,6 @@ class _Remembered:
         key = hashlib.sha256(json.dumps(words, sort_keys=True, default=str).encode()).hexdigest()[:24]
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         self.path = Path(base) / "drivetrain" / "plans" / f"{kind}-{key}.json"
-
-    @property
-    def known(self) -> bool:
-        return self.path.is_file()
 
     def read(self) -> Any:
         with contextlib.suppress(OSError, ValueError):
