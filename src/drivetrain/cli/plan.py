@@ -152,7 +152,8 @@ def _show(plan: Any, total: dict[str, Any], place: Any) -> None:
             show(f"  {name:<26}{values[name]!s:<10} {plan.reasons.get(name, '')}".rstrip())
     for name, value in plan.env.items():
         mine = os.environ.get(name)
-        show(f"  {name:<26}{mine or value!s:<10} {'yours' if mine else ''}".rstrip())
+        chosen = (name, mine) == ("OMP_WAIT_POLICY", "PASSIVE")  # drivetrain's own choice, set when the command began
+        show(f"  {name:<26}{mine or value!s:<10} {'yours' if mine and not chosen else ''}".rstrip())
     if plan.rejected:
         show("\nrejected")
         for lost in plan.rejected:
