@@ -50,6 +50,7 @@ def test_a_script_trains_its_own_class_and_goes_on(folder: Path) -> None:
 def test_a_task_of_a_module_equals_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_task("mine.py")
     monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # of another test
     import mine  # type: ignore[import-not-found]
 
     from tests.command import good

@@ -204,7 +204,10 @@ def test_a_start_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.M
     run = Run(tmp_path / "run")
     run.path.mkdir()
     plan = Plan()
-    run.write({"plan": plan.to_json()})
+    identity = {"task": "small", "code": "", "settings": {}}
+    recipe = {"task": {"path": "small.py", "label": "small"}, "identity": identity, "settings": {}, "pins": {}}
+    words = dict.fromkeys(("status", "outcome", "message", "folder", "created"), "")
+    run.write({"recipe": recipe, "plan": plan.to_json(), **words})
     said: list[str] = []
     monkeypatch.setattr(Screen, "line", lambda self, label, text: said.append(f"{label} {text}"))
     tries = iter([OSError(errno.EAGAIN, "Resource temporarily unavailable"), OSError(errno.EMFILE, "Too many open files"), None])

@@ -385,7 +385,7 @@ def test_a_folder_trains_and_evaluates(folder: Path) -> None:
     good("train", "folder", *words, "--name", "first")
     output = good("eval", "first")
     assert "accuracy 100.0 %" in output
-    assert "(12 samples)" in output
+    assert "(12 samples; weights of step 25)" in output
     assert Path("runs/first/confusion.png").is_file()
     summary = Path("runs/first/summary.txt").read_text()
     assert "Dataset:            my photos" in summary

@@ -132,22 +132,22 @@ def test_two_versions_are_loaded_beside_each_other(folder: Path) -> None:
     """In one process, as a notebook does: each run's task has its own modules, and what was imported before stays."""
     values = []
     for version in ("old", "new"):
-        write({"mine/__init__.py": "", "mine/part.py": f"VALUE = {version!r}", "mine/note.txt": version})
+        write({"changing/__init__.py": "", "changing/part.py": f"VALUE = {version!r}", "changing/note.txt": version})
         write(
             {
-                "mine/task.py": TASK
+                "changing/task.py": TASK
                 + "\n    from pathlib import Path\n    from .part import VALUE\n    note = Path(__file__).parent / 'note.txt'"
             }
         )
-        path = Path("mine/task.py").resolve()
+        path = Path("changing/task.py").resolve()
         run = Run(Path("runs") / version)
-        store_task(run, path, "mine")
-        values.append(TaskRef("task", str((run.path / "task/mine/task.py").resolve()), "Small", package="mine", origin=str(path)))
+        store_task(run, path, "changing")
+        values.append(TaskRef("task", str((run.path / "task/changing/task.py").resolve()), "Small", package="changing", origin=str(path)))
     classes = [load_class(task) for task in values]
     assert [c.VALUE for c in classes] == ["old", "new"]  # type: ignore[attr-defined]
-    assert {str(c.note) for c in classes} == {str(folder / "mine/note.txt")}, "files beside a module are found beside the user's own"  # type: ignore[attr-defined]
-    assert sys.modules["mine.part"].VALUE == "old", "of who came first"
-    for name in [n for n in sys.modules if n.split(".")[0] == "mine"]:
+    assert {str(c.note) for c in classes} == {str(folder / "changing/note.txt")}, "files beside a module are found beside the user's own"  # type: ignore[attr-defined]
+    assert sys.modules["changing.part"].VALUE == "old", "of who came first"
+    for name in [n for n in sys.modules if n.split(".")[0] == "changing"]:
         del sys.modules[name]
 
 

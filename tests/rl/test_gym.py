@@ -48,7 +48,7 @@ def test_numbered_observations(folder: Path) -> None:
     good("train", "gym", "world=FrozenLake-v1", *SMALL, "--name", "one")
     good("export", "one", "-q")
     card = json.loads(Path("runs/one/model/export.json").read_text())
-    assert list(card["graphs"]) == ["policy"] and card["graphs"]["policy"]["inputs"][0]["shape"] == [1, 16]
+    assert list(card["graphs"]) == ["policy"] and card["graphs"]["policy"]["inputs"][0]["shape"] == ["rows", 1, 16]
 
 
 class Short(gymnasium.Env[np.ndarray, int]):
