@@ -288,3 +288,8 @@ def test_two_processes_are_told_once(tmp_path: Path) -> None:
     first, second = on_ranks(2, told, "One", str(tmp_path), {"epochs": 1}, {}, False)
     assert len(first) == 1 and "gives the count 1 for 4 samples as one batch, 2 as two" in first[0]
     assert second == []
+
+
+def test_a_slow_loss_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drivetrain.engine.dependence.SLOW_LOSS", 0.0)
+    assert not alone("Contrast", tmp_path)

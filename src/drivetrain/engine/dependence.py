@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -26,10 +27,12 @@ from drivetrain.engine.snapshot import Snapshot
 from drivetrain.engine.step import Form, Inputs, Step
 
 if TYPE_CHECKING:
+    from drivetrain.engine.group import Group
     from drivetrain.engine.loop import Training
 
 MANY, FEW = 16, 4  # samples it is tried on: at most, and at least where a batch has them
 SLOW = 2.0  # seconds of a step, as the plan predicts it, from which on nothing is tried
+SLOW_LOSS = 1.0  # seconds that the first loss took on some rank, from which on nothing more is tried
 DRAWS, SMALL = 8, 5_000_000  # times that a loss with randomness is computed, and the parameters of a model for which that is cheap
 SURE = 10.0  # standard errors that two means of random losses must be apart
 
@@ -56,7 +59,11 @@ class Look:
     def __call__(self, seed: int, inputs: Inputs, form: Form) -> None:
         training = self.training
         training.step.pace = self.pace
-        for finding in find(training.step, seed, inputs, form):
+        budget = _Budget(training.group)
+        findings = find(training.step, seed, inputs, form, budget)
+        budget.agree()
+        training.observer.moment("fetched")  # a sign of life: what was tried may have taken its time
+        for finding in findings:
             if training.group.main:
                 training.run.event("depends-on-plan", cause=finding.cause, text=finding.text)
                 training.observer.notice(finding.text)
@@ -67,7 +74,7 @@ class Look:
 def look_for_dependence(training: Training, always: bool = False) -> None:
     """Have the first step look whether the result depends on the plan: where this plan cuts its batches, or always.
 
-    Ranks do not talk about it, and all compute the loss equally often, for some losses talk to each other.
+    All ranks compute the loss equally often, for some losses talk to each other.
     """
     plan = training.plan
     cheap = plan.predicted.get("step_seconds", 0.0) <= SLOW
@@ -75,7 +82,21 @@ def look_for_dependence(training: Training, always: bool = False) -> None:
         training.step.pace = Look(training)
 
 
-def find(step: Step, seed: int, inputs: Inputs, form: Form) -> list[Finding]:
+class _Budget:
+    """Whether the loss is cheap enough to be tried more than once: agreed on by all ranks, each of which asks once."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.agreed = group, False
+
+    def agree(self, seconds: float = 0.0) -> bool:
+        """Whether the first loss was fast on every rank; a rank that tried none takes part all the same."""
+        if self.agreed:
+            return True
+        self.agreed = True
+        return self.group.sum_on_hosts([float(seconds > SLOW_LOSS)]) == [0.0]
+
+
+def find(step: Step, seed: int, inputs: Inputs, form: Form, budget: _Budget) -> list[Finding]:
     """What depends on the plan; nothing where that cannot be found out without a trace."""
     try:
         samples, batch = _samples(step, inputs, form)
@@ -89,7 +110,7 @@ def find(step: Step, seed: int, inputs: Inputs, form: Form) -> list[Finding]:
         if not before.complete:
             return []
         try:
-            return _Trial(step, before, batch, samples, seed).findings()
+            return _Trial(step, before, batch, samples, seed).findings(budget)
         except Exception:
             return []  # a loss that fails will do so again in the step, where it is told
         finally:
@@ -108,8 +129,11 @@ class _Trial:
         self.exact = all(dtype in (torch.float32, torch.float64) for dtype in floats)
         self.tolerance = 5e-2 if not self.exact else 2e-3 if step.group.device.type == "cpu" else 1e-2
 
-    def findings(self) -> list[Finding]:
+    def findings(self, budget: _Budget) -> list[Finding]:
+        began = time.monotonic()
         whole = self._compute(self.seed, slice(None))
+        if not budget.agree(time.monotonic() - began):
+            return []
         changed = self.before.changed()
         again = self._compute(self.seed, slice(None)) if changed else whole
         self.before.restore()
