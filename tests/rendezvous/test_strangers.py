@@ -110,6 +110,23 @@ def test_without_the_token_nobody_joins_and_nothing_is_learnt(meeting: Meeting, 
     assert not meeting.leader._peers
 
 
+def test_a_slow_network_is_no_wrong_token(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proof, or its answer, that comes too late: the machine tries again."""
+    monkeypatch.setattr(handshake, "ANSWER_SECONDS", 0.3)
+    with meeting.connect() as slow:
+        slow.sendall(json.dumps({"drivetrain": handshake.VERSION, "nonce": "0" * 64}).encode() + b"\n")
+        answer = b""
+        while data := slow.recv(4096):
+            answer += data
+    assert b"refused" not in answer
+    with socket.create_server((LOCAL, 0)) as server, socket.create_connection(server.getsockname()) as near:
+        far, _ = server.accept()
+        far.sendall(json.dumps({"drivetrain": handshake.VERSION, "nonce": "0" * 64}).encode() + b"\n")
+        with pytest.raises(ConnectionResetError):
+            prove_to_leader(near, SECRET.encode())
+        far.close()
+
+
 def test_a_rogue_leader_learns_nothing_of_the_recipe() -> None:
     """It answers as a leader does, without the token: the machine that came says nothing more."""
     said = b""

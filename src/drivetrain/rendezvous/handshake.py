@@ -44,6 +44,8 @@ def prove_to_leader(peer: socket.socket, token: bytes) -> Keys:
     theirs = _nonce(_read_line(peer, deadline))
     _send(peer, {"proof": _digest(token, "member", mine, theirs)})
     answer = _read_line(peer, deadline)
+    if not answer:
+        raise ConnectionResetError(0, "no answer in time")  # of a slow network: that says nothing about the token
     if answer.get("refused") == "token" or not _proves(answer, token, "leader", mine, theirs):
         raise WrongToken
     return _keys(token, mine, theirs)
@@ -55,7 +57,10 @@ def prove_to_member(peer: socket.socket, token: bytes) -> Keys:
     theirs = _nonce(_read_line(peer, deadline))
     mine = secrets.token_hex(32)
     _send(peer, {"drivetrain": VERSION, "nonce": mine})
-    if not _proves(_read_line(peer, deadline), token, "member", theirs, mine):
+    answer = _read_line(peer, deadline)
+    if not answer:
+        raise NotOurs
+    if not _proves(answer, token, "member", theirs, mine):
         with contextlib.suppress(OSError):
             _send(peer, {"refused": "token"})
         raise WrongToken
