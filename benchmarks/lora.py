@@ -120,7 +120,8 @@ class Clock(Observer):
         return self.done
 
     def planned(self, facts: dict[str, Any]) -> None:
-        self.plan = facts
+        if "capture" in facts:  # else it speaks of threads
+            self.plan = facts
 
     def moment(self, name: str) -> None:
         if name == "step" and self.plan and not self.done:

@@ -82,6 +82,8 @@ class Watch(Observer):
         self.steps, self.times, self.short, self.kind = steps, list[float](), "", "eager"
 
     def planned(self, facts: dict[str, Any]) -> None:
+        if "capture" not in facts:  # it speaks of threads
+            return
         self.kind = "compiled" if facts["compile"] == "on" else "captured" if facts["capture"] == "on" else "eager"
 
     def moment(self, name: str) -> None:

@@ -92,7 +92,8 @@ class Clock(Observer):
         return self._done
 
     def planned(self, facts: dict[str, Any]) -> None:
-        self.plan, self.settled = facts, True
+        if "capture" in facts:  # else it speaks of threads
+            self.plan, self.settled = facts, True
 
     def moment(self, name: str) -> None:
         if name != "step" or not self.settled or self._done:
