@@ -32,8 +32,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from drivetrain import __version__
 from drivetrain.engine.group import Group
+from drivetrain.engine.log.observe import Observer, Observers
 from drivetrain.engine.loop import Training
-from drivetrain.engine.observe import Observer, Observers
 from drivetrain.hardware import cpu_cores, detect
 from drivetrain.plan.choose import choose
 from drivetrain.runs import Run

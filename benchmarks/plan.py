@@ -24,8 +24,8 @@ from plan_further import FURTHER, UNSEEN
 from plan_models import NAMED
 
 from drivetrain import __version__
-from drivetrain.engine.probe import Probe
-from drivetrain.engine.survey import survey
+from drivetrain.engine.measure.probe import Probe
+from drivetrain.engine.measure.survey import survey
 from drivetrain.hardware.described import parse
 from drivetrain.plan import Plan
 from drivetrain.plan.fit import Fit, Point, next_to_measure, worth_measuring

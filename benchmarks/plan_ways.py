@@ -26,9 +26,9 @@ from plan_models import NAMED
 
 from drivetrain import __version__
 from drivetrain.engine.group import Group
+from drivetrain.engine.log.observe import Observer
 from drivetrain.engine.loop import Training
-from drivetrain.engine.observe import Observer
-from drivetrain.engine.survey import survey
+from drivetrain.engine.measure.survey import survey
 from drivetrain.hardware import Hardware
 from drivetrain.hardware.described import parse
 from drivetrain.plan import Plan

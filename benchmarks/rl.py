@@ -29,8 +29,8 @@ import torch
 
 from drivetrain import __version__
 from drivetrain.engine.group import Group
+from drivetrain.engine.log.observe import Observers
 from drivetrain.engine.loop import Training
-from drivetrain.engine.observe import Observers
 from drivetrain.hardware import cpu_cores, detect
 from drivetrain.plan.choose import choose
 from drivetrain.runs import Run

@@ -21,8 +21,8 @@ import torch
 
 from drivetrain import __version__
 from drivetrain.engine.group import Group
+from drivetrain.engine.log.observe import Observer, Observers
 from drivetrain.engine.loop import Training
-from drivetrain.engine.observe import Observer, Observers
 from drivetrain.hardware import detect
 from drivetrain.plan.choose import choose
 from drivetrain.runs import Run

@@ -33,8 +33,8 @@ from vision_peers import Row, Window, accelerate, guide, images, lightning
 
 from drivetrain import __version__
 from drivetrain.engine.group import Group
+from drivetrain.engine.log.observe import Observer, Observers
 from drivetrain.engine.loop import Training
-from drivetrain.engine.observe import Observer, Observers
 from drivetrain.hardware import cpu_cores, detect
 from drivetrain.plan.choose import choose
 from drivetrain.runs import Run

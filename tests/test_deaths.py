@@ -19,11 +19,11 @@ from typing import Any
 import psutil
 import pytest
 
-from drivetrain.cli import forkserver
-from drivetrain.engine import checkpoint
-from drivetrain.engine.checkpoint import Writer
+from drivetrain.engine.state import checkpoint
+from drivetrain.engine.state.checkpoint import Writer
 from drivetrain.outcomes import Outcome
 from drivetrain.plan import Plan
+from drivetrain.processes import forkserver
 from drivetrain.runs import Run
 from drivetrain.supervise import Policy, Supervisor, local_place, supervised, usage
 from drivetrain.supervise.attempt import Attempt, Ended, Place, _Worker

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.engine import checkpoint
-from drivetrain.engine.checkpoint import Writer
-from drivetrain.engine.rows import SPIKE_QUIET, Spikes
+from drivetrain.engine.log.rows import SPIKE_QUIET, Spikes
+from drivetrain.engine.state import checkpoint
+from drivetrain.engine.state.checkpoint import Writer
 from drivetrain.plan import HOST_WAITS, Plan
 from drivetrain.runs import Run
 from drivetrain.watch.pulse import PARTS

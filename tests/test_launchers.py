@@ -13,10 +13,11 @@ from typing import Any
 import psutil
 import pytest
 
-from drivetrain import Problem, rendezvous
-from drivetrain.cli.foreign import first_host, tasks_per_node
+from drivetrain import Problem
+from drivetrain.launch import rendezvous
+from drivetrain.launch.foreign import first_host, tasks_per_node
+from drivetrain.launch.rendezvous.messages import StartAttempt
 from drivetrain.plan import Plan
-from drivetrain.rendezvous.messages import StartAttempt
 from tests.launching import STEPS, events, free_port, info, is_training, losses, only_run, run, start, write_task
 from tests.patience import until
 

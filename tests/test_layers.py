@@ -1,9 +1,12 @@
-"""Each room imports only those before it; only engine and tasks import torch at module level."""
+"""The structure of `src/drivetrain`: rooms in layers, no import circle, files that fit the head, one name for one thing."""
 
 from __future__ import annotations
 
 import ast
+import re
+from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,43 +15,102 @@ import drivetrain
 
 ROOT = Path(drivetrain.__file__).parent
 LAYERS = [
-    {"outcomes", "strict", "terminal"}, {"names", "structured"}, {"settings"}, {"project"}, {"source", "importing"}, {"task"}, {"runs", "recipe", "hardware"}, {"plan"}, {"engine", "tasks"}, {"watch"},
-    {"supervise"}, {"rendezvous", "targets"}, {"doctor", "tune", "export", "play", "serve", "bench", "chaos"}, {"cli"}, {"__main__"},
+    {"outcomes", "strict", "terminal"}, {"names", "structured"}, {"settings"}, {"project"}, {"source", "importing"}, {"task"}, {"runs", "recipe", "hardware"},
+    {"plan"}, {"engine", "tasks"}, {"watch"}, {"processes"}, {"supervise"}, {"launch"}, {"targets"},
+    {"doctor", "tune", "export", "play", "serve", "bench", "chaos"}, {"api"}, {"cli"}, {"__main__"},
 ]  # fmt: skip
+"""A room may import rooms of the sets before its own, and none of its own set or after."""
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 FILES = sorted(ROOT.rglob("*.py"))
+MAX_LINES = 400
 
 
-def imports(path: Path, everywhere: bool) -> Iterator[str]:
-    tree = ast.parse(path.read_text())
-    hidden = {id(n) for i in ast.walk(tree) if isinstance(i, ast.If) and "TYPE_CHECKING" in ast.unparse(i.test) for n in ast.walk(i)}
-    nodes = ast.walk(tree) if everywhere else iter(tree.body)
+def module_name(path: Path) -> str:
+    parts = ["drivetrain", *path.relative_to(ROOT).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+@cache
+def syntax(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def imported_names(nodes: Iterator[ast.AST]) -> Iterator[str]:
+    """Everything that is imported, and each module of this package that a string names (`python -m drivetrain.processes.worker`)."""
     for node in nodes:
-        if id(node) in hidden:
-            continue
         if isinstance(node, ast.Import):
-            yield from (a.name for a in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            if node.module == "drivetrain":
-                yield from (f"drivetrain.{a.name}" for a in node.names)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"drivetrain(\.\w+)+", node.value):
+            yield node.value
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_rooms(path: Path) -> None:
-    room = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    if room == "__init__":
-        return  # resolves names lazily
+def imported_modules(path: Path) -> set[str]:
+    """The modules of this package that a file imports, anywhere in it."""
+    modules = set()
+    for name in imported_names(ast.walk(syntax(path))):
+        module = name if name in MODULES else name.rpartition(".")[0]
+        if module in MODULES and module not in ("drivetrain", module_name(path)):
+            modules.add(module)
+    return modules
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "drivetrain"])
+def test_a_room_imports_only_rooms_below_it(module: str) -> None:
+    room = room_of(module)
     assert room in LEVEL, f"which room is {room}?"
-    for name in imports(path, everywhere=True):
-        parts = name.split(".")
-        if parts[0] == "drivetrain" and len(parts) > 1 and parts[1] in LEVEL and parts[1] != room:
-            allowed = LEVEL[parts[1]] < LEVEL[room] or {room, parts[1]} <= {"runs", "recipe", "hardware"}
-            assert allowed, f"{path.name} ({room}) imports {name}"
-    if room not in ("engine", "tasks"):
-        assert not any(n.split(".")[0] == "torch" for n in imports(path, everywhere=False)), f"{path} imports torch"
+    for name in imported_modules(MODULES[module]):
+        below = LEVEL[room_of(name)] < LEVEL[room] or {room, room_of(name)} <= {"runs", "recipe", "hardware"}
+        assert room_of(name) == room or below, f"{module} ({room}) imports {name}"
+
+
+def test_only_the_engine_and_tasks_import_torch_when_they_are_imported() -> None:
+    for path in FILES:
+        if path.relative_to(ROOT).parts[0] not in ("engine", "tasks"):
+            names = imported_names(iter(syntax(path).body))
+            assert not any(name.split(".")[0] == "torch" for name in names), f"{path} imports torch"
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """The modules of one circle of imports, if there is one."""
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for name in sorted(graph[module]):
+            if found := visit(name, [*path, module]):
+                return found
+        done.add(module)
+        return []
+
+    return next((found for module in sorted(graph) if (found := visit(module, []))), [])
+
+
+def test_no_import_circle() -> None:
+    """Lazy imports, imports for type checkers and the names of modules in strings count."""
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"], "or this test proves nothing"
+    found = circle({module: imported_modules(path) for module, path in MODULES.items()})
+    assert not found, " -> ".join(found)
 
 
 def test_no_file_is_too_long() -> None:
-    long = {p.name: n for p in FILES if (n := len(p.read_text().splitlines())) > 800}
+    long = {str(p.relative_to(ROOT)): n for p in FILES if (n := len(p.read_text().splitlines())) > MAX_LINES}
     assert not long
+
+
+def test_no_public_class_name_is_defined_twice() -> None:
+    names = Counter(
+        node.name for path in FILES for node in syntax(path).body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert not sorted(name for name, times in names.items() if times > 1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain.cli import launch
+from drivetrain.launch import start as launch
 from drivetrain.outcomes import Outcome
 from drivetrain.plan import Plan
 from drivetrain.recipe import load

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain.cli import planning
+from drivetrain.launch import planning
 from tests.command import TASK, bad, good, write_task
 
 CACHE = {"XDG_CACHE_HOME": ""}

@@ -17,12 +17,13 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from drivetrain.cli import ending, launch
-from drivetrain.cli.launch import Machine
 from drivetrain.engine.group import Group
+from drivetrain.engine.log.observe import Observers
 from drivetrain.engine.loop import Training
-from drivetrain.engine.observe import Observers
 from drivetrain.hardware import Hardware
+from drivetrain.launch import ending
+from drivetrain.launch import start as launch
+from drivetrain.launch.start import Machine
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan.choose import choose as plan_of
 from drivetrain.recipe import Recipe, find_task, instantiate, make

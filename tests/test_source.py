@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from drivetrain import recipe
-from drivetrain.engine.data import check_data
+from drivetrain.engine.data.feeds import check_data
 from drivetrain.outcomes import Problem
 from drivetrain.recipe import find_task, load_class
 from drivetrain.source import read_source

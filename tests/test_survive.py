@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from drivetrain.engine.observe import Observers
+from drivetrain.engine.log.observe import Observers
 from drivetrain.runs import Run
 from drivetrain.supervise import Policy
 from drivetrain.supervise.stacks import read, state_of

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from drivetrain.cli import tune
-from drivetrain.cli.launch import Machine
 from drivetrain.hardware import Hardware
+from drivetrain.launch.start import Machine
 from drivetrain.outcomes import Problem
 from drivetrain.recipe import find_task, make
 from drivetrain.runs import Run, read_lines

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from drivetrain.cli.api import load, train
+    from drivetrain.api import load, train
     from drivetrain.outcomes import Outcome, Problem
     from drivetrain.runs import Run
     from drivetrain.settings import Duration, Range
@@ -21,7 +21,7 @@ __all__ = [
 
 _HOMES = {
     "Task": "task", "Source": "task", "Tensors": "task", "Rand": "task", "Range": "settings", "Duration": "settings",
-    "Run": "runs", "Problem": "outcomes", "Outcome": "outcomes", "train": "cli.api", "load": "cli.api",
+    "Run": "runs", "Problem": "outcomes", "Outcome": "outcomes", "train": "api", "load": "api",
 }  # fmt: skip
 
 

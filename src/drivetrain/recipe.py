@@ -260,7 +260,7 @@ def describe(task: TaskRef) -> dict[str, Any]:
     import subprocess
     import tempfile
 
-    command = [sys.executable, "-P", "-m", "drivetrain.cli.describe", f"{task.path}:{task.class_name}"]
+    command = [sys.executable, "-P", "-m", "drivetrain.processes.describe", f"{task.path}:{task.class_name}"]
     with tempfile.TemporaryFile("w+") as told:
         said = []
         child = subprocess.Popen(command, stdout=told, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, errors="replace")

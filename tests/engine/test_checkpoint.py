@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.engine import shards
-from drivetrain.engine.checkpoint import Damaged, Writer, newest_good, verify
-from drivetrain.engine.state import load_model, model_tensors, read_weights, write_weights
+from drivetrain.engine.state.checkpoint import Damaged, Writer, newest_good, verify
+from drivetrain.engine.state.tensors import load_model, model_tensors, read_weights, shards, write_weights
 from drivetrain.outcomes import Problem
 from drivetrain.runs import Run
 
@@ -83,7 +82,7 @@ def test_a_planted_pickle_is_refused_without_running(tmp_path: Path) -> None:
     with pytest.raises(shards.Refused, match="refused, not run"):
         shards.read(path)
     # An attacker would also mend the manifest.
-    from drivetrain.engine.checkpoint import _digest, _hash
+    from drivetrain.engine.state.checkpoint import _digest, _hash
 
     manifest = json.loads((path / "manifest.json").read_text())
     manifest.pop("digest")

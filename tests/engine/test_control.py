@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.engine.control import AHEAD, LOOKS, MOST, Agreement
-from drivetrain.engine.figures import STOP, TAIL
+from drivetrain.engine.cadence import AHEAD, LOOKS, MOST, Agreement
 from drivetrain.engine.group import Group
-from drivetrain.engine.observe import Observer
+from drivetrain.engine.log.figures import STOP, TAIL
+from drivetrain.engine.log.observe import Observer
 from drivetrain.runs import Run
 from drivetrain.watch.deadline import LEAST, SAVES, STEPS, Deadline
 from tests.processes import on_ranks

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from drivetrain.engine.data import check_data, eval_feed, train_feed
-from drivetrain.engine.feed import shares
+from drivetrain.engine.data.base import shares
+from drivetrain.engine.data.feeds import check_data, eval_feed, train_feed
+from drivetrain.engine.data.rand import KeyedRand, key, permutation
 from drivetrain.engine.group import Group
-from drivetrain.engine.rand import KeyedRand, key, permutation
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
 from tests.samples import Loaded, Plain

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from drivetrain.engine.group import Group
+from drivetrain.engine.log.observe import Observer, Observers
 from drivetrain.engine.loop import Training
-from drivetrain.engine.observe import Observer, Observers
 from drivetrain.plan.choose import choose
 from drivetrain.recipe import find_task, load_class
 from drivetrain.runs import Run
@@ -291,5 +291,5 @@ def test_two_processes_are_told_once(tmp_path: Path) -> None:
 
 
 def test_a_slow_loss_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drivetrain.engine.dependence.SLOW_LOSS", 0.0)
+    monkeypatch.setattr("drivetrain.engine.faults.dependence.SLOW_LOSS", 0.0)
     assert not alone("Contrast", tmp_path)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from drivetrain.engine.group import Group
-from drivetrain.engine.observe import Observer
+from drivetrain.engine.log.observe import Observer
 from drivetrain.engine.setup import _batchnorm
-from drivetrain.engine.state import Stored
+from drivetrain.engine.state.tensors import Stored
 from drivetrain.engine.strategies import Replicated
 from drivetrain.engine.strategies.base import norm_of
 from drivetrain.plan import Plan

@@ -66,8 +66,8 @@ def test_other_optimizers_formats_and_augmentation_in_place(name: str, options: 
 
 def test_augmentation_in_place_is_done_once(tmp_path: Path) -> None:
     """With and without counts(), the same batch gives the same loss at the first step."""
+    from drivetrain.engine.data.rand import KeyedRand
     from drivetrain.engine.group import Group
-    from drivetrain.engine.rand import KeyedRand
     from tests.samples import training
 
     job = training("InPlace", str(tmp_path), Group(0, 1, torch.device("cpu")), {"global_batch": 101})

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from drivetrain.chaos import read
+from drivetrain.engine.faults.out_of_memory import Before, OutOfMemory
 from drivetrain.engine.group import Group
+from drivetrain.engine.log.observe import Observer, Observers
 from drivetrain.engine.loop import Training
-from drivetrain.engine.memory import shortages
-from drivetrain.engine.observe import Observer, Observers
-from drivetrain.engine.shortage import Before, OutOfMemory
+from drivetrain.engine.measure.memory import shortages
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan.choose import choose
 from drivetrain.runs import Run

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drivetrain.engine.beside import FUSED, pieces
-from drivetrain.engine.optim import has_short_way, short_step
+from drivetrain.engine.fast.branches import FUSED, pieces
+from drivetrain.engine.maths.optim import has_short_way, short_step
 
 PROCESSORS = 4
 
@@ -107,7 +107,7 @@ def test_only_what_has_a_short_way_takes_it() -> None:
 
 
 def test_momentum_is_a_setting_of_sgd() -> None:
-    from drivetrain.engine.optim import make_optimizer
+    from drivetrain.engine.maths.optim import make_optimizer
     from drivetrain.source import of_class
     from drivetrain.task import Task
 

@@ -15,17 +15,18 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.engine import loop, pace, rand
-from drivetrain.engine.blocks import repeated_blocks
-from drivetrain.engine.capture import blame, form_of, opaque
-from drivetrain.engine.data import train_feed
+from drivetrain.engine import loop
+from drivetrain.engine.data import rand, train_feed
+from drivetrain.engine.data.loader import LoaderFeed
+from drivetrain.engine.data.rand import HostRandom
+from drivetrain.engine.fast import pace
+from drivetrain.engine.fast.blocks import repeated_blocks
+from drivetrain.engine.fast.graphs import blame, form_of, opaque
+from drivetrain.engine.fast.purity import changed, marks
+from drivetrain.engine.fast.trial import Trial
 from drivetrain.engine.group import Group
-from drivetrain.engine.loader import LoaderFeed
-from drivetrain.engine.observe import Observer, Observers
-from drivetrain.engine.purity import changed, marks
-from drivetrain.engine.rand import HostRandom
+from drivetrain.engine.log.observe import Observer, Observers
 from drivetrain.engine.step import Step
-from drivetrain.engine.trial import Trial
 from drivetrain.plan import Plan
 from tests import samples
 from tests.processes import on_ranks

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.engine.ledger import Block, Ledger
-from drivetrain.engine.observe import Observer
-from drivetrain.engine.rows import Rows
+from drivetrain.engine.log.ledger import Block, Ledger
+from drivetrain.engine.log.observe import Observer
+from drivetrain.engine.log.rows import Rows
 
 
 def rows_of(sizes: int, per_epoch: int) -> tuple[Rows, Any]:

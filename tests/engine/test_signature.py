@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.engine import signature
+from drivetrain.engine.data import signature
 from drivetrain.engine.group import Group
-from drivetrain.engine.observe import Observer
+from drivetrain.engine.log.observe import Observer
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.runs import Run
 from tests.samples import TASKS, Listed, Loaded, Plain, blobs, training

@@ -10,8 +10,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from drivetrain.engine import stem
-from drivetrain.engine.stem import narrowed, product
+from drivetrain.engine.fast import stem
+from drivetrain.engine.fast.stem import narrowed, product
 
 
 @pytest.mark.parametrize(

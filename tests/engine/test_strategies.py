@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from drivetrain.engine.group import Group
-from drivetrain.engine.recompute import recompute_blocks
+from drivetrain.engine.strategies.recompute import recompute_blocks
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
 from drivetrain.plan.choose import choose
@@ -253,7 +253,7 @@ def test_one_ranks_torn_file_spoils_the_checkpoint(tmp_path: Path) -> None:
 def _held(folder: str, pins: dict[str, Any], group: Group) -> dict[str, int]:
     """Numbers of the model's parameters and of the optimizer's state on this rank, after a step."""
     import tests.samples as samples
-    from drivetrain.engine.state import local
+    from drivetrain.engine.state.tensors import local
 
     job = samples.training("Transformer", folder, group, ADAM, pins)
     job.step(0)

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from drivetrain.engine.fast.threads import Products
 from drivetrain.engine.group import Group
+from drivetrain.engine.log.observe import Observer, Observers
 from drivetrain.engine.loop import Training
-from drivetrain.engine.observe import Observer, Observers
-from drivetrain.engine.threads import Products
 from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
 from drivetrain.tasks.rl.worlds import CartPole

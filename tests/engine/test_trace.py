@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from drivetrain.engine.standins import AsOnGpu
-from drivetrain.engine.survey import _beside, survey
-from drivetrain.engine.trace import Recorder, ShapesOnly
+from drivetrain.engine.measure.standins import AsOnGpu
+from drivetrain.engine.measure.survey import _beside, survey
+from drivetrain.engine.measure.trace import Recorder, ShapesOnly
 from drivetrain.hardware.described import parse
 from drivetrain.plan.predict import CHANNEL, Machine, _seconds
 from drivetrain.task import Task, Tensors

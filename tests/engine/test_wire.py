@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drivetrain.engine.group import Group
-from drivetrain.engine.wire import NotPlain, pack, unpack
+from drivetrain.engine.group.wire import NotPlain, pack, unpack
 from drivetrain.outcomes import Outcome
 
 PLAIN = st.recursive(

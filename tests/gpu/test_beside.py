@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drivetrain.engine import compiled
-from drivetrain.engine.beside import side_by_side
-from drivetrain.engine.capture import record
-from drivetrain.engine.stem import product
+from drivetrain.engine.fast import compiled
+from drivetrain.engine.fast.branches import side_by_side
+from drivetrain.engine.fast.graphs import record
+from drivetrain.engine.fast.stem import product
 from tests.gpu.kinds import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.engine import pace
-from drivetrain.engine.capture import host_waits, record
+from drivetrain.engine.fast import pace
+from drivetrain.engine.fast.graphs import host_waits, record
 from drivetrain.engine.group import Group
 from drivetrain.plan import HOST_WAITS
 from tests.gpu.kinds import train
@@ -148,8 +148,8 @@ def _end(folder: Path) -> float:
 
 def test_no_host_sync_in_the_step(tmp_path: Path) -> None:
     """Once settled, an operation that waits for the device would be an error."""
+    from drivetrain.engine.log.observe import Observer, Observers
     from drivetrain.engine.loop import Training
-    from drivetrain.engine.observe import Observer, Observers
     from drivetrain.hardware import detect
     from drivetrain.plan.choose import choose
     from drivetrain.runs import Run

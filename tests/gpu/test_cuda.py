@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from drivetrain.engine.data.rand import KeyedRand
 from drivetrain.engine.group import Group
+from drivetrain.engine.log.observe import Observers
 from drivetrain.engine.loop import Training
-from drivetrain.engine.observe import Observers
-from drivetrain.engine.rand import KeyedRand
 from drivetrain.hardware import detect
 from drivetrain.plan.choose import choose
 from drivetrain.runs import Run

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from drivetrain.engine.feed import ORDER
+from drivetrain.engine.data.base import ORDER
+from drivetrain.engine.data.rand import permutation, seed_everything
 from drivetrain.engine.group import Group
-from drivetrain.engine.rand import permutation, seed_everything
 from drivetrain.tasks.lora import head
 from drivetrain.tasks.lora.beside import Beside
 from drivetrain.tasks.lora.lora import Lora

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain.cli import planning
 from drivetrain.hardware import detect
+from drivetrain.launch import planning
 from drivetrain.plan import Plan
 from drivetrain.recipe import load
 from drivetrain.watch.screen import Screen

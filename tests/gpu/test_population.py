@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from drivetrain.engine.group import Group
+from drivetrain.engine.log.observe import Observers
 from drivetrain.engine.loop import Training
-from drivetrain.engine.observe import Observers
 from drivetrain.hardware import detect
 from drivetrain.plan.choose import choose
 from drivetrain.recipe import find_task

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.engine.data import SourceFeed
+from drivetrain.engine.data.feeds import SourceFeed
 from drivetrain.engine.group import Group
+from drivetrain.engine.log.observe import Observers
 from drivetrain.engine.loop import Training
-from drivetrain.engine.observe import Observers
 from drivetrain.engine.setup import prepare
 from drivetrain.hardware import detect
 from drivetrain.plan.choose import choose

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.plan_models import Cnn, Smol135, Smol1700
 
-from drivetrain.engine.survey import survey
+from drivetrain.engine.measure.survey import survey
 from drivetrain.hardware.described import parse
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan

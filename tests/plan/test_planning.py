@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from drivetrain.cli import planning
 from drivetrain.hardware import detect
 from drivetrain.hardware.described import parse
+from drivetrain.launch import planning
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
 from drivetrain.recipe import load

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from drivetrain.engine.group import Group
+from drivetrain.engine.log.observe import Observers
 from drivetrain.engine.loop import Training
-from drivetrain.engine.observe import Observers
 from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
 from drivetrain.tasks.rl.nets import Agent

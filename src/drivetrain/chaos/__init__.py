@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from drivetrain.engine.observe import Observer
+from drivetrain.engine.log.observe import Observer
 from drivetrain.outcomes import Problem
 from drivetrain.runs import Run
 

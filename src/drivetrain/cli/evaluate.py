@@ -24,7 +24,8 @@ def run(verb: str, words: list[str]) -> int:
     args = parser.parse(words)
 
     from drivetrain import runs
-    from drivetrain.cli import ending, launch
+    from drivetrain.launch import ending
+    from drivetrain.launch import start as launch
     from drivetrain.supervise import local_place, run_workers
     from drivetrain.watch.screen import Screen, number
 

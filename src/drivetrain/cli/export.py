@@ -27,8 +27,8 @@ def run(verb: str, words: list[str]) -> int:
     args = parser.parse(words)
 
     from drivetrain import runs
-    from drivetrain.cli.kept import trained, users_code
     from drivetrain.export import describe, export, told_of
+    from drivetrain.launch.trained import trained, users_code
     from drivetrain.watch.screen import Screen, size
 
     screen = Screen(quiet=args.quiet or args.json)

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain import runs
-from drivetrain.cli import cleanup, ending
+from drivetrain.cli import cleanup
 from drivetrain.cli.cleanup import disk_size
 from drivetrain.cli.flags import Parser, whole_number
+from drivetrain.launch import ending
 from drivetrain.outcomes import Problem
 from drivetrain.runs import Run, rows_backwards
 from drivetrain.terminal import one_line, show

@@ -55,7 +55,8 @@ def run(verb: str, words: list[str]) -> int:
 
 def _plan(recipe: Any, args: Namespace, screen: Any) -> dict[str, Any]:
     from drivetrain import __version__
-    from drivetrain.cli import launch, planning
+    from drivetrain.launch import planning
+    from drivetrain.launch import start as launch
 
     place = _place(args)
     if args.hardware is None and recipe.settings["start"] is not None:
@@ -84,11 +85,11 @@ def _price(text: str) -> float:
 
 
 def _place(args: Namespace) -> Any:
-    from drivetrain.cli.planning import Place
+    from drivetrain.launch.planning import Place
     from drivetrain.outcomes import Problem
 
     if args.hardware is None:
-        from drivetrain.cli import launch
+        from drivetrain.launch import start as launch
 
         machine = launch.look_at_machine(launch.Request(procs=args.procs, nodes=args.nodes[1], gpus=args.gpus, device=args.device))
         gpu = machine.gpus[0] if machine.gpus else ""
@@ -109,7 +110,7 @@ def _place(args: Namespace) -> Any:
 
 
 def _total(recipe: Any, plan: Any, samples: int | None, price: float | None, world_size: int) -> dict[str, Any]:
-    from drivetrain.cli.planning import total_steps
+    from drivetrain.launch.planning import total_steps
 
     if samples is None or "step_seconds" not in plan.predicted:
         return {}
@@ -123,8 +124,8 @@ def _total(recipe: Any, plan: Any, samples: int | None, price: float | None, wor
 
 
 def _show(plan: Any, total: dict[str, Any], place: Any) -> None:
-    from drivetrain.cli.planning import parts_text
     from drivetrain.hardware import need_of_room, size
+    from drivetrain.launch.planning import parts_text
     from drivetrain.plan.search import rate_text
 
     _line("plan", plan.sentence())

@@ -76,8 +76,8 @@ def agent_of(target: str, screen: Screen) -> Agent:
 
 def _export(found: Run, agent: Agent, screen: Screen) -> None:
     from drivetrain import play
-    from drivetrain.cli.kept import trained, users_code
     from drivetrain.export import export
+    from drivetrain.launch.trained import trained, users_code
 
     task, model = trained(found, screen)
     with users_code(found):

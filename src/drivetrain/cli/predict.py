@@ -27,7 +27,7 @@ def run(verb: str, words: list[str]) -> int:
     args = parser.parse(words)
 
     from drivetrain import runs
-    from drivetrain.cli.kept import trained, users_code
+    from drivetrain.launch.trained import trained, users_code
     from drivetrain.watch.screen import Screen
 
     found = runs.find(args.target)

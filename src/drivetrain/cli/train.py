@@ -17,7 +17,7 @@ from drivetrain.settings import Setting
 from drivetrain.terminal import show
 
 if TYPE_CHECKING:
-    from drivetrain.cli.launch import Request
+    from drivetrain.launch.start import Request
     from drivetrain.watch.screen import Screen
 
 TRAIN = f"""\
@@ -67,7 +67,8 @@ def run(verb: str, words: list[str]) -> int:
         return 0
     args = parser.parse(words)
 
-    from drivetrain.cli import foreign, launch, plan_file
+    from drivetrain.launch import foreign, plan_file
+    from drivetrain.launch import start as launch
     from drivetrain.supervise import Policy
     from drivetrain.watch.screen import Screen
 
@@ -102,7 +103,8 @@ def run(verb: str, words: list[str]) -> int:
 def train_stages(recipes: list[Recipe], request: Request, screen: Screen, started: str | None) -> int:
     """One run after another, each from the weights of the one before; finished ones are not run again."""
     from drivetrain import runs
-    from drivetrain.cli import ending, foreign, launch
+    from drivetrain.launch import ending, foreign
+    from drivetrain.launch import start as launch
 
     before: runs.Run | None = None
     for recipe in recipes:
@@ -131,7 +133,8 @@ def of_stage(recipe: Recipe, recipes: list[Recipe], request: Request) -> Request
 
 
 def _resume(recipe: Recipe, request: Request, screen: Screen, started: str | None) -> int:
-    from drivetrain.cli import ending, foreign, launch
+    from drivetrain.launch import ending, foreign
+    from drivetrain.launch import start as launch
 
     if started is not None:
         found, ended = foreign.train(recipe, request, screen, started)
@@ -142,7 +145,7 @@ def _resume(recipe: Recipe, request: Request, screen: Screen, started: str | Non
 
 
 def dry_run(recipe: Recipe, request: Request) -> None:
-    from drivetrain.cli import launch
+    from drivetrain.launch import start as launch
     from drivetrain.supervise import Place
 
     machine = launch.look_at_machine(request)
@@ -170,8 +173,9 @@ def smoke(recipe: Recipe, request: Request, screen: Screen) -> int:
     """Everything a run does, in seconds, in a folder that is thrown away."""
     import tempfile
 
-    from drivetrain.cli import ending, launch, opening
-    from drivetrain.cli.worker import SMOKE_BATCH, SMOKE_STEPS
+    from drivetrain.launch import ending, opening
+    from drivetrain.launch import start as launch
+    from drivetrain.processes.worker import SMOKE_BATCH, SMOKE_STEPS
     from drivetrain.supervise import local_place, run_workers
 
     machine = launch.look_at_machine(request)

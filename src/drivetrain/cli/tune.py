@@ -12,7 +12,7 @@ from drivetrain.outcomes import Outcome, Problem
 from drivetrain.terminal import show
 
 if TYPE_CHECKING:
-    from drivetrain.cli.launch import Machine
+    from drivetrain.launch.start import Machine
     from drivetrain.recipe import Recipe, TaskRef
     from drivetrain.tune.folder import Folder, Goal
     from drivetrain.tune.space import Space
@@ -47,7 +47,7 @@ def run(verb: str, words: list[str]) -> int:
         raise Problem("--run-dir and --name both say where the study goes: give one")
 
     from drivetrain import runs
-    from drivetrain.cli import launch
+    from drivetrain.launch import start as launch
     from drivetrain.recipe import load, split_words
     from drivetrain.tune import folder as folders
     from drivetrain.tune import population
@@ -108,8 +108,9 @@ def run(verb: str, words: list[str]) -> int:
 
 def _tune(order: Order, found: Folder, study: Study, table: Table, machine: Machine, size: int, by_itself: bool) -> bool:
     """Try until enough were tried: as populations of a size, or (0) as ordinary runs."""
-    from drivetrain.cli import ending, launch
-    from drivetrain.cli.opening import Opened
+    from drivetrain.launch import ending
+    from drivetrain.launch import start as launch
+    from drivetrain.launch.opening import Opened
     from drivetrain.plan.choose import choose
     from drivetrain.tune.population import Generations, NoPopulation, Way
     from drivetrain.tune.tuner import Tuner
@@ -177,7 +178,7 @@ def _print_search(task: TaskRef) -> None:
 
 
 def _goal(recipe: Recipe, args: argparse.Namespace) -> Goal:
-    from drivetrain.engine.best import Best
+    from drivetrain.engine.state.best import Best
     from drivetrain.tasks.rl.shape import is_ppo
     from drivetrain.tune.folder import Goal
 

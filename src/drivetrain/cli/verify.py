@@ -44,7 +44,7 @@ def run(verb: str, words: list[str]) -> int:
     add_common(parser)
     args = parser.parse(words)
 
-    from drivetrain.cli import launch
+    from drivetrain.launch import start as launch
     from drivetrain.recipe import load
     from drivetrain.watch.screen import Screen
 
@@ -82,7 +82,8 @@ def _where_allowed(recipe: Recipe, **values: Any) -> dict[str, Any]:
 def _train(recipe: Recipe, args: argparse.Namespace, folder: Path, kill: bool, look: str = "") -> Path:
     """Train in child processes, as the command does; with `kill`, end them all once a checkpoint is out, and resume.
     With a `look` every step leaves its fingerprint."""
-    from drivetrain.cli import ending, launch, opening
+    from drivetrain.launch import ending, opening
+    from drivetrain.launch import start as launch
     from drivetrain.runs import Run
     from drivetrain.supervise import local_place, run_workers
     from drivetrain.watch.screen import Screen

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from drivetrain.engine.capture import Graphs, form_of
-from drivetrain.engine.control import SupportsBool
-from drivetrain.engine.feed import EVAL, OrderedFeed
+from drivetrain.engine.cadence import SupportsBool
+from drivetrain.engine.data.base import EVAL, OrderedFeed
+from drivetrain.engine.data.rand import host_state, key, seed_model
+from drivetrain.engine.fast.graphs import Graphs, form_of
+from drivetrain.engine.faults.out_of_memory import Short
 from drivetrain.engine.group import Group
-from drivetrain.engine.memory import shortages
-from drivetrain.engine.metrics import Metrics
-from drivetrain.engine.precision import Precision
-from drivetrain.engine.rand import host_state, key, seed_model
-from drivetrain.engine.shortage import Short
+from drivetrain.engine.maths.metrics import Metrics
+from drivetrain.engine.maths.precision import Precision
+from drivetrain.engine.measure.memory import shortages
 from drivetrain.task import Task
 
 

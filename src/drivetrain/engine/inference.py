@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain.engine import state
-from drivetrain.engine.data import eval_feed
+from drivetrain.engine.data.base import OrderedFeed
+from drivetrain.engine.data.feeds import eval_feed
 from drivetrain.engine.evaluate import Evaluation, evaluate
-from drivetrain.engine.feed import OrderedFeed
+from drivetrain.engine.faults.out_of_memory import Short
 from drivetrain.engine.group import Group
-from drivetrain.engine.precision import Precision
+from drivetrain.engine.maths.precision import Precision
 from drivetrain.engine.setup import Weights, prepare, run_weights
-from drivetrain.engine.shortage import Short
+from drivetrain.engine.state import tensors as state
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan, half
 from drivetrain.runs import Run

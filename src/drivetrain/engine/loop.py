@@ -16,30 +16,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain.engine import saved, state
-from drivetrain.engine.best import Best
-from drivetrain.engine.capture import Graphs, host_waits, record
-from drivetrain.engine.checkpoint import Damaged, Writer, folder, verify
-from drivetrain.engine.control import Agreement, Every, SupportsBool
-from drivetrain.engine.data import SourceFeed, eval_feed, train_feed
-from drivetrain.engine.dependence import look_for_dependence
+from drivetrain.engine.cadence import Agreement, Every, SupportsBool
+from drivetrain.engine.data.base import Feed, OrderedFeed
+from drivetrain.engine.data.feeds import SourceFeed, eval_feed, train_feed
 from drivetrain.engine.evaluate import Evaluation, Left, Replay, evaluate
-from drivetrain.engine.feed import Feed, OrderedFeed
-from drivetrain.engine.figures import FIGURES, TAIL, Figures
+from drivetrain.engine.fast.graphs import Graphs, host_waits, record
+from drivetrain.engine.fast.pace import Pace
+from drivetrain.engine.fast.threads import Threads
+from drivetrain.engine.faults.dependence import look_for_dependence
+from drivetrain.engine.faults.out_of_memory import Short, new_start, shrink, shrink_evaluation, undoable
 from drivetrain.engine.group import Group
-from drivetrain.engine.ledger import HALF, Ledger
-from drivetrain.engine.memory import peak_memory
-from drivetrain.engine.metrics import read_remarks
-from drivetrain.engine.observe import Observer
-from drivetrain.engine.optim import Rates, make_optimizer, schedule_of
-from drivetrain.engine.pace import Pace
-from drivetrain.engine.precision import Precision
-from drivetrain.engine.rows import Rows
+from drivetrain.engine.log.figures import FIGURES, TAIL, Figures
+from drivetrain.engine.log.ledger import HALF, Ledger
+from drivetrain.engine.log.observe import Observer
+from drivetrain.engine.log.rows import Rows
+from drivetrain.engine.maths.metrics import read_remarks
+from drivetrain.engine.maths.optim import Rates, make_optimizer, schedule_of
+from drivetrain.engine.maths.precision import Precision
+from drivetrain.engine.measure.memory import peak_memory
 from drivetrain.engine.setup import build_model, prepare
-from drivetrain.engine.shortage import Short, new_start, shrink, shrink_evaluation, undoable
+from drivetrain.engine.state import saved
+from drivetrain.engine.state import tensors as state
+from drivetrain.engine.state.best import Best
+from drivetrain.engine.state.checkpoint import Damaged, Writer, folder, verify
 from drivetrain.engine.step import Step
 from drivetrain.engine.strategies import spread
-from drivetrain.engine.threads import Threads
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.recipe import check_agreement

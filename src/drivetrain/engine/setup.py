@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from drivetrain.engine import state
-from drivetrain.engine.checkpoint import must_exist, newest_good
+from drivetrain.engine.data.rand import seed_everything
 from drivetrain.engine.group import Group
-from drivetrain.engine.observe import Observer
-from drivetrain.engine.rand import seed_everything
-from drivetrain.engine.recompute import recompute_blocks
+from drivetrain.engine.log.observe import Observer
+from drivetrain.engine.state import tensors as state
+from drivetrain.engine.state.checkpoint import must_exist, newest_good
+from drivetrain.engine.strategies.recompute import recompute_blocks
 from drivetrain.names import private_cache
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan

@@ -16,20 +16,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drivetrain.engine.capture import Graphs, form_of
-from drivetrain.engine.compiled import Compiled
-from drivetrain.engine.control import SupportsBool
-from drivetrain.engine.data import augmented, draws_of
-from drivetrain.engine.feed import Feed, Micro
-from drivetrain.engine.figures import FIGURES, NORM, SCALE, SKIPPED, STOP, Figures
+from drivetrain.engine.cadence import SupportsBool
+from drivetrain.engine.data.base import Feed, Micro
+from drivetrain.engine.data.feeds import augmented, draws_of
+from drivetrain.engine.data.rand import HostRandom, generator_of, key
+from drivetrain.engine.fast.compiled import Compiled
+from drivetrain.engine.fast.graphs import Graphs, form_of
+from drivetrain.engine.faults.out_of_memory import Before, Short
 from drivetrain.engine.group import Group
-from drivetrain.engine.ledger import Ledger
-from drivetrain.engine.losses import Part, read_counts, read_limits, read_loss, summed
-from drivetrain.engine.memory import shortages
-from drivetrain.engine.optim import Rates, capturable, ready_to_skip
-from drivetrain.engine.precision import LossScale, Precision
-from drivetrain.engine.rand import HostRandom, generator_of, key
-from drivetrain.engine.shortage import Before, Short
+from drivetrain.engine.log.figures import FIGURES, NORM, SCALE, SKIPPED, STOP, Figures
+from drivetrain.engine.log.ledger import Ledger
+from drivetrain.engine.maths.losses import Part, read_counts, read_limits, read_loss, summed
+from drivetrain.engine.maths.optim import Rates, capturable, ready_to_skip
+from drivetrain.engine.maths.precision import LossScale, Precision
+from drivetrain.engine.measure.memory import shortages
 from drivetrain.engine.strategies import Strategy
 from drivetrain.outcomes import Problem
 from drivetrain.task import Task, overrides

@@ -82,7 +82,7 @@ class Nursery:
         with theirs:
             output = _appended(log)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "drivetrain.cli.forkserver", str(theirs.fileno()), str(os.getpid())],  # -P: no module of this folder shadows torch's
+                [sys.executable, "-P", "-m", "drivetrain.processes.forkserver", str(theirs.fileno()), str(os.getpid())],  # -P: no module of this folder shadows torch's
                 env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),), start_new_session=True,  # the terminal's Ctrl-C comes here, not to them
             )  # fmt: skip
@@ -95,7 +95,7 @@ class Nursery:
         if self.handle is None:
             told = environment | {WIRE: f"{wire} {pulse} {os.getpid()} {os.getpid()}"}
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "drivetrain.cli.worker", str(job)],
+                [sys.executable, "-P", "-m", "drivetrain.processes.worker", str(job)],
                 env=self.environment | told, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
                 pass_fds=(wire, pulse), start_new_session=True,
             )  # fmt: skip

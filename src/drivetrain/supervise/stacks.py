@@ -22,7 +22,7 @@ SETTLED = 0.2  # seconds in which no more is written: on a busy machine an answe
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 WAITS = (
     "/torch/distributed/",
-    "/drivetrain/engine/collectives.py",
+    "/drivetrain/engine/group/collectives.py",
     "/torch/cuda/streams.py",
 )  # for other ranks; for the device, which may wait for others'
 COMPILES = (

@@ -17,9 +17,9 @@ from drivetrain.watch.files import MetricsFile
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from drivetrain.engine.best import Best
-    from drivetrain.engine.control import SupportsBool
+    from drivetrain.engine.cadence import SupportsBool
     from drivetrain.engine.group import Group
+    from drivetrain.engine.state.best import Best
     from drivetrain.tasks.rl.nets import Agent
     from drivetrain.tasks.rl.ppo import Ppo
 
@@ -29,7 +29,7 @@ NOT_A_NUMBER = "the loss or its gradient is not a number by step {0:,}.\nTry a l
 
 def train(job: dict[str, Any], group: Group, tell: Tell, stop: SupportsBool) -> dict[str, Any]:
     """Train a job's members; each one's rows and end are told as they come."""
-    from drivetrain.engine.precision import Precision
+    from drivetrain.engine.maths.precision import Precision
     from drivetrain.engine.setup import prepare
 
     plan, kind = Plan.from_json(job["plan"]), load_class(TaskRef(**job["task"]))
@@ -75,11 +75,11 @@ class _Program:
     def __init__(self, told: list[dict[str, Any]], tasks: list[Ppo], plan: Plan, group: Group, tell: Tell) -> None:
         import torch
 
-        from drivetrain.engine.best import Best
-        from drivetrain.engine.capture import Graphs
-        from drivetrain.engine.control import Every
-        from drivetrain.engine.observe import Observer
+        from drivetrain.engine.cadence import Every
+        from drivetrain.engine.fast.graphs import Graphs
+        from drivetrain.engine.log.observe import Observer
         from drivetrain.engine.setup import build_model
+        from drivetrain.engine.state.best import Best
         from drivetrain.tasks.rl.population import Population, check, steps_per_epoch
 
         check(tasks[0])
@@ -112,7 +112,7 @@ class _Program:
 
     def _rates(self) -> list[list[float]]:
         """The learning rate of each step and member."""
-        from drivetrain.engine.optim import schedule_of
+        from drivetrain.engine.maths.optim import schedule_of
 
         factors = [schedule_of(member.task, self.steps, self.per_epoch) for member in self.members]
         peaks = [float(member.task.learning_rate) for member in self.members]
@@ -140,8 +140,8 @@ class _Program:
 
     def _draws(self, epoch: int) -> Tensor:
         """The numbers that an ordinary run would play this collection with."""
-        from drivetrain.engine.feed import GROUP
-        from drivetrain.engine.rand import KeyedRand
+        from drivetrain.engine.data.base import GROUP
+        from drivetrain.engine.data.rand import KeyedRand
 
         streams = {seed: KeyedRand(self.groups, seed, epoch, GROUP) for seed in self._seeds()}
         draws = self._by_seed(lambda seed: streams[seed].uniform(self.population.draws))
@@ -153,8 +153,8 @@ class _Program:
         """And the orders in which it would learn from it."""
         import torch
 
-        from drivetrain.engine.feed import ORDER
-        from drivetrain.engine.rand import KeyedRand
+        from drivetrain.engine.data.base import ORDER
+        from drivetrain.engine.data.rand import KeyedRand
 
         first = self.groups[:, None] * self.population.per_group
 
@@ -205,7 +205,7 @@ class _Program:
         self.marked, self.marked_step = time.monotonic(), done
 
     def _facts(self, done: int) -> dict[str, Any]:
-        from drivetrain.engine.memory import peak_memory
+        from drivetrain.engine.measure.memory import peak_memory
 
         now, source = time.monotonic(), self.population.source
         samples = (done - self.marked_step) // self.per_epoch * len(source) * source.passes
@@ -218,7 +218,7 @@ class _Program:
 
     def _end(self, trial: int, member: _Member) -> None:
         """Write a member's weights, and tell its end."""
-        from drivetrain.engine import state
+        from drivetrain.engine.state import tensors as state
 
         if member.failed_by:
             message = NOT_A_NUMBER.format(member.failed_by)

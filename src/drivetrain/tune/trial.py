@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from drivetrain import runs
-from drivetrain.engine.best import Best
+from drivetrain.engine.state.best import Best
 from drivetrain.outcomes import Outcome, Problem, outcome_of_code
 from drivetrain.runs import Run
 from drivetrain.tune.study import Proposal

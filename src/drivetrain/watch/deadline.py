@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from drivetrain.engine.observe import Observer
+from drivetrain.engine.log.observe import Observer
 
 LEAST = 2.0
 """Seconds that are kept in any case: processes take time to end."""

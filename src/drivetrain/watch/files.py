@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from drivetrain.engine.observe import Observer
+from drivetrain.engine.log.observe import Observer
 from drivetrain.runs import Run, cut_rows
 
 FLUSH_SECONDS = 1.0

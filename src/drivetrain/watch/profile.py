@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from drivetrain.engine.observe import Observer
+from drivetrain.engine.log.observe import Observer
 from drivetrain.runs import Run
 
 AFTER = 12  # steps that come before: the first ones set things up

@@ -10,10 +10,10 @@ import tempfile
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from drivetrain.engine.observe import Observer
+from drivetrain.engine.log.observe import Observer
 
 if TYPE_CHECKING:
-    from drivetrain.engine.deviceclock import DeviceClock
+    from drivetrain.engine.log.deviceclock import DeviceClock
 
 RECORD = struct.Struct("<qqddd")  # step, place, since, longest, slowest
 # The moments of the training's own thread: what it does from each one on, and as which part of the time that counts.

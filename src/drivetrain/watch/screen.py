@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any, TextIO
 
-from drivetrain.engine.observe import Observer
+from drivetrain.engine.log.observe import Observer
 from drivetrain.terminal import one_line
 
 LABEL = 8  # width of the first column

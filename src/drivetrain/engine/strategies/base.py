@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.engine import state
-from drivetrain.engine.beside import side_by_side
+from drivetrain.engine.fast.branches import side_by_side
 from drivetrain.engine.group import Group
-from drivetrain.engine.optim import has_short_way, short_step, takes_factor
+from drivetrain.engine.maths.optim import has_short_way, short_step, takes_factor
+from drivetrain.engine.state import tensors as state
 
 
 class Strategy:

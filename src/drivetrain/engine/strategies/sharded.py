@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from drivetrain.engine import state
-from drivetrain.engine.blocks import repeated_blocks
+from drivetrain.engine.fast.blocks import repeated_blocks
 from drivetrain.engine.group import Group
-from drivetrain.engine.optim import is_torchs, takes_factor
-from drivetrain.engine.precision import HALF
+from drivetrain.engine.maths.optim import is_torchs, takes_factor
+from drivetrain.engine.maths.precision import HALF
+from drivetrain.engine.state import tensors as state
 from drivetrain.engine.strategies.base import Strategy
 from drivetrain.engine.strategies.root import Root, dense_gradients, share_weights
 from drivetrain.plan import Plan

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drivetrain.engine import state
 from drivetrain.engine.group import Group
-from drivetrain.engine.optim import is_torchs
+from drivetrain.engine.maths.optim import is_torchs
+from drivetrain.engine.state import tensors as state
 from drivetrain.engine.strategies.base import Strategy
 from drivetrain.engine.strategies.root import Root, dense_gradients, share_weights
 from drivetrain.outcomes import Problem

@@ -1,0 +1,1 @@
+"""What can go wrong in a training, and how it is found: memory, NaN, dependence on the plan."""

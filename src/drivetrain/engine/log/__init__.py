@@ -1,0 +1,1 @@
+"""From figures on the device to logged rows."""

@@ -1,0 +1,1 @@
+"""Losses, metrics, optimizers and number formats, as a task states them."""

@@ -1,0 +1,265 @@
+"""A task's profile: what its model, data and loss ask of any machine, found without running it on one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+from torch.utils.data import default_collate
+
+from drivetrain.engine.data.base import as_tensor, tensors_in
+from drivetrain.engine.data.feeds import check_data
+from drivetrain.engine.fast.blocks import repeated_blocks
+from drivetrain.engine.maths.losses import read_loss
+from drivetrain.engine.maths.optim import make_optimizer
+from drivetrain.engine.maths.precision import Precision
+from drivetrain.engine.measure.trace import ShapesOnly, trace, trace_evaluation, without_values
+from drivetrain.engine.state.tensors import odd_form
+from drivetrain.outcomes import Problem
+from drivetrain.plan.profile import REAL_LIMIT, Profile
+from drivetrain.runs import die_with_parent
+from drivetrain.task import Source, Task, Tensors, overrides
+
+T = TypeVar("T")
+
+SIZES = (8, 16)  # samples of the two traced micro-batches
+REAL_SIZES = (1, 2)  # where values are needed, so that the work is really done
+
+
+def survey(task: Task, precision: str, early: Callable[[dict[str, Any]], None] = lambda facts: None, with_values: bool = False) -> Profile:
+    """The profile of a task in one precision; where its passes cannot be traced, `traced` says why. What is known of the
+    model before they are goes to `early`. `with_values` uses real tensors alone, as a process may have crashed without them."""
+    task.precision = precision  # type: ignore[assignment]
+    data = task.train_data()
+    if not isinstance(data, Source):
+        check_data(data, "train_data()")
+    mode = ShapesOnly(allow_non_fake_inputs=True)
+    model = _made(task) if with_values else _model(task, mode)
+    if with_values:
+        optimizer_bytes = _adamw_bytes(model)
+    else:
+        with mode:
+            optimizer_bytes = _optimizer_bytes(task, model)
+    facts = _facts(task, model, data) | {"optimizer_bytes": optimizer_bytes, "precision": precision}
+    early(facts)
+    if isinstance(data, Source):
+        return Profile(**facts, traced="its data are made by the model itself (a Source)")
+    take = _taker(task, data)
+    facts["sample_bytes"] = sum(t.nbytes for t in tensors_in(take(1)))
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    why = ""
+    for kind, sizes in (("fake", SIZES), ("real", REAL_SIZES)):
+        if kind == "fake" and with_values:
+            continue
+        if kind == "real" and facts["parameters"] > REAL_LIMIT:
+            why = why or "its pass without values crashed"
+            break
+        try:
+            made = model if kind == "fake" else task.model()
+            return Profile(**facts, **_passes(task, made, take, precision, half, mode if kind == "fake" else None, sizes), traced=kind)
+        except Problem:
+            raise
+        except Exception as error:  # values are looked at, or an operation has no form without them
+            why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:200]
+    return Profile(**facts, traced=why)
+
+
+def _model(task: Task, mode: FakeTensorMode) -> nn.Module:
+    """The model without values; made with them where that is the only way."""
+    try:
+        with mode, _conversions():
+            model = task.model()
+        if isinstance(model, nn.Module):
+            return model
+    except Problem:
+        raise
+    except Exception:  # it reads weights from a file, or looks at values
+        pass
+    model = _made(task)
+    without_values(model, mode)
+    return model
+
+
+def _made(task: Task) -> nn.Module:
+    model = task.model()
+    if not isinstance(model, nn.Module):
+        raise Problem(f"model() gave a {type(model).__name__}: return an nn.Module")
+    return model
+
+
+@contextmanager
+def _conversions() -> Iterator[None]:
+    """Tensors without values cannot be swapped, as a module's `.to()` would; here it puts new ones in their place."""
+    known: dict[tuple[Tensor, torch.dtype, torch.device], nn.Parameter] = {}
+    usual = nn.Module._apply
+
+    def apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for child in module.children() if recurse else ():
+            child._apply(function)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                changed = function(parameter.detach())
+                new = nn.Parameter(changed, parameter.requires_grad)
+                module._parameters[name] = known.setdefault((parameter, changed.dtype, changed.device), new)  # tied ones stay tied
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = function(buffer)
+        return module
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = usual  # type: ignore[method-assign]
+
+
+def _optimizer_bytes(task: Task, model: nn.Module) -> int:
+    """What the optimizer keeps for all parameters, once it has taken a step."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    try:
+        optimizer = make_optimizer(task, model, torch.device("cpu"))
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        return sum(v.nbytes for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim())
+    except Problem:
+        raise
+    except Exception:  # an optimizer that looks at values
+        return _adamw_bytes(model)
+    finally:
+        for parameter in trained:
+            parameter.grad = None
+
+
+def _adamw_bytes(model: nn.Module) -> int:
+    """What AdamW keeps, the largest of the usual optimizers."""
+    return sum(2 * p.nbytes for p in model.parameters() if p.requires_grad)
+
+
+def _facts(task: Task, model: nn.Module, data: Any) -> dict[str, Any]:
+    parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    if not trained:
+        raise Problem("model() has no parameter that requires a gradient: there is nothing to train")
+    blocks = repeated_blocks(model)
+    columns = data.columns if isinstance(data, Tensors) and not hasattr(task, "collate") else []
+    return {
+        "parameters": sum(p.numel() for p in parameters),
+        "parameter_bytes": sum(p.nbytes for p in parameters),
+        "trained": sum(p.numel() for p in trained),
+        "trained_bytes": sum(p.nbytes for p in trained),
+        "largest_bytes": max(p.nbytes for p in trained),
+        "buffer_bytes": sum(b.nbytes for b in model.buffers() if not odd_form(b)),
+        "blocks": len(blocks),
+        "block_bytes": max((sum(p.nbytes for p in b.parameters()) for b in blocks), default=0),
+        "samples": len(data),
+        "sample_bytes": 0,
+        "data_bytes": sum(as_tensor(c).nbytes for c in columns),
+        "batchnorm": any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()),
+        "conv2d": any(isinstance(m, nn.Conv2d) for m in model.modules()),
+    }
+
+
+def _taker(task: Task, data: Any) -> Callable[[int], Any]:
+    """Gives a batch of the first samples."""
+    if isinstance(data, Tensors) and not hasattr(task, "collate"):
+        columns = [as_tensor(c) for c in data.columns]
+
+        def rows(size: int) -> Any:
+            picked = torch.arange(size) % len(data)
+            return data.batch([c[picked] for c in columns])
+
+        return rows
+    collate = getattr(task, "collate", None) or default_collate
+    return lambda size: collate([data[i % len(data)] for i in range(size)])
+
+
+class _AnyRand:
+    """Stands in for keyed numbers: only their shape matters."""
+
+    def __init__(self, size: int) -> None:
+        self.ids = torch.arange(size)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def uniform(self, k: int = 1) -> Tensor:
+        return torch.rand(len(self.ids), k)
+
+    def normal(self, k: int = 1) -> Tensor:
+        return torch.randn(len(self.ids), k)
+
+
+def _passes(
+    task: Task, model: nn.Module, take: Callable[[int], Any], name: str, half: torch.dtype | None,
+    mode: FakeTensorMode | None, sizes: tuple[int, int],
+) -> dict[str, Any]:  # fmt: skip
+    precision = Precision(name, torch.device("cpu"))
+    batches = {size: take(size) for size in sizes}
+    model.train()
+
+    def loss(size: int) -> Tensor:
+        batch = batches[size] if mode is None else tree_map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, batches[size])
+        if overrides(task, "augment"):
+            batch = task.augment(batch, _AnyRand(size))
+        with precision.forward():
+            value = task.loss(model, batch)
+        parts, _ = read_loss(value)
+        return torch.stack([(p.value if p.count is None else p.value / max(1, size)).float().reshape(()) for p in parts]).sum()
+
+    if mode is None:
+        return {"plain": trace(loss, model, half, sizes, [])}
+    with mode:
+        blocks = repeated_blocks(model)
+        checkpointed = _beside(lambda: trace(loss, model, half, sizes, blocks)) if blocks else lambda: None
+        plain = trace(loss, model, half, sizes, [])
+        model.eval()
+        evaluated = trace_evaluation(loss, model, half, sizes)
+        model.train()
+        return {"plain": plain, "checkpointed": checkpointed(), "evaluated": evaluated}
+
+
+def _beside(work: Callable[[], T]) -> Callable[[], T]:
+    """Begin `work` on another core, in a copy of this process; the call that comes back waits for what it gave. Where no
+    copy can be made, or it fails, the work is done here."""
+    if sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2:
+        return work
+    fork, begun, parent = get_context("fork"), time.monotonic(), os.getpid()
+    receiver, sender = fork.Pipe(duplex=False)
+
+    def run() -> None:
+        die_with_parent(parent)
+        torch.set_num_threads(1)  # the threads of the process were not copied
+        with contextlib.suppress(Exception):
+            sender.send(work())
+
+    copy = fork.Process(target=run, daemon=True)
+    try:
+        copy.start()
+    except (AssertionError, OSError):  # in a daemonic process, which may have no children; too many processes
+        return work
+    sender.close()
+
+    def result() -> T:
+        patience = 10 + 3 * (time.monotonic() - begun)
+        try:
+            if receiver.poll(patience):
+                return receiver.recv()  # type: ignore[no-any-return]
+        except EOFError:  # it failed, and here it will be seen how
+            pass
+        finally:
+            copy.kill()
+            copy.join()
+        return work()
+
+    return result

@@ -1,0 +1,348 @@
+"""A task's memory and work, from one pass over tensors that have shapes and no values: no GPU is needed.
+
+A pass is traced for two sizes of micro-batch. Every operation's shapes grow linearly with the samples, so any other
+size follows, and the highest moment of each is the highest of a few lines.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
+
+from drivetrain.engine.measure.standins import AsOnGpu
+from drivetrain.plan.profile import Line, Pass, Work, staging
+
+ROUND = 512  # bytes: a GPU's allocator gives whole multiples
+TILE = 128  # rows and columns of a matrix product that one processor of a GPU takes at once
+_NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "lift_fresh", "_unsafe_view")
+_FACTORS = {  # where the first of the two factors of a matrix product stands among its arguments
+    "mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "_int_mm": 0, "_scaled_mm": 0, "_grouped_mm": 0, "_scaled_grouped_mm": 0, "_sparse_mm": 0,
+    "addmm": 1, "baddbmm": 1, "addbmm": 1, "addmv": 1, "_addmm_activation": 1, "_sparse_addmm": 1, "sspaddmm": 1,
+}  # fmt: skip
+_SCATTERED = (
+    "max_pool",
+    "avg_pool",
+    "adaptive",
+    "_adaptive",
+    "index",
+    "gather",
+    "scatter",
+    "embedding",
+    "native_batch_norm",
+    "native_group_norm",
+    "upsample",
+    "grid_sampler",
+    "sort",
+    "cat",
+)
+_CONV = ("convolution", "convolution_backward", "_convolution")
+
+
+class ShapesOnly(FakeTensorMode):
+    """Makes tensors that have shapes and no values."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShapesOnly:
+        """Returns itself. A deep copy of a fake tensor (nn.TransformerEncoder makes some) deep-copies its mode; the mode holds raw
+        pointers to the storages of constants (such as BatchNorm's counter), and two modes that hold one would free it twice."""
+        return self
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every storage's life and every operation's work."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self.clock = 0
+        self.born: list[list[int]] = []
+        """[birth, death, bytes] of each storage; -1 while it lives."""
+        self.place: dict[int, int] = {}
+        self.operations: list[tuple[str, str, float, float, float, float]] = []
+        self.copies: set[int] = set()
+        """Storages that hold a parameter in another number format."""
+        self.multiplies = False
+        self.sums: dict[int, tuple[int, int]] = {}
+        """(columns, rows) of the sums over rows, by when they ran."""
+        self._known = {t.untyped_storage()._cdata for t in known}
+        self._watchers: list[Any] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # two of three calls: autograd asks
+            return args[0].fake_device
+        if torch.is_inference_mode_enabled():  # where operators come that are made of others: those are what is counted
+            with self:
+                result = function.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = function(*args, **kwargs)
+        self.clock += 1
+        outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        fresh = [t for t in outputs if self._take_in(t)]
+        name = _name(function)
+        if name == "_to_copy" and fresh and args[0].untyped_storage()._cdata in self._known:
+            self.copies.add(self.place[fresh[0].untyped_storage()._cdata])
+        if name in ("sum", "prod") and not args[0].is_floating_point() and result.dtype != args[0].dtype:
+            cast = result.new_empty(args[0].shape)  # a GPU counts in a copy of that format
+            self._take_in(cast)
+            self.operations.append(("other", "float32", 0.0, float(args[0].nbytes + cast.nbytes), 0.0, 0.0))
+            outputs.append(cast)
+        if (fresh or function._schema.is_mutable) and name not in _NO_KERNEL:
+            self._note(function, name, args, kwargs, result, outputs)
+        return result
+
+    def _take_in(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.place or key in self._known:
+            return False
+        size = -(-storage.nbytes() // ROUND) * ROUND
+        index = len(self.born)
+        self.born.append([self.clock, -1, size])
+        self.place[key] = index
+        self._watchers.append(weakref.ref(storage, lambda _: self._gone(key, index)))
+        return size > 0
+
+    def _gone(self, key: int, index: int) -> None:
+        self.born[index][1] = self.clock
+        self.place.pop(key, None)
+
+    def _note(self, function: Any, name: str, args: Any, kwargs: Any, result: Any, outputs: list[Tensor]) -> None:
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        moved = float(sum(t.numel() * t.element_size() for t in {id(t): t for t in (*inputs, *outputs)}.values()))
+        flops = _flops(function, name, args, kwargs, result)
+        strided = name in ("clone", "copy_", "_to_copy") and any(not t.is_contiguous() for t in inputs)
+        scattered = strided or name.startswith(_SCATTERED)
+        kind = "gemm" if name in _FACTORS else "conv" if name in _CONV else "scattered" if scattered else "other"
+        if flops and "attention" in name:
+            kind = "attention"
+        if name == "embedding_dense_backward":
+            kind = "embedding"
+        if name.startswith("index"):
+            kind = "added" if name == "index_add" else "picked"
+        if kind == "conv" and _groups(name, args) > 1:
+            images = inputs[0].dim() == 4 and inputs[0].element_size() == 2  # whose channels lie innermost on a GPU
+            kind = "grouped" if images else "grouped_flat"
+        self.multiplies |= name in _FACTORS
+        tiles, depth = _shape_of_work(name, args, outputs)
+        if (summed := _summed(name, args, inputs)) is not None:
+            self.sums[self.clock] = summed
+            if name not in _CONV:
+                kind, tiles, depth = "summed", float(summed[1]), float(summed[0])
+        if name.startswith("native_batch_norm") and inputs[0].dim() in (3, 5) and inputs[0].element_size() == 2:
+            kind, depth = "channels", float(inputs[0].shape[1])
+        dtype = next((str(t.dtype).removeprefix("torch.") for t in inputs if t.is_floating_point()), "float32")
+        self.operations.append((kind, dtype, flops, moved, tiles, depth))
+
+    def note(self, kind: str, flops: float, tensors: list[Tensor], steps: int = 0) -> None:
+        """Work of an operation that stands for another."""
+        moved = float(sum(t.nbytes for t in tensors))
+        self.operations.append((kind, str(tensors[0].dtype).removeprefix("torch."), flops, moved, 0.0, float(steps)))
+
+    def copied(self) -> float:
+        others = set(range(len(self.born))) - self.copies
+        return float((self.curve(others) - self.curve(others | self.copies)).max())
+
+    def curve(self, without: set[int]) -> np.ndarray:
+        """Live bytes after each operation, but for some storages."""
+        change = np.zeros(self.clock + 2)
+        for index, (birth, death, size) in enumerate(self.born):
+            if index not in without:
+                change[birth] += size
+                change[death + 1 if death >= 0 else self.clock + 1] -= size  # it was there while its last operation ran
+        return np.cumsum(change)[: self.clock + 1]
+
+
+def _groups(name: str, args: Any) -> int:
+    return int(args[9] if name == "convolution_backward" else args[8])
+
+
+def _name(function: Any) -> str:
+    """The operator's name; a matrix product's without the underscore of the form that works in place."""
+    name = str(function._schema.name).removeprefix("aten::")
+    return name.removesuffix("_") if name.removesuffix("_") in _FACTORS else name
+
+
+def _flops(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> float:
+    if name in _FACTORS:
+        first, second = args[_FACTORS[name]], args[_FACTORS[name] + 1]
+        terms = first.numel() if first.layout == torch.strided else first._nnz()
+        return 2.0 * float(terms) * (second.shape[-1] if second.dim() > 1 else 1)
+    if name in ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"):
+        rows = args[0].numel() // args[0].shape[-1]
+        return (2.0 if name == "mkldnn_rnn_layer" else 4.0) * float(rows * (args[1].numel() + args[2].numel()))
+    if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):  # which torch does not count; (gradient,) query, key, value
+        backward = name.endswith("backward")
+        query, key, value = args[1:4] if backward else args[:3]
+        pairs = query.numel() // query.shape[-1] * key.shape[-2]
+        return (5.0 if backward else 2.0) * float(pairs * (query.shape[-1] + value.shape[-1]))
+    if name == "_trilinear":
+        return 2.0 * float(np.prod(np.broadcast_shapes(*(_with_ones(t.shape, at) for t, at in zip(args[:3], args[3:6], strict=True)))))
+    count = flop_registry.get(function._overloadpacket)
+    if count is None:
+        return 0.0
+    if name == "convolution_backward" and _groups(name, args) > 1:  # whose weights torch counts as if each saw all channels
+        gradient, x, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[-1]
+        return float(2 * (x if transposed else gradient).numel() * weight[0].numel() * sum(wanted[:2]))
+    return float(count(*args, **kwargs, out_val=result))
+
+
+def _with_ones(shape: Sequence[int], at: Sequence[int]) -> list[int]:
+    """A shape with dimensions of size 1 put in at these places."""
+    sizes = list(shape)
+    for place in sorted(at):
+        sizes.insert(place, 1)
+    return sizes
+
+
+def _shape_of_work(name: str, args: Any, outputs: list[Tensor]) -> tuple[float, float]:
+    """(tiles of the output, length of each sum) of a matrix product; the channels that a convolution sums over."""
+    if name in _FACTORS:
+        first, out = args[_FACTORS[name]], outputs[0]
+        rows, columns = (out.shape[-2], out.shape[-1]) if out.dim() > 1 else (out.numel(), 1)
+        batch = out.numel() // max(1, rows * columns)
+        return float(batch * -(-rows // TILE) * -(-columns // TILE)), float(first.shape[-1])
+    if name == "embedding_dense_backward":
+        return 0.0, float(args[1].numel())
+    if name in _CONV:
+        return 0.0, float(args[2 if name == "convolution_backward" else 1].shape[1])
+    return 0.0, 0.0
+
+
+def _summed(name: str, args: Any, inputs: list[Tensor]) -> tuple[int, int] | None:
+    """(columns, rows) of an operation that sums all rows of a tensor, as the gradient of a bias does."""
+    if name == "convolution_backward" and args[-1][2]:
+        channels = inputs[0].shape[1]
+        return channels, inputs[0].numel() // channels  # they are innermost on a GPU
+    if name == "sum" and len(args) > 1 and args[1] and inputs[0].is_contiguous():
+        x = inputs[0]
+        kept = sorted(set(range(x.dim())) - {d % x.dim() for d in args[1]})
+        if kept and kept == list(range(x.dim() - len(kept), x.dim())):
+            width = int(np.prod([x.shape[d] for d in kept]))
+            return width, x.numel() // width
+    return None
+
+
+def without_values(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Replace a real model's tensors by such as have shapes alone."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for table in tables:
+            for name, value in table.items():
+                if value is None:
+                    continue
+                if id(value) not in memo:
+                    fake = mode.from_tensor(value.detach(), static_shapes=True)
+                    memo[id(value)] = nn.Parameter(fake, value.requires_grad) if isinstance(value, nn.Parameter) else fake
+                table[name] = memo[id(value)]
+        if isinstance(module, nn.RNNBase):
+            module._init_flat_weights()
+
+
+# --- passes -------------------------------------------------------------------------------------
+
+
+def trace(
+    loss: Callable[[int], Tensor], model: nn.Module, half: torch.dtype | None, sizes: tuple[int, int], run_again: list[nn.Module]
+) -> Pass:
+    """Trace forward and backward at two sizes; `loss(samples)` gives the objective of a micro-batch, and the modules
+    of `run_again` keep only their inputs."""
+    first, second = (_one_pass(loss, model, half, size, run_again) for size in sizes)
+    if first.clock != second.clock or len(first.operations) != len(second.operations):
+        return _by_ends(first, second, model, sizes)
+    curves = [(r.curve(set()), r.curve(r.gradients)) for r in (first, second)]
+    sums = {clock: (width, rows / sizes[0]) for clock, (width, rows) in first.sums.items()}
+    lines = [_hull(a, b, sizes, sums) for a, b in zip(*curves, strict=True)]
+    return Pass(lines[0], lines[1], second.copied(), second.multiplies, _grouped(first.operations, second.operations, sizes))
+
+
+def trace_evaluation(loss: Callable[[int], Tensor], model: nn.Module, half: torch.dtype | None, sizes: tuple[int, int]) -> tuple[Line, ...]:
+    """The memory of a forward pass without gradients."""
+    peaks = []
+    for size in sizes:
+        recorder = Recorder([*model.parameters(), *model.buffers()])
+        with torch.no_grad(), AsOnGpu(half, recorder.note), recorder:
+            loss(size)
+        peaks.append(float(recorder.curve(set()).max()))
+    return (_line(peaks[0], peaks[1], sizes),)
+
+
+class _Traced(Recorder):
+    gradients: set[int]
+
+
+def _one_pass(loss: Callable[[int], Tensor], model: nn.Module, half: torch.dtype | None, size: int, run_again: list[nn.Module]) -> _Traced:
+    recorder = _Traced([*model.parameters(), *model.buffers()])
+    mode = AsOnGpu(half, recorder.note)
+    model.zero_grad(set_to_none=True)
+    for module in run_again:
+        module.forward = _checkpointed(module.forward, mode)
+    try:
+        with mode, recorder:
+            loss(size).backward()
+    finally:
+        for module in run_again:
+            del module.forward
+    owned = {p.grad.untyped_storage()._cdata for p in model.parameters() if p.grad is not None}
+    recorder.gradients = {recorder.place[key] for key in owned if key in recorder.place}
+    model.zero_grad(set_to_none=True)
+    return recorder
+
+
+def _checkpointed(forward: Callable[..., Any], mode: AsOnGpu) -> Callable[..., Any]:
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    # While a backward pass runs, the mode rests: what runs again needs it anew.
+    return lambda *args, **kwargs: checkpoint(forward, *args, context_fn=lambda: (nullcontext(), mode), **options, **kwargs)
+
+
+def _by_ends(first: _Traced, second: _Traced, model: nn.Module, sizes: tuple[int, int]) -> Pass:
+    """Where the operations themselves depend on the batch: one line through the two highest moments."""
+    peaks = [(float(r.curve(set()).max()), float(r.curve(r.gradients).max())) for r in (first, second)]
+    lines = [(_line(a, b, sizes),) for a, b in zip(*peaks, strict=True)]
+    grown = _grouped(second.operations, second.operations, sizes)
+    per_sample = tuple(w._replace(flops=(0.0, w.flops[0] / sizes[1]), bytes=(0.0, w.bytes[0] / sizes[1])) for w in grown)
+    return Pass(lines[0], lines[1], second.copied(), second.multiplies, per_sample)
+
+
+def _line(a: float, b: float, sizes: tuple[int, int]) -> Line:
+    slope = (b - a) / (sizes[1] - sizes[0])
+    return Line(float(a - slope * sizes[0]), float(slope))
+
+
+def _hull(a: np.ndarray, b: np.ndarray, sizes: tuple[int, int], sums: dict[int, tuple[int, float]]) -> tuple[Line, ...]:
+    """The lines that are highest for some number of samples."""
+    slopes = (b - a) / (sizes[1] - sizes[0])
+    fixed = a - slopes * sizes[0]
+    kept: list[Line] = []
+    for samples in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536):
+        heights = fixed + slopes * samples
+        for clock, (width, rows) in sums.items():
+            heights[clock] += staging(width, rows * samples)
+        top = int(np.argmax(heights))
+        line = Line(float(fixed[top]), float(slopes[top]), *sums.get(top, (0, 0.0)))
+        if line not in kept:
+            kept.append(line)
+    return tuple(kept)
+
+
+def _grouped(first: list[Any], second: list[Any], sizes: tuple[int, int]) -> tuple[Work, ...]:
+    same = Counter(zip(first, second, strict=True))
+    works = []
+    for (a, b), count in same.items():
+        flops, moved, tiles, depth = (
+            (line.fixed, line.per_sample) for line in (_line(x, y, sizes) for x, y in zip(a[2:], b[2:], strict=True))
+        )
+        works.append(Work(count, a[0], a[1], flops, moved, tiles, depth))
+    return tuple(works)

@@ -1,0 +1,67 @@
+"""What one machine knows before it meets the others: where, with how many, and with which command."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import shlex
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+
+from drivetrain.launch.rendezvous.handshake import Keys
+
+JOIN_SECONDS = 600.0  # that machines wait for each other
+
+
+@dataclass(frozen=True)
+class Meeting:
+    address: tuple[str, int]
+    nodes: tuple[int, int]
+    """Machines that are needed, and that can take part."""
+    procs: int
+    """Processes of this machine."""
+    node_rank: int | None
+    notice: Callable[[str], None]
+    identity: str
+    """The recipe in one text: the same on every machine."""
+
+    @property
+    def where(self) -> str:
+        return f"{self.address[0]}:{self.address[1]}"
+
+    @property
+    def interface(self) -> str:
+        """The network interface of the address, on the machine that owns it."""
+        try:
+            return interface_of(socket.gethostbyname(self.address[0]))
+        except OSError:
+            return ""
+
+    @property
+    def command(self) -> str:
+        """The command for the other machines."""
+        words = sys.argv[1:]
+        if "--node-rank" in words[:-1]:
+            words[words.index("--node-rank") + 1] = "K"
+        return shlex.join(["drivetrain", *words])
+
+    def identity_digest(self, keys: Keys) -> str:
+        """Says to whoever knows the token, and to nobody else, whether two machines have the same recipe."""
+        return hmac.new(keys.to_leader, self.identity.encode(), "sha256").hexdigest()
+
+
+def interface_of(address: str) -> str:
+    """The name of this machine's network interface with an address; empty where none has it."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in addresses):
+            return name
+    return ""
+
+
+def machine_name() -> str:
+    """This machine's host name, in the characters that host names have."""
+    return re.sub(r"[^0-9A-Za-z._-]", "-", socket.gethostname()).strip("._-")[:253] or "machine"
