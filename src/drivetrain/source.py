@@ -30,7 +30,6 @@ HOOKS = frozenset(
         "eval_data",
         "loss",
         "metrics",
-        "limits",
         "counts",
         "summary",
         "augment",

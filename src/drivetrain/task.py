@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from drivetrain.outcomes import Problem
@@ -64,6 +65,39 @@ class Tensors:
         return tuple(columns) if len(columns) > 1 else columns[0]
 
 
+@dataclass(frozen=True)
+class StepperContext:
+    """What the engine hands to an `EpochStepper`."""
+
+    device: torch.device
+    optimizer: torch.optim.Optimizer
+    learning_rates: Tensor
+    """The learning rate of each step of the run."""
+    metric_ring: Tensor
+    """Where a step writes its metrics: in row (step number modulo the number of rows), the gradient norm in column 0."""
+    first_metric: int
+    """The column of the first metric: sums as `loss` gives them, then their counts."""
+    random_keys: Callable[[int], list[int]]
+    """The keys of an epoch's random numbers: of the first `rand.uniform` of its collection, then of the order in each pass."""
+    record: Callable[[Callable[[], object]], Callable[[], None]]
+    """Captures device work as a CUDA graph and returns the function that replays it."""
+    host_waits: Callable[[], AbstractContextManager[list[str]]]
+    """Lists the code lines inside the `with` block where the host waits for the device, which a CUDA graph cannot do."""
+    notice: Callable[[str], None]
+    """Tells the user a sentence."""
+
+
+class EpochStepper(Protocol):
+    """Takes all optimizer steps of an epoch of a `Source` on one GPU, with the same results as the engine's own steps."""
+
+    collects: bool
+    """Whether it also collects the epoch's samples."""
+
+    def __call__(self, epoch: int, first_step: int, samples: Any) -> None:
+        """Takes the steps of an epoch on its samples (None where it collects them itself)."""
+        ...
+
+
 class Source:
     """Data made by the model itself, for on-policy learning.
 
@@ -77,6 +111,8 @@ class Source:
     pure: bool = False
     """Whether `collect` follows from the model, `rand` and `state` alone, by work on tensors: then a GPU replays it as one graph.
     Its `state` is empty before the first collection."""
+    limits: Mapping[str, float] = MappingProxyType({})
+    """Metric of the loss -> limit. A step whose mean of that metric is above the limit changes nothing, nor does any later step of the epoch."""
     group_bytes: int = 0
     """Bytes that a group takes in a collection, at least; 0 where that is not known before."""
 
@@ -104,36 +140,9 @@ class Source:
         """Why what was collected is not all numbers, where that is known; asked once a loss is not a number."""
         return ""
 
-
-@dataclass(frozen=True)
-class Workbench:
-    """What a `Learner` works with."""
-
-    device: torch.device
-    optimizer: torch.optim.Optimizer
-    rates: Tensor
-    """The learning rate of each step of the run."""
-    ring: Tensor
-    """Where figures go: a step's row is its number modulo the rows; the gradient's norm comes first."""
-    figures: int
-    """The place of the first figure in a row: sums as `loss` gives them, then their counts."""
-    streams: Callable[[int], list[int]]
-    """The keys of an epoch's random numbers: those of the first `rand.uniform` of its collection, then of each pass's order."""
-    record: Callable[[Callable[[], object]], Callable[[], None]]
-    """Work on the device as a graph: what to call to replay it."""
-    host_waits: Callable[[], AbstractContextManager[list[str]]]
-    """Where in the work inside the host waits for the device, which a graph cannot."""
-
-
-class Learner(Protocol):
-    """Takes all steps of an epoch of a `Source` by itself, on one GPU, with the results that the engine's steps would have had."""
-
-    plays: bool
-    """Whether it collects the epoch's samples, too."""
-
-    def __call__(self, epoch: int, step: int, samples: Any) -> None:
-        """The steps of an epoch, of which `step` is the first, on its samples (None where it collects them)."""
-        ...
+    def stepper(self, model: nn.Module, context: StepperContext) -> EpochStepper | None:
+        """Returns code that takes whole epochs by itself, where the family has any; it tells `context.notice` why it has none."""
+        return None
 
 
 class Task:
@@ -227,15 +236,6 @@ class Task:
         if isinstance(value, tuple) and isinstance(value[1], dict):
             value = value[0]
         return dict(value) if isinstance(value, dict) else {"loss": value}
-
-    def limits(self) -> dict[str, float]:
-        """Figures of the loss that end the learning from an epoch's data: where the mean over a step is above its limit, this
-        step and the rest of the epoch change nothing."""
-        return {}
-
-    def learner(self, model: nn.Module, source: Source, bench: Workbench, notice: Callable[[str], None]) -> Learner | None:
-        """Kernels of the task's own that take whole epochs, where there are any; `notice` tells why not."""
-        return None
 
     def remarks(self, model: Any) -> list[str]:
         """What is said after an evaluation: samples of what the model makes, for example. Rank 0's is told; a sharded model's

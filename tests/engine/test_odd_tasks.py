@@ -155,6 +155,15 @@ def with_scheduler(model: Any) -> torch.optim.Optimizer:
     return made
 
 
+def limited(limits: Any) -> Hooks:
+    def train_data(self: Any) -> Any:
+        source = Collected(Tensors(*blobs(16)))
+        source.limits = limits
+        return source
+
+    return {"train_data": train_data, "global_batch": 8}
+
+
 def collected(*source: Any) -> Hooks:
     return {"train_data": lambda self: Collected(*source), "global_batch": 8}
 
@@ -234,7 +243,7 @@ REFUSED: dict[str, tuple[Hooks, str]] = {
     "schedule of letters": ({"schedule": lambda self, step, steps: "x"}, r"schedule\(0, 3\) gave 'x'"),
     "schedule nan": ({"schedule": lambda self, step, steps: float("nan")}, r"schedule\(0, 3\) gave nan"),
     "schedule ends": ({"schedule": lambda self, step, steps: 1.0 if step < 2 else None}, r"schedule\(2, 3\) gave None"),
-    "limits list": ({"limits": lambda self: ["loss"]}, r"limits\(\) gave \['loss'\]"),
+    "limits list": (limited(["loss"]), r"the source's limits are \['loss'\]"),
 }  # fmt: skip
 
 TRAINED: dict[str, Hooks] = {

@@ -19,7 +19,7 @@ from drivetrain.runs import Run
 from drivetrain.tasks.rl.envs import Env, State
 from drivetrain.tasks.rl.envs.cartpole import CartPole as CartPoleEnv
 from drivetrain.tasks.rl.envs.snake import Snake
-from drivetrain.tasks.rl.fused.learner import TILE, WARPS, Learner
+from drivetrain.tasks.rl.fused.learner import TILE, WARPS, FusedStepper
 from drivetrain.tasks.rl.ppo import Ppo
 from drivetrain.tasks.rl.rollout import Rollout
 from drivetrain.tasks.rl.worlds import Bandit, CartPole
@@ -46,14 +46,14 @@ class Own(CartPole):
         return OwnWorld()
 
 
-def learned(folder: Path, kind: type[Ppo] = CartPole, **settings: Any) -> tuple[Training, Learner]:
+def learned(folder: Path, kind: type[Ppo] = CartPole, **settings: Any) -> tuple[Training, FusedStepper]:
     done = training(folder, kind(**(SMALL | {"eval_episodes": 0, "log_every": 1, "save_every": "1ep"} | settings)))
     done.run_to_end()
-    assert isinstance(done.learner, Learner)
-    return done, done.learner
+    assert isinstance(done.stepper, FusedStepper)
+    return done, done.stepper
 
 
-def gradients(learner: Learner, seen: Any, facts: Any, numbers: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def gradients(learner: FusedStepper, seen: Any, facts: Any, numbers: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernels make of some rows: all gradients, and the sums."""
     task = learner.task
     count = len(numbers)
@@ -80,7 +80,7 @@ def gradients(learner: Learner, seen: Any, facts: Any, numbers: Any) -> tuple[to
     return learner.sums[:size].double(), learner.sums[size:].double()
 
 
-def compare_gradients(done: Training, learner: Learner, seen: Any, facts: Any, numbers: Any, strict: bool) -> None:
+def compare_gradients(done: Training, learner: FusedStepper, seen: Any, facts: Any, numbers: Any, strict: bool) -> None:
     """The kernels' gradients and sums of some rows beside those of exact arithmetic."""
     got, sums = gradients(learner, seen, facts, numbers)
     exact: Any = copy.deepcopy(done.model).double()
@@ -169,7 +169,7 @@ class Reads(Ppo):
 )
 def test_gradients_are_exact_whatever_is_seen_and_done(shape: Any, tmp_path: Path) -> None:
     done, learner = learned(tmp_path, Reads, epochs=30, **shape)
-    assert learner.plays and len(torch.unique(learner.facts[:, 0])) > shape["choices"] // 2, "most actions are taken"
+    assert learner.collects and len(torch.unique(learner.facts[:, 0])) > shape["choices"] // 2, "most actions are taken"
     numbers = torch.randperm(learner.count, device="cuda")[: done.task.global_batch - 95]
     compare_gradients(done, learner, learner.seen, learner.facts, numbers, strict=False)
 
@@ -186,7 +186,7 @@ class Pair(Ppo):
 
 def test_the_dead_weigh_nothing(tmp_path: Path) -> None:
     done, learner = learned(tmp_path, Pair, epochs=30)
-    assert not learner.plays
+    assert not learner.collects
     seen, facts = learner._given[0].float().flatten(1), learner._given[1].clone()
     dead = facts[:, 5] == 0
     assert 0.02 < float(dead.float().mean()) < 0.9
@@ -253,7 +253,7 @@ def test_an_epoch_moves_the_weights_as_the_engines_steps_do(kind: type[Ppo], epo
     for name, fused in (("kernels", True), ("plain", False)):
         done = training(tmp_path / name, kind(**SMALL, eval_episodes=0, epochs=epochs, decay="constant", fused=fused, log_every=1))
         done.run_to_end()
-        assert (done.learner is not None) is fused
+        assert (done.stepper is not None) is fused
         both.append(done)
     mine, theirs = (torch.cat([p.detach().reshape(-1) for p in done.model.parameters()]) for done in both)
     assert float((mine - theirs).norm() / theirs.norm()) < 0.02
@@ -305,5 +305,5 @@ def test_a_gpu_that_is_too_old_takes_the_plain_path(tmp_path: Path, monkeypatch:
     monkeypatch.undo()
     plain = training(tmp_path / "plain", CartPole(**SMALL, eval_episodes=0, epochs=3, log_every=1, deterministic=True, fused=False))
     plain.run_to_end()
-    assert done.learner is None
+    assert done.stepper is None
     assert weights(tmp_path / "old") == weights(tmp_path / "plain")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.task import Workbench
+from drivetrain.task import StepperContext
 from drivetrain.tasks.rl.envs import Env
 from drivetrain.tasks.rl.envs.cartpole import CartPole
 from drivetrain.tasks.rl.fused import device
@@ -120,7 +120,8 @@ def test_where_there_can_be_no_kernels_the_plain_path_is_taken_and_said(
     task = CartPoleTask(envs=8, horizon=8, global_batch=32)
     model: Any = task.model()
     optimizer = torch.optim.AdamW(model.parameters())
-    bench = Workbench(
+    told: list[str] = []
+    context = StepperContext(
         torch.device("cpu"),
         optimizer,
         torch.zeros(8),
@@ -129,9 +130,9 @@ def test_where_there_can_be_no_kernels_the_plain_path_is_taken_and_said(
         lambda epoch: [0],
         lambda work: lambda: None,
         lambda: nullcontext([]),
+        told.append,
     )
     before = [p.data_ptr() for p in model.parameters()]
-    told: list[str] = []
-    assert task.learner(model, task.train_data(), bench, told.append) is None
+    assert task.train_data().stepper(model, context) is None
     assert len(told) == 1 and told[0].startswith("PPO's own kernels are not used: ") and said in told[0]
     assert [p.data_ptr() for p in model.parameters()] == before and not optimizer.state, "everything is left as it was"

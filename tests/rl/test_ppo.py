@@ -311,8 +311,11 @@ def test_a_policy_that_moved_too_far_is_left_alone_until_the_next_collection(fol
 
 
 def test_a_limit_of_something_else_is_named(folder: Path) -> None:
-    Path("walk.py").write_text(OWN + '\n    def limits(self):\n        return {"kk": 0.1}\n')
-    assert "limits() names 'kk', which loss() does not give" in bad("train", "walk.py:Walk")
+    Path("walk.py").write_text(
+        OWN
+        + '\n    def rollout(self, *given):\n        made = super().rollout(*given)\n        made.limits = {"kk": 0.1}\n        return made\n'
+    )
+    assert "the source's limits name 'kk', which loss() does not give" in bad("train", "walk.py:Walk")
 
 
 RECALL = """

@@ -45,7 +45,7 @@ from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.recipe import check_agreement
 from drivetrain.runs import Run
-from drivetrain.task import Learner, Source, Task, Workbench, overrides
+from drivetrain.task import EpochStepper, Source, StepperContext, Task, overrides
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Training:
         """Steps taken, and those that are saved."""
         self.looks_closely = False
         """Whether it is found out what depends on the plan, even where this plan takes whole batches."""
-        self.learner: Learner | None = None
+        self.stepper: EpochStepper | None = None
         self._sought = False
         self.figures: dict[str, Any] | None = None
         """The checkpoint's, before a step has shown them."""
@@ -156,10 +156,10 @@ class Training:
             if self.done % per_epoch == 0:
                 self.observer.moment("epoch")
                 self._rest()
-                at_once = self._seek_learner() and self.done + per_epoch <= self.total
+                at_once = self._find_stepper() and self.done + per_epoch <= self.total
                 if self.source is None:
                     self.feed.begin_epoch(self.done // per_epoch, self.model)
-                elif not (at_once and self.learner is not None and self.learner.plays):
+                elif not (at_once and self.stepper is not None and self.stepper.collects):
                     self.observer.moment("collect")
                     with self.precision.forward():
                         self.strategy.collect(self.feed.begin_epoch, self.done // per_epoch, self.model)
@@ -212,33 +212,35 @@ class Training:
                 return self._stopped()
         return self._finish()
 
-    def _seek_learner(self) -> bool:
+    def _find_stepper(self) -> bool:
         """Whether the task takes whole epochs by itself: all but the first, which shows what its figures are."""
         known = self.step.figures or (Figures.from_json(self.figures) if self.figures else None)
         if self._sought or known is None:
-            return self.learner is not None
+            return self.stepper is not None
         self._sought = True
         rates, feed = self.rates.table(), self.feed
         alone = self.strategy.whole and self.group.device.type == "cuda" and self.step.loss_scale is None and self.plan.capture != "off"
         if not alone or rates is None or not isinstance(feed, SourceFeed) or feed.steps_per_epoch > HALF:
             return False
         ledger = self.step.ledger or Ledger(known.used, self.group.device)
-        bench = Workbench(self.group.device, self.optimizer, rates, ledger.ring, FIGURES, feed.streams, record, host_waits)
-        self.learner = self.task.learner(self.model, feed.source, bench, self.observer.notice)
-        if self.learner is not None:  # it may have moved the model's tensors
+        context = StepperContext(
+            self.group.device, self.optimizer, rates, ledger.ring, FIGURES, feed.streams, record, host_waits, self.observer.notice
+        )
+        self.stepper = feed.source.stepper(self.model, context)
+        if self.stepper is not None:  # it may have moved the model's tensors
             self.step.know(known, ledger)
             feed.forget()
             if self.step.graphs is not None:
                 self.step.graphs.forget()
             self._replay = None
-        return self.learner is not None
+        return self.stepper is not None
 
     def _take_epoch(self) -> None:
         """An epoch's steps by the task's own learner; their figures are in the ledger as if the engine had taken them."""
-        assert self.learner is not None and self.step.ledger is not None and isinstance(self.feed, SourceFeed)
+        assert self.stepper is not None and self.step.ledger is not None and isinstance(self.feed, SourceFeed)
         per_epoch = self.feed.steps_per_epoch
-        samples = None if self.learner.plays else self.feed.samples()
-        self.learner(self.done // per_epoch, self.done, samples)
+        samples = None if self.stepper.collects else self.feed.samples()
+        self.stepper(self.done // per_epoch, self.done, samples)
         for step in range(self.done, self.done + per_epoch):
             if step + 1 < self.done + per_epoch and self.log.due(step + 1):
                 self.rows.begin(step + 1)

@@ -62,7 +62,7 @@ class Step:
         self.task, self.model, self.feed, self.strategy = task, model, feed, strategy
         self.optimizer, self.rates, self.precision, self.group = strategy.optimizer, rates, precision, group
         self.loss_scale = LossScale(group.device) if precision.name == "fp16" else None
-        self._limits = read_limits(task.limits())
+        self._limits = read_limits(feed.limits)
         if self.loss_scale is not None or self._limits:
             ready_to_skip(strategy.optimizer)
         self.figures: Figures | None = None
@@ -416,7 +416,7 @@ class Step:
         assert figures is not None
         for name, limit in self._limits.items():
             if name not in figures.names:
-                raise Problem(f"limits() names {name!r}, which loss() does not give ({', '.join(figures.names)})")
+                raise Problem(f"the source's limits name {name!r}, which loss() does not give ({', '.join(figures.names)})")
             count = self._slots[figures.count[name]] if name in figures.count else size
             self._enough.copy_(torch.maximum(self._enough, (self._slots[figures.total[name]] > limit * count).float()))
         return self._enough

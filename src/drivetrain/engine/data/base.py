@@ -61,6 +61,8 @@ class Feed:
     """Samples of a full global batch that a rank takes at most."""
     speeds: Mapping[str, float] = MappingProxyType({})
     """What else rows tell a speed of: name -> how many of it a sample stands for."""
+    limits: Mapping[str, float] = MappingProxyType({})
+    """Metric of the loss -> limit, above which the rest of an epoch changes nothing."""
     notice: Callable[[str], None] = staticmethod(lambda text: None)
     """Tells the user something."""
     moment: Callable[[str], None] = staticmethod(lambda name: None)

@@ -74,7 +74,7 @@ class SourceFeed(Feed):
     def __init__(self, source: Source, plan: Plan, group: Group, seed: int) -> None:
         self.source, self.micro, self.group, self.seed = source, plan.micro_batch, group, seed
         total, groups = len(source), source.groups
-        self.length, self.speeds = total, source.speeds
+        self.length, self.speeds, self.limits = total, source.speeds, source.limits
         if groups < 1 or total % groups:
             raise Problem(f"the source's {total} samples do not divide into {groups} groups")
         if plan.global_batch % groups or plan.global_batch > total:

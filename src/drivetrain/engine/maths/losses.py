@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,10 +96,10 @@ def read_counts(counts: Any) -> dict[str, Any]:
     return {name: read_count(count, f"counts() gave for {name!r}") for name, count in (counts or {}).items()}
 
 
-def read_limits(limits: Any) -> dict[str, float]:
-    """What `limits` gave."""
-    if not isinstance(limits, dict) or any(isinstance(v, Tensor) or real_number(v) is None for v in limits.values()):
-        raise Problem(f"limits() gave {limits!r}: return a dict of a figure's name -> the number it must stay below")
+def read_limits(limits: object) -> dict[str, float]:
+    """Returns the limits of a `Source` as plain numbers."""
+    if not isinstance(limits, Mapping) or any(isinstance(v, Tensor) or real_number(v) is None for v in limits.values()):
+        raise Problem(f"the source's limits are {limits!r}: give a dict of a metric's name -> the number it must stay below")
     return {name: float(limit) for name, limit in limits.items()}
 
 

@@ -103,7 +103,7 @@ class Zero(Strategy):
     def update(self, factor: Tensor | None, clip: float, with_norm: bool, guarded: bool, enough: Tensor | None = None) -> Tensor | None:
         """DeepSpeed waits for the device here anyway, so the factor may pass through the host."""
         if enough is not None:
-            raise Problem("DeepSpeed takes every step, so a task's limits() cannot end an epoch: plan.strategy=fsdp or ddp")
+            raise Problem("DeepSpeed takes every step, so a source's limits cannot end an epoch: plan.strategy=fsdp or ddp")
         value = self.group.size * (1.0 if factor is None else float(factor))
         self.zero_optimizer.loss_scale = 1.0 / value if value else math.inf
         self.engine.step()

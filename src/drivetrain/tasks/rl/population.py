@@ -29,7 +29,7 @@ from drivetrain.tasks.rl.shape import LIFTED
 
 ALIGNED = 32  # numbers: each weight begins where a GPU reads fastest
 FIRST, SECOND, TINY = 0.9, 0.999, 1e-8  # of Adam's averages
-OWN = ("loss", "optimizer", "augment", "limits", "summary", "counts")  # hooks that the batched program does without
+OWN = ("loss", "optimizer", "augment", "summary", "counts")  # hooks that the batched program does without
 
 
 class Population:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from drivetrain.outcomes import Problem
 from drivetrain.settings import Duration, Range
-from drivetrain.task import Learner, Task, Tensors, Workbench
+from drivetrain.task import EpochStepper, StepperContext, Task, Tensors
 from drivetrain.tasks.rl.checks import checked
 from drivetrain.tasks.rl.envs import Env
 from drivetrain.tasks.rl.nets import Agent, ConvAgent, Independent, LstmAgent, MlpAgent, Rivals
@@ -130,10 +129,20 @@ class Ppo(Task):
                 f"global_batch={self.global_batch} does not divide a collection of {self.envs} environments x {self.horizon} steps"
                 f"{f' x {env.agents} agents' if env.agents > 1 else ''}{f' in chunks of {chunk}' if chunk > 1 else ''} evenly: take global_batch={nearest}"
             )
-        return self.rollout(
+        rollout = self.rollout(
             env, self.envs, self.horizon, self.passes, self.gamma, self.gae, self.scale_rewards, self._rival_at(env),
             chunk, 2 * self.width if self.net == "lstm" else 0, self.scale_values,
         )  # fmt: skip
+        if self.kl_stop:
+            rollout.limits = {"kl": self.kl_stop}
+        if self.fused:
+            rollout.make_stepper = self._fused_stepper
+        return rollout
+
+    def _fused_stepper(self, source: Rollout, model: Any, context: StepperContext) -> EpochStepper | None:
+        from drivetrain.tasks.rl.fused import learner
+
+        return learner.make(self, source, model, context)
 
     def rollout(self, env: Env, *rest: Any) -> Rollout:
         """How it is played."""
@@ -173,16 +182,6 @@ class Ppo(Task):
             **{name: facts[name] for name in FIGURES},
         }  # fmt: skip
         return ((each * alive).sum(), count), {name: ((figure * alive).sum(), count) for name, figure in figures.items()}
-
-    def limits(self) -> dict[str, float]:
-        return {"kl": self.kl_stop} if self.kl_stop else {}
-
-    def learner(self, model: Any, source: Any, bench: Workbench, notice: Callable[[str], None]) -> Learner | None:
-        if not self.fused:
-            return None
-        from drivetrain.tasks.rl.fused import learner
-
-        return learner.make(self, source, model, bench, notice)
 
     def exports(self, model: Agent) -> dict[str, tuple[nn.Module, dict[str, Tensor]]]:
         return graphs(self.env(), model)

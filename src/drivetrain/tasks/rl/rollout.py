@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.outcomes import Problem
-from drivetrain.task import Rand, Source, Tensors
+from drivetrain.task import EpochStepper, Rand, Source, StepperContext, Tensors
 from drivetrain.tasks.rl.chance import chance
 from drivetrain.tasks.rl.checks import check_first_steps, check_reset, fault_text, first_fault
 from drivetrain.tasks.rl.envs import Env, State, merged
@@ -83,6 +83,8 @@ class Rollout(Source):
     """Environments that are played on from collection to collection. A group is an environment."""
 
     pure = True
+    make_stepper: Callable[[Rollout, Any, StepperContext], EpochStepper | None] | None = None
+    """Makes the task's own stepper, where it has one."""
 
     def __init__(
         self,
@@ -123,6 +125,9 @@ class Rollout(Source):
 
     def __len__(self) -> int:
         return self.groups * self.horizon * self.env.agents // self.chunk
+
+    def stepper(self, model: Any, context: StepperContext) -> EpochStepper | None:
+        return None if self.make_stepper is None else self.make_stepper(self, model, context)
 
     def state(self) -> dict[str, Tensor]:
         return self._state

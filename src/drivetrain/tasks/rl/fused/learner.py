@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.task import Workbench
+from drivetrain.task import StepperContext
 from drivetrain.tasks.rl.checks import first_fault
 from drivetrain.tasks.rl.envs import Env, merged
 from drivetrain.tasks.rl.envs.bandit import Bandit
@@ -49,23 +49,23 @@ def obstacle(task: Any, source: Rollout, agent: Agent, optimizer: torch.optim.Op
     return ""
 
 
-class Learner:
+class FusedStepper:
     """Takes an epoch's steps on the device; parameters, moments and the worlds' state stay the tensors that everybody knows."""
 
-    def __init__(self, task: Any, source: Rollout, agent: MlpAgent, bench: Workbench, notice: Callable[[str], None]) -> None:
-        self.task, self.source, self.bench, self.device = task, source, bench, bench.device
-        env, group = source.env, bench.optimizer.param_groups[0]
+    def __init__(self, task: Any, source: Rollout, agent: MlpAgent, context: StepperContext) -> None:
+        self.task, self.source, self.context, self.device = task, source, context, context.device
+        env, group = source.env, context.optimizer.param_groups[0]
         rules, self._state_name = WORLDS.get(type(env), ("", ""))
-        self.plays = type(source) is Rollout and not source.memory and env.agents == 1 and not source.scaled_values
+        self.collects = type(source) is Rollout and not source.memory and env.agents == 1 and not source.scaled_values
         """Whether it collects, too: a built-in world in one kernel, any other step by step."""
         small = agent.width * (agent.layers - 1) <= 64
         constants = {"INPUTS": agent.inputs, "WIDTH": agent.width, "ACTIONS": agent.actions, "LAYERS": agent.layers,
                      "RELU": int(agent.activation == "relu"), "RESIDENT": 3 if small else 1}  # fmt: skip
         here = files("drivetrain.tasks.rl.fused")
         names = ["ppo.cu", rules, "play.cu"] if rules else ["ppo.cu", "play.cu"]
-        self.program = Program("\n".join(here.joinpath(name).read_text() for name in names), constants, bench.device)
+        self.program = Program("\n".join(here.joinpath(name).read_text() for name in names), constants, context.device)
         self._rooms = self.program.integers("rooms", 4)
-        processors = torch.cuda.get_device_properties(bench.device).multi_processor_count
+        processors = torch.cuda.get_device_properties(context.device).multi_processor_count
         self.envs, self.horizon, self.count = source.groups, source.horizon, len(source)
         self.batch = task.global_batch
         learners = self.program.resident("learn", 32 * WARPS, self._rooms[0]) * processors // 2
@@ -77,12 +77,12 @@ class Learner:
         self._flatten([*agent.actor.parameters(), *agent.critic.parameters()])
         self._make_room(agent)
         self._replay: Callable[[], None] | None = None
-        self._turns, self._waits, self._notice = 0, "", notice
+        self._turns, self._waits = 0, ""
         self._given: tuple[Tensor, ...] = ()
 
     def _flatten(self, parameters: list[torch.nn.Parameter]) -> None:
         """Parameters and their moments become views of one tensor each."""
-        sizes, state = [p.numel() for p in parameters], self.bench.optimizer.state
+        sizes, state = [p.numel() for p in parameters], self.context.optimizer.state
         self.parameters, self.mean, self.square = (torch.zeros(sum(sizes), device=self.device) for _ in range(3))
         self.counts = torch.zeros(len(parameters), device=self.device)
         places = [flat.split(sizes) for flat in (self.parameters, self.mean, self.square)]
@@ -113,7 +113,7 @@ class Learner:
         self.corrections = floats(2)
         self._next = -1
         self.state: dict[str, Tensor] = {}
-        if self.plays:
+        if self.collects:
             self.seen, self.facts, self.beyond = floats(self.count, agent.inputs), floats(self.count, 8), floats(self.count, agent.inputs)
             self.last, self.reward, self.values, self.worth = (floats(n) for n in (self.envs * agent.inputs, *[self.count] * 3))
             self.worth_last = floats(self.envs)
@@ -128,16 +128,16 @@ class Learner:
 
     # --- an epoch ---
 
-    def __call__(self, epoch: int, step: int, samples: dict[str, Tensor] | None = None) -> None:
+    def __call__(self, epoch: int, first_step: int, samples: dict[str, Tensor] | None = None) -> None:
         """Learn from a collection: the given one, or one that is played here."""
         if epoch != self._next:
-            self.step.fill_(step)
+            self.step.fill_(first_step)
             self.turn.fill_(epoch % TURNS)
         if epoch != self._next or epoch % TURNS == 0:
             first = epoch - epoch % TURNS
-            self.table.copy_(torch.tensor([self.bench.streams(e) for e in range(first, first + TURNS)]), non_blocking=True)
+            self.table.copy_(torch.tensor([self.context.random_keys(e) for e in range(first, first + TURNS)]), non_blocking=True)
         self._next = epoch + 1
-        if self.plays:
+        if self.collects:
             self._adopt()
         else:
             assert samples is not None
@@ -147,17 +147,17 @@ class Learner:
             self._given = given
         self._turns += 1
         if self._turns == 2:  # the first turns are launched one by one
-            with self.bench.host_waits() as waits:
+            with self.context.host_waits() as waits:
                 self._work()
             self._waits = waits[0] if waits else ""
             if waits:
-                self._notice(f"collections are not captured: {self._waits}")
+                self.context.notice(f"collections are not captured: {self._waits}")
         elif self._turns < 2 or self._waits:
             self._work()
         if self._turns <= 2 or self._waits:
             return
         if self._replay is None:
-            self._replay = self.bench.record(self._work)
+            self._replay = self.context.record(self._work)
         self._replay()
 
     def _adopt(self) -> None:
@@ -183,7 +183,7 @@ class Learner:
             self.turn,
             len(self.streams),
         )
-        if self.plays:
+        if self.collects:
             self._collect()
             seen, facts = self.seen, self.facts
         else:
@@ -209,10 +209,10 @@ class Learner:
                 "add_up", (self.many,), 512, self.partial, self.counts, self.sums, self.squares, self.corrections, self.blocks, number,
                 *(float(x) for x in self._adam[:2]),
             )  # fmt: skip
-            ring = self.bench.ring
+            ring = self.context.metric_ring
             launch(
                 "update", (-(-len(self.parameters) // 256),), 256, self.parameters, self.mean, self.square, ring, self.weights, self.sums,
-                self.squares, self.corrections, self.bench.rates, self.stats[RECENT:], self.step, number, self.many, ring.shape[1], self.bench.figures, len(ring),
+                self.squares, self.corrections, self.context.learning_rates, self.stats[RECENT:], self.step, number, self.many, ring.shape[1], self.context.first_metric, len(ring),
                 *(float(x) for x in self._adam), float(task.clip),
             )  # fmt: skip
         assert self.steps == each * self.source.passes
@@ -280,13 +280,13 @@ class Learner:
             state["fault"].copy_(first_fault(state["fault"], state["collections"], reward, seen))
 
 
-def make(task: Any, source: Any, model: Agent, bench: Workbench, notice: Callable[[str], None]) -> Learner | None:
+def make(task: Any, source: Any, model: Agent, context: StepperContext) -> FusedStepper | None:
     """The kernels' learner where there can be one; else why not, said once."""
-    why = obstacle(task, source, model, bench.optimizer)
+    why = obstacle(task, source, model, context.optimizer)
     if not why:
         try:
-            return Learner(task, source, model, bench, notice)  # type: ignore[arg-type]
+            return FusedStepper(task, source, model, context)  # type: ignore[arg-type]
         except Unavailable as error:
             why = str(error)
-    notice(f"PPO's own kernels are not used: {why}")
+    context.notice(f"PPO's own kernels are not used: {why}")
     return None
