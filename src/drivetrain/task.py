@@ -242,8 +242,15 @@ class Task:
         is asked for on every rank, and must call the model equally often on each."""
         return []
 
-    def publish(self, tensors: dict[str, Tensor], folder: Path, facts: dict[str, Any]) -> None:
-        """Further files beside the final weights, in a form that other programs know."""
+    def model_files(
+        self, tensors: dict[str, Tensor], folder: Path, facts: dict[str, Any], merge: nn.Module | None = None
+    ) -> list[str] | None:
+        """Writes the weights as files that other programs know, and returns the files' names; None: this task has no such form.
+
+        Called when a run finishes, for files beside its weights, and by `export`, which writes graphs where this returns None.
+        `facts` tell about the run (name, steps, metrics). With `export --merge`, `merge` is the model to write whole.
+        """
+        return None
 
     def predict(self, model: Any, given: str) -> Iterator[str]:
         """What the trained model makes of an input on the command line, piece by piece."""
@@ -257,10 +264,6 @@ class Task:
     def augment(self, batch: Any, rand: Rand) -> Any:
         """A changed batch, on the device; random numbers from `rand` alone."""
         return batch
-
-    def saved(self, model: Any, folder: Path, merge: bool) -> list[str] | None:
-        """Files of the family's own form that `export` writes instead of graphs (`merge` is its flag); None writes graphs."""
-        return None
 
     def exports(self, model: Any) -> dict[str, tuple[nn.Module, dict[str, Tensor]]]:
         """What `export` writes: name -> (a module that gives named tensors, its inputs by name; how many rows stays free).

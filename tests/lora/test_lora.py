@@ -197,7 +197,7 @@ def test_a_half_precision_base_stays_one(place: Path) -> None:
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.05)
         adapted = model.net(input_ids=ids).logits.float()
-    task.saved(model, place / "merged", merge=True)
+    task.model_files(model.state_dict(), place / "merged", {}, merge=model)
     merged = AutoModelForCausalLM.from_pretrained(place / "merged")
     with torch.no_grad():
         found = merged(input_ids=ids).logits.float()

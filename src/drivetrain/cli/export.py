@@ -37,7 +37,8 @@ def run(verb: str, words: list[str]) -> int:
     folder = Path(args.out) if args.out else found.path / usual
     task, model = trained(found, screen)
     with told_of(folder):
-        files = task.saved(model, folder, args.merge)
+        facts = {"run": folder.name, "metrics": {}}
+        files = task.model_files(model.state_dict(), folder, facts, merge=model if args.merge else None)
         if files is not None:
             describe(found, files, folder)
     if files is not None:

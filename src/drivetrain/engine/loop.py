@@ -477,7 +477,7 @@ class Training:
                 state.write_weights(self.run.model_path, tensors, aliases)
                 told = {"run": self.run.name, "steps": self.done, "processes": self.group.size, "precision": self.plan.precision}
                 told["weights_step"] = facts["weights_step"]
-                self.task.publish(tensors, self.run.model_path.parent, told | {"metrics": self.metrics, "seconds": facts["time"]})
+                self.task.model_files(tensors, self.run.model_path.parent, told | {"metrics": self.metrics, "seconds": facts["time"]})
             except Exception as error:  # safetensors has its own error for a full disk
                 raise Problem(
                     f"training is done, but the weights could not be written: {error}.\nThen: drivetrain resume {self.run.name}",

@@ -230,14 +230,13 @@ class Lora(Task):
 
     # --- using it ---
 
-    def publish(self, tensors: dict[str, Tensor], folder: Path, facts: dict[str, Any]) -> None:
-        """A folder that `PeftModel.from_pretrained` takes, with a card of the run."""
-        files.write_adapter(self, tensors, folder, facts)
-
-    def saved(self, model: Any, folder: Path, merge: bool) -> list[str] | None:
-        if merge:
-            return files.write_merged(self, model, folder)
-        return files.write_adapter(self, model.state_dict(), folder, {"run": folder.name, "metrics": {}})
+    def model_files(
+        self, tensors: dict[str, Tensor], folder: Path, facts: dict[str, Any], merge: nn.Module | None = None
+    ) -> list[str] | None:
+        """Writes a folder for `PeftModel.from_pretrained`, with a card of the run; with `merge` the base model with the adapters added."""
+        if merge is not None:
+            return files.write_merged(self, merge, folder)
+        return files.write_adapter(self, tensors, folder, facts)
 
     def predict(self, model: Any, given: str, tokens: int = 64, temperature: float = 0.7) -> Iterator[str]:
         """The text goes on, piece by piece; temperature 0 takes the likeliest token each time."""
