@@ -1,4 +1,4 @@
-"""What the front end makes of a machine's GPUs, on any machine."""
+"""Hardware: detection, descriptions in words, the table of cards, the report. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from drivetrain import hardware
 from drivetrain.hardware import (
     Gpu,
     Hardware,
     TorchBuild,
+    activity,
     check_torch_can_use,
+    cpu,
     detect,
-    only,
+    nvml,
     report,
+    restrict_to_gpus,
     torch_build,
     visible_gpus,
-    with_timeout,
 )
-from drivetrain.hardware import activity as activities
-from drivetrain.hardware.cards import CARDS, capability_of, of_product
+from drivetrain.hardware.cards import CARDS, capability_of, card_of_product
 from drivetrain.hardware.described import parse
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
@@ -40,7 +40,7 @@ FOUR = Hardware(16, 2**36, L4, "", "535.1", (12, 2))
 CUDA = TorchBuild("2.13.0", "12.6", None)
 
 
-def test_this_machine_is_described() -> None:
+def test_this_machine_is_detected() -> None:
     found = detect()
     assert found.cpu_cores >= 1
     assert found.memory_bytes > 2**28
@@ -98,11 +98,11 @@ def test_a_plan_survives_json() -> None:
 def test_a_driver_that_never_answers_costs_the_timeout_only() -> None:
     watch = Stopwatch()
     with pytest.raises(TimeoutError):
-        with_timeout(lambda: time.sleep(30), 0.2)
+        nvml.call_with_timeout(lambda: time.sleep(30), 0.2)
     assert watch.seconds < 1
 
 
-# --- machines that are not here ------------------------------------------------------------------
+# --- described hardware ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_driver_that_never_answers_costs_the_timeout_only() -> None:
         ("8xMI300X", 8, "MI300X", 184, 1),
     ],
 )
-def test_a_machine_in_words(words: str, count: int, name: str, gib: int, nodes: int) -> None:
+def test_a_description_is_parsed(words: str, count: int, name: str, gib: int, nodes: int) -> None:
     found = parse(words)
     assert (len(found.gpus), found.nodes, found.described) == (count, nodes, words)
     if count:
@@ -139,10 +139,10 @@ def test_a_machine_in_words(words: str, count: int, name: str, gib: int, nodes: 
     assert found.cpu_cores >= 8 and found.memory_bytes >= 2**34
 
 
-def test_what_was_said_of_a_machine_counts() -> None:
+def test_stated_cores_ram_and_network_are_used() -> None:
     found = parse("2 nodes x 4xL4-24GB, 48 cores, 192GB RAM, 200 Gbps")
     assert (found.cpu_cores, found.memory_bytes, found.network_gbps) == (48, 192 * 2**30, 200.0)
-    assert parse("2 nodes x 4xL4-24GB").network_gbps == 0, "nothing was said of it, so it is assumed, and the plan says so"
+    assert parse("2 nodes x 4xL4-24GB").network_gbps == 0, "not stated: the plan assumes a value and says so"
     assert parse("CPU 64 cores 128GB RAM").cpu_cores == 64 and parse("CPU 64 cores 128GB RAM").memory_bytes == 128 * 2**30
 
 
@@ -150,7 +150,7 @@ def test_what_was_said_of_a_machine_counts() -> None:
     ("words", "gbps"),
     [("100Gb/s", 100), ("100GB/s", 800), ("12.5GBps", 100), ("200 gbps", 200), ("100GbE", 100), ("1Tb/s", 1000), ("2 TB/s", 16000)],
 )
-def test_a_network_s_bits_are_told_from_its_bytes(words: str, gbps: float) -> None:
+def test_bits_and_bytes_of_a_network_are_distinguished(words: str, gbps: float) -> None:
     assert parse(f"2 nodes x 8xH100, {words}").network_gbps == gbps
 
 
@@ -163,7 +163,7 @@ def test_a_network_s_bits_are_told_from_its_bytes(words: str, gbps: float) -> No
         ("Wonder-48GB", (0, 0)), ("6GB", (0, 0)), ("TITAN X-12GB", (6, 1)), ("L2-24GB", (8, 9)), ("M40-24GB", (5, 2)), ("P100-16GB", (6, 0)),
     ],
 )  # fmt: skip
-def test_the_compute_capability_comes_from_the_name_s_family(name: str, capability: tuple[int, int]) -> None:
+def test_the_compute_capability_follows_from_the_family_of_the_name(name: str, capability: tuple[int, int]) -> None:
     found = parse(f"1x{name}")
     assert found.gpus[0].compute_capability == capability
     plan = choose(Plain().settings(), found, device="cuda", world_size=1, local_procs=1)
@@ -172,8 +172,8 @@ def test_the_compute_capability_comes_from_the_name_s_family(name: str, capabili
         assert "compute capability is unknown" in plan.reasons["precision"] and "unknown" in found.gpu_note
 
 
-def test_rates_of_the_table_agree_with_each_other() -> None:
-    """A slip of a digit would stand out: the families' rates have fixed ratios."""
+def test_the_rates_of_the_table_are_consistent() -> None:
+    """A typing error would show: the rates of a family have fixed ratios."""
     for card in CARDS:
         assert (card.bf16 > 0) == (card.compute_capability >= (8, 0)), card
         assert card.fp16 == 0 or card.fp16 >= card.bf16 >= card.tf32 >= card.fp32 * (card.bf16 > 0) * (card.tf32 > 0), card
@@ -189,9 +189,9 @@ def test_rates_of_the_table_agree_with_each_other() -> None:
         ("4xL5", r"no GPU 'L5' in the table \(nearest: .*L4.*give its memory"),
         ("4xH10", "nearest: .*H100"),
         ("4xL4-24GB, blah", "'blah' is neither cores, RAM nor a network's"),
-        ("0xT4-16GB", "at least one machine, and one GPU"),
-        ("1xL4-0GB", "of what it has some"),
-        ("cpu, 0 cores", "of what it has some"),
+        ("0xT4-16GB", "at least one machine and one GPU"),
+        ("1xL4-0GB", "nothing it states may be 0"),
+        ("cpu, 0 cores", "nothing it states may be 0"),
         ("0 nodes x 2xT4", "at least one machine"),
         ("1000000000xH100", "1,000,000,000 GPUs in a machine are more than can be planned for"),
         ("999999999 nodes x 8xH100", "999,999,999 machines are more than can be planned for"),
@@ -202,18 +202,18 @@ def test_rates_of_the_table_agree_with_each_other() -> None:
         ("4x", "names no GPU"),
     ],
 )
-def test_misspelt_machines_are_told_the_form(words: str, message: str) -> None:
+def test_an_invalid_description_gets_an_error_with_the_form(words: str, message: str) -> None:
     with pytest.raises(Problem, match=message):
         parse(words)
 
 
-def test_a_known_card_of_another_size_keeps_what_it_can() -> None:
+def test_a_known_card_with_another_memory_size_keeps_its_rates() -> None:
     found = parse("4xT4-15GB")
     assert found.gpus[0].compute_capability == (7, 5) and round(found.gpus[0].memory_bytes / 2**30) == 14
     assert "the table's T4 has 16 GB" in found.gpu_note
 
 
-def test_a_slice_has_its_share_of_the_rates() -> None:
+def test_a_mig_slice_has_its_share_of_the_rates() -> None:
     whole, part = (
         Machine.of(Hardware(8, 2**36, (Gpu(0, name, int(gb * 2**30), (8, 0), mig=mig),)), "cuda", 1).card
         for name, gb, mig in (("NVIDIA A100-SXM4-40GB", 39.4, False), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4.75, True))
@@ -223,25 +223,25 @@ def test_a_slice_has_its_share_of_the_rates() -> None:
     assert (whole.processors, part.processors) == (108, 15)
 
 
-def test_a_plan_is_for_the_gpus_that_are_used() -> None:
-    """Not for the small or full ones beside them."""
+def test_a_plan_considers_only_the_gpus_that_are_used() -> None:
+    """Small or full GPUs beside them have no effect."""
     gpus = (Gpu(0, "Tesla T4", 15 * 2**30, (7, 5), "GPU-aa"), Gpu(1, "NVIDIA H100 80GB HBM3", 80 * 2**30, (9, 0), "GPU-bb"))
     both = Hardware(16, 2**37, gpus)
     for names in (["1"], ["GPU-b"]):
-        assert only(both, names).gpus == gpus[1:]
-    assert only(both, ["0", "1"]) == both
-    assert only(Hardware(4, 2**34), []).gpus == ()
+        assert restrict_to_gpus(both, names).gpus == gpus[1:]
+    assert restrict_to_gpus(both, ["0", "1"]) == both
+    assert restrict_to_gpus(Hardware(4, 2**34), []).gpus == ()
 
 
-def test_torch_is_asked_where_there_is_no_nvml(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_torch_lists_gpus_where_nvml_fails(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     Path("torch.py").write_text(
         "from types import SimpleNamespace as N\n"
         "card = N(name='AMD Instinct', total_memory=2**36, major=9, minor=4)\n"
         "cuda = N(device_count=lambda: 2, get_device_properties=lambda i: card)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    monkeypatch.setattr(hardware, "has_driver", lambda: True)
-    monkeypatch.setattr(hardware, "_ask_nvml", lambda: 1 / 0)
+    monkeypatch.setattr(nvml, "has_driver", lambda: True)
+    monkeypatch.setattr(nvml, "list_gpus", lambda: 1 / 0)
     found = detect()
     assert [(g.index, g.name, g.memory_bytes) for g in found.gpus] == [(0, "AMD Instinct", 2**36), (1, "AMD Instinct", 2**36)]
     assert "without NVML" in found.gpu_note
@@ -249,8 +249,8 @@ def test_torch_is_asked_where_there_is_no_nvml(monkeypatch: pytest.MonkeyPatch, 
     assert detect().gpus == () and "no driver" in detect().gpu_note
 
 
-def test_limits_of_every_group_that_a_process_is_in_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As those of a SLURM step or a systemd scope do, which lie below the root."""
+def test_the_limits_of_every_parent_cgroup_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A SLURM step or a systemd scope sets its limits below the root."""
     files = {
         "proc": "0::/job_7/step_0\n",
         "g/job_7/memory.max": "1073741824",
@@ -260,14 +260,14 @@ def test_limits_of_every_group_that_a_process_is_in_count(monkeypatch: pytest.Mo
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    read = hardware._read
-    monkeypatch.setattr(hardware, "CGROUPS", str(tmp_path / "g"))
-    monkeypatch.setattr(hardware, "_read", lambda path: read(str(tmp_path / "proc") if path == "/proc/self/cgroup" else path))
-    assert hardware.memory_bytes() == 2**30
-    assert hardware.cpu_cores() == 1
+    read = cpu._read
+    monkeypatch.setattr(cpu, "CGROUP_ROOT", str(tmp_path / "g"))
+    monkeypatch.setattr(cpu, "_read", lambda path: read(str(tmp_path / "proc") if path == "/proc/self/cgroup" else path))
+    assert cpu.memory_bytes() == 2**30
+    assert cpu.cpu_cores() == 1
 
 
-def test_product_names_lead_to_cards() -> None:
+def test_product_names_are_found_in_the_table() -> None:
     for product, gib, name, memory in (
         ("NVIDIA A100-SXM4-40GB", 40, "A100", 40),
         ("NVIDIA A100-SXM4-80GB", 80, "A100", 80),
@@ -292,13 +292,13 @@ def test_product_names_lead_to_cards() -> None:
         ("AMD Instinct MI300X", 192, "MI300X", 192),
         ("NVIDIA TITAN RTX", 24, "TITANRTX", 24),
     ):
-        card = of_product(product, gib * 2**30)
+        card = card_of_product(product, gib * 2**30)
         assert card is not None and (card.name, card.memory_gb) == (name, memory), product
-    assert of_product("Quadro K620", 2 * 2**30) is None
-    assert of_product("NVIDIA GeForce RTX 4090 Laptop GPU", 16 * 2**30) is None, "which has other rates than the desktop's"
+    assert card_of_product("Quadro K620", 2 * 2**30) is None
+    assert card_of_product("NVIDIA GeForce RTX 4090 Laptop GPU", 16 * 2**30) is None, "a laptop's GPU has lower rates than the desktop's"
 
 
-def test_the_report_of_unequal_gpus_says_what_it_costs() -> None:
+def test_the_report_says_how_much_memory_unequal_gpus_waste() -> None:
     mixed = Hardware(16, 2**36, (Gpu(0, "NVIDIA L4", 24 * 2**30, (8, 9)), Gpu(1, "Tesla T4", 16 * 2**30, (7, 5))), "", "535.1", (12, 2))
     text = report.text(mixed, {"cards": [None, None]})
     assert "the smallest 16 GiB" in text and "8.0 GiB of the others stay empty (--gpus" in text
@@ -308,7 +308,7 @@ def test_the_report_of_unequal_gpus_says_what_it_costs() -> None:
 
 
 class Nvml:
-    """A driver's library with one GPU, cut into two slices."""
+    """A stand-in for pynvml: one GPU, cut into two slices."""
 
     def __getattr__(self, name: str) -> object:
         answers = {
@@ -335,33 +335,33 @@ class Nvml:
         raise RuntimeError("not supported")
 
 
-def test_a_gpu_that_waits_in_a_kernel_is_told_from_one_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_waits_in_a_kernel_is_distinguished_from_one_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = SimpleNamespace(
         nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 3, nvmlDeviceGetHandleByIndex=lambda i: i,
         nvmlDeviceGetPowerUsage=lambda h: (121_000, 640_000, 80_000)[h], nvmlDeviceGetPowerManagementLimit=lambda h: 700_000,
         nvmlDeviceGetUtilizationRates=lambda h: SimpleNamespace(gpu=(100, 99, 0)[h]),
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "pynvml", driver)
-    monkeypatch.setattr(activities, "has_driver", lambda: True)
-    assert list(map(str, activities.activity())) == [
+    monkeypatch.setattr(activity, "has_driver", lambda: True)
+    assert list(map(str, activity.gpu_activity())) == [
         "GPU 0 is 100 % busy at 121 of 700 W: it waits in a kernel",
         "GPU 1 is 99 % busy at 640 of 700 W",
         "GPU 2 is 0 % busy at 80 of 700 W",
     ]
     monkeypatch.setattr(driver, "nvmlInit", lambda: 1 / 0)
-    assert activities.activity() == []
+    assert activity.gpu_activity() == []
 
 
-def test_slices_of_a_gpu_are_what_cuda_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mig_slices_are_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", Nvml())
-    gpus, note, driver, cuda = hardware._ask_nvml()
+    gpus, note, driver, cuda = nvml.list_gpus()
     assert [g.mig for g in gpus] == [True, True] and (note, driver, cuda) == ("", "550.1", (12, 4))
     found = Hardware(8, 2**36, gpus)
     assert visible_gpus(found, {}) == ["MIG-slice0", "MIG-slice1"]
     assert "a slice (MIG)" in report.text(found, {"cards": [None, None]})
 
 
-def test_the_command_tells_of_both(folder: Path) -> None:
+def test_the_command_reports_this_machine_and_a_described_one(folder: Path) -> None:
     here = good("hardware")
     assert "cores" in here and "/dev/shm" in here and "disk" in here and "torch 2." in here
     facts = json.loads(good("hardware", "--hardware", "2 nodes x 8xA100-40GB, 100Gb/s", "--json"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain.hardware import need_of_room
+from drivetrain.hardware import format_need
 from drivetrain.hardware.described import parse
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
@@ -227,9 +227,9 @@ def test_a_faster_way_that_is_not_worth_its_labour_says_by_how_much() -> None:
 
 def test_need_and_room_are_told_apart() -> None:
     gib = 2**30
-    assert need_of_room(13 * gib, 14.2 * gib) == "13 GiB of 14 GiB"
-    assert need_of_room(13.94 * gib, 14.04 * gib) == "13.9 GiB of 14.0 GiB"
-    assert need_of_room(14.041 * gib, 14.038 * gib) == "14.041 GiB of 14.038 GiB"
+    assert format_need(13 * gib, 14.2 * gib) == "13 GiB of 14 GiB"
+    assert format_need(13.94 * gib, 14.04 * gib) == "13.9 GiB of 14.0 GiB"
+    assert format_need(14.041 * gib, 14.038 * gib) == "14.041 GiB of 14.038 GiB"
 
 
 def test_an_assumed_network_is_said_with_how_to_state_it() -> None:

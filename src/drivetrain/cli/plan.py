@@ -124,7 +124,7 @@ def _total(recipe: Any, plan: Any, samples: int | None, price: float | None, wor
 
 
 def _show(plan: Any, total: dict[str, Any], place: Any) -> None:
-    from drivetrain.hardware import need_of_room, size
+    from drivetrain.hardware import format_bytes, format_need
     from drivetrain.launch.planning import parts_text
     from drivetrain.plan.search import rate_text
 
@@ -134,7 +134,7 @@ def _show(plan: Any, total: dict[str, Any], place: Any) -> None:
         how = "measured" if plan.measured else "predicted"
         need = sum(figures["memory_bytes"].values())
         scale, unit = (2**30, "GiB") if need >= 2**30 else (2**20, "MiB")
-        room = need_of_room(need, figures["usable_bytes"], size)
+        room = format_need(need, figures["usable_bytes"], format_bytes)
         _line("memory", f"{room} {how}: {parts_text(figures['memory_bytes'], scale, 1)} {unit}")
         parts = parts_text(figures["seconds_by_part"], 1e-3, 2)
         _line("time", f"{figures['step_seconds'] * 1e3:,.1f} ms a step {how} ({parts} ms), {rate_text(figures['samples_per_second'])}")
@@ -163,7 +163,7 @@ def _show(plan: Any, total: dict[str, Any], place: Any) -> None:
 
 def _compare(recipe: Any, plan: Any, other: Any, place: Any, profile: Any) -> None:
     """Where the guide's table differs, and what that costs by prediction."""
-    from drivetrain.hardware import gib
+    from drivetrain.hardware import format_gib
     from drivetrain.plan.predict import Candidate, Machine
     from drivetrain.plan.search import Search, rate_text
 
@@ -183,7 +183,9 @@ def _compare(recipe: Any, plan: Any, other: Any, place: Any, profile: Any) -> No
     rated = search.rate(way, other.micro_batch)
     faster = plan.predicted["samples_per_second"] / rated.rate
     fits = "" if rated.fits else "; it does not fit"
-    show(f"  predicted                 {rate_text(rated.rate)}, {gib(rated.bytes)}{fits}: the plan above is {faster:.2f} times as fast")
+    show(
+        f"  predicted                 {rate_text(rated.rate)}, {format_gib(rated.bytes)}{fits}: the plan above is {faster:.2f} times as fast"
+    )
 
 
 def _line(label: str, text: str) -> None:

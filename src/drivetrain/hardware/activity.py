@@ -1,47 +1,49 @@
-"""What the GPUs do at this moment. A collective that waits for ever looks like work, but takes next to no power."""
+"""How busy each GPU is now. A collective that waits for ever looks like work, but draws little power."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from drivetrain.hardware import NVML_TIMEOUT, has_driver, with_timeout
+from drivetrain.hardware.nvml import NVML_TIMEOUT_SECONDS, call_with_timeout, has_driver
 
-BUSY, LITTLE = 95, 0.35  # percent of the time; share of the power limit under which nothing is computed
+BUSY_PERCENT = 95
+IDLE_POWER_SHARE = 0.35  # of the power limit: below it a busy GPU computes nothing
 
 
 class Activity(NamedTuple):
     gpu: int
-    busy: int
+    busy_percent: int
     watts: float
-    limit: float
+    limit_watts: float
 
     @property
-    def spins(self) -> bool:
-        return self.busy >= BUSY and 0 < self.watts < LITTLE * self.limit
+    def is_spinning(self) -> bool:
+        """Whether a kernel runs but only waits."""
+        return self.busy_percent >= BUSY_PERCENT and 0 < self.watts < IDLE_POWER_SHARE * self.limit_watts
 
     def __str__(self) -> str:
-        return f"GPU {self.gpu} is {self.busy} % busy at {self.watts:.0f} of {self.limit:.0f} W" + (
-            ": it waits in a kernel" if self.spins else ""
+        return f"GPU {self.gpu} is {self.busy_percent} % busy at {self.watts:.0f} of {self.limit_watts:.0f} W" + (
+            ": it waits in a kernel" if self.is_spinning else ""
         )
 
 
-def activity() -> list[Activity]:
-    """Of every GPU that answers; none where there is no driver, or it does not answer in time."""
+def gpu_activity() -> list[Activity]:
+    """Returns the activity of every GPU; an empty list without a driver, or if it does not answer in time."""
     if not has_driver():
         return []
     try:
-        return with_timeout(_ask, NVML_TIMEOUT)
+        return call_with_timeout(_read_activity, NVML_TIMEOUT_SECONDS)
     except Exception:  # NVML's errors are of a class that exists only where the library loads
         return []
 
 
-def _ask() -> list[Activity]:
+def _read_activity() -> list[Activity]:
     import pynvml
 
     pynvml.nvmlInit()
-    found = []
+    activities = []
     for index in range(pynvml.nvmlDeviceGetCount()):
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        watts, limit = (ask(handle) / 1000 for ask in (pynvml.nvmlDeviceGetPowerUsage, pynvml.nvmlDeviceGetPowerManagementLimit))
-        found.append(Activity(index, int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu), watts, limit))
-    return found
+        watts, limit_watts = (ask(handle) / 1000 for ask in (pynvml.nvmlDeviceGetPowerUsage, pynvml.nvmlDeviceGetPowerManagementLimit))
+        activities.append(Activity(index, int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu), watts, limit_watts))
+    return activities

@@ -1,7 +1,6 @@
-"""Facts about GPUs, as their makers publish them: what a plan for a machine that is not here is made from.
+"""The table of cards (GPU models): memory, published rates and compute capability. Takes a name, returns a `Card`.
 
-Rates are dense (without sparsity) in TFLOP/s with fp32 accumulation, bandwidth in GB/s, NVLink in GB/s of one GPU, both
-directions together. A rate of 0: the card has no such units.
+Plans are made from these facts, so a machine that is only described can be planned for.
 """
 
 from __future__ import annotations
@@ -10,12 +9,18 @@ import difflib
 import re
 from dataclasses import dataclass, replace
 
-from drivetrain.hardware import UNKNOWN_CAPABILITY
+from drivetrain.hardware.hardware import UNKNOWN_CAPABILITY
 from drivetrain.outcomes import Problem
 
 
 @dataclass(frozen=True)
 class Card:
+    """A GPU model as its maker publishes it.
+
+    `bf16`, `fp16`, `tf32`, `fp32`: TFLOP/s, dense (without sparsity), with fp32 accumulation; 0 where the card has no such units.
+    `bandwidth`: GB/s of its memory. `nvlink`: GB/s of one GPU, both directions together.
+    """
+
     name: str
     memory_gb: float
     bandwidth: float
@@ -26,22 +31,25 @@ class Card:
     nvlink: float
     compute_capability: tuple[int, int]
     processors: int
-    """Streaming multiprocessors: how much can be worked on at once."""
+    """Streaming multiprocessors, which run at the same time."""
     source: str
 
     @property
     def memory_bytes(self) -> int:
-        """What the driver lists: makers count in 1,000s or 1,024s, and some is kept back; a little under the name's figure."""
-        return int(self.memory_gb * (LISTED if self.name in _CHECKED else 0.96) * 2**30)
+        """The bytes that the driver lists: a little less than the name says, because units differ and some memory is reserved."""
+        return int(self.memory_gb * (LISTED_SHARE_WITH_ECC if self.name in _CARDS_WITHOUT_ECC_MEMORY else LISTED_SHARE) * 2**30)
 
-    def slice(self, product: str, memory_bytes: int) -> Card:
-        """A part of it: "NVIDIA A100-SXM4-40GB MIG 1g.5gb" has one of seven parts of its processors, and the memory's share of its bandwidth."""
-        memory = memory_bytes / self.memory_bytes
-        of_seven = re.search(r"MIG (\d)[cg]\b", product)
-        share = int(of_seven[1]) / 7 if of_seven else memory
+    def mig_slice(self, product: str, memory_bytes: int) -> Card:
+        """Returns a slice of this card.
+
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb" has one seventh of the processors, and as much of the bandwidth as of the memory.
+        """
+        memory_share = memory_bytes / self.memory_bytes
+        sevenths = re.search(r"MIG (\d)[cg]\b", product)
+        share = int(sevenths[1]) / 7 if sevenths else memory_share
         rates = {rate: getattr(self, rate) * share for rate in ("bf16", "fp16", "tf32", "fp32")}
         return replace(
-            self, memory_gb=self.memory_gb * memory, bandwidth=self.bandwidth * min(1.0, memory), nvlink=0.0,
+            self, memory_gb=self.memory_gb * memory_share, bandwidth=self.bandwidth * min(1.0, memory_share), nvlink=0.0,
             processors=max(1, round(self.processors * share)), **rates,
         )  # fmt: skip
 
@@ -165,10 +173,10 @@ CARDS = (
     Card("MI325X", 256, 6000, 1307, 1307, 653.7, 163.4, 896, (9, 4), 304, "MI325X datasheet"),
 )  # fmt: skip
 
-LISTED = 0.92  # share of a name's GB that a driver lists, of the cards that list the least:
-# those whose memory has no room of its own for error correction, which takes a sixteenth of it.
-_CHECKED = ("T4", "A2", "A10", "A10G", "A16", "A40", "L4", "L20", "L40", "L40S")
-_FAMILIES = (  # what a plain name begins with, by compute capability; the first that fits counts
+LISTED_SHARE = 0.96  # of the GB in a card's name: what the driver lists
+LISTED_SHARE_WITH_ECC = 0.92  # the same for cards whose error correction takes a sixteenth of the memory; the least of all cards
+_CARDS_WITHOUT_ECC_MEMORY = ("T4", "A2", "A10", "A10G", "A16", "A40", "L4", "L20", "L40", "L40S")
+_FAMILIES = (  # (how a plain name begins, compute capability); the first match counts
     (r"(RTX)?PRO\d{4}", _GB20X),
     (r"RTX\d{4}(SFF)?ADA", _ADA),
     (r"RTX50[5-9]0", _GB20X),
@@ -186,59 +194,63 @@ _FAMILIES = (  # what a plain name begins with, by compute capability; the first
     (r"(JETSON)?(AGX)?ORIN", (8, 7)),
     (r"(JETSON)?(AGX)?XAVIER", (7, 2)),
 )
-_IGNORED = {  # words of product names that tell nothing of rates or are of the maker
+_IGNORED_WORDS = {  # of product names: they do not change the rates
     "", "NVIDIA", "TESLA", "GEFORCE", "QUADRO", "AMD", "INSTINCT", "RADEON", "SXM", "SXM2", "SXM3", "SXM4", "SXM5", "SXM6", "OAM",
     "HBM2", "HBM2E", "HBM3", "HBM3E", "GPU", "GENERATION", "BLACKWELL", "WORKSTATION", "EDITION", "SERVER", "FOUNDERS", "TENSOR", "CORE",
 }  # fmt: skip
-_SMALLER = {"LAPTOP", "MOBILE", "MAX", "MAXQ", "SFF"}  # cards of a name with other, lower rates
+_WORDS_OF_SLOWER_VARIANTS = {"LAPTOP", "MOBILE", "MAX", "MAXQ", "SFF"}  # they share a name, but have lower rates
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*G(?:I?B)?", re.I)
 
 
-def find(name: str, memory_gb: float | None) -> Card | None:
-    """The card of this name (with this memory, where a name has several); None where the table has none such."""
-    same = _named(name)
+def find_card(name: str, memory_gb: float | None) -> Card | None:
+    """Returns the card of this name, and of this memory where several have the name; None where the table has none."""
+    cards = _cards_named(name)
     if memory_gb is None:
-        return max(same, key=lambda c: c.memory_gb, default=None)
-    return next((c for c in (*same, *_named(f"{name} Ada")) if abs(c.memory_gb - memory_gb) <= 0.06 * memory_gb), None)
+        return max(cards, key=lambda c: c.memory_gb, default=None)
+    return next((c for c in (*cards, *_cards_named(f"{name} Ada")) if abs(c.memory_gb - memory_gb) <= 0.06 * memory_gb), None)
 
 
-def other_size(name: str, memory_gb: float) -> Card | None:
-    """A card of the table with another memory than the table knows of it."""
-    nearest = min(_named(name), key=lambda c: abs(c.memory_gb - memory_gb), default=None)
-    known = nearest and f"the table's {nearest.name} has {nearest.memory_gb:g} GB; its rates are taken"
-    return nearest and replace(nearest, memory_gb=memory_gb, source=known or "")
-
-
-def of_product(product: str, memory_bytes: int) -> Card | None:
-    """The card that a driver's product name means: "NVIDIA A100-SXM4-40GB"."""
-    words = _words(product)
-    if _SMALLER & set(words):
+def resized_card(name: str, memory_gb: float) -> Card | None:
+    """Returns a card of the table with another memory than the table has for it."""
+    nearest = min(_cards_named(name), key=lambda c: abs(c.memory_gb - memory_gb), default=None)
+    if nearest is None:
         return None
-    said = {"".join(words[a:b]) for a in range(len(words)) for b in range(a + 1, len(words) + 1)}
-    named = [c for c in CARDS if _plain(c.name) in said]
-    longest = max((len(c.name) for c in named), default=0)
-    return min((c for c in named if len(c.name) == longest), key=lambda c: abs(c.memory_bytes - memory_bytes), default=None)
+    return replace(nearest, memory_gb=memory_gb, source=f"the table's {nearest.name} has {nearest.memory_gb:g} GB; its rates are taken")
+
+
+def card_of_product(product: str, memory_bytes: int) -> Card | None:
+    """Returns the card of a product name as the driver gives it: "NVIDIA A100-SXM4-40GB"."""
+    words = _words(product)
+    if _WORDS_OF_SLOWER_VARIANTS & set(words):
+        return None
+    joined = {"".join(words[a:b]) for a in range(len(words)) for b in range(a + 1, len(words) + 1)}
+    cards = [c for c in CARDS if _plain(c.name) in joined]
+    longest = max((len(c.name) for c in cards), default=0)
+    return min((c for c in cards if len(c.name) == longest), key=lambda c: abs(c.memory_bytes - memory_bytes), default=None)
 
 
 def capability_of(name: str) -> tuple[int, int]:
-    """The compute capability of the family that a name belongs to: (7, 5) for "RTX 2070 Laptop"."""
+    """Returns the compute capability of a name's family: (7, 5) for "RTX 2070 Laptop"."""
     plain = _plain(name)
-    forms = (plain, f"RTX{plain}", f"GTX{plain}")
-    return next((known for form in forms for family, known in _FAMILIES if re.match(family, form)), UNKNOWN_CAPABILITY)
-
-
-def generic(name: str, memory_gb: float, capability: tuple[int, int] | None = None) -> Card:
-    """A card that is not in the table: cautious rates of its generation's middle."""
-    known = capability_of(name) if capability is None else capability
-    bandwidth, half, tf32, fp32 = (
-        (200, 0, 0, 4) if UNKNOWN_CAPABILITY < known < _VOLTA else (300, 30, 0, 7) if known < _AMPERE else (300, 60, 30, 15)
+    spellings = (plain, f"RTX{plain}", f"GTX{plain}")
+    return next(
+        (capability for spelling in spellings for family, capability in _FAMILIES if re.match(family, spelling)), UNKNOWN_CAPABILITY
     )
-    why = "not in the table: cautious rates" + (", compute capability unknown" if known == UNKNOWN_CAPABILITY else "")
-    bf16 = half if known >= _AMPERE else 0
-    return Card(name or f"{memory_gb:g} GB GPU", memory_gb, bandwidth, bf16, half, tf32, fp32, 0, known, 60, why)
 
 
-def unknown(name: str) -> Problem:
+def generic_card(name: str, memory_gb: float, capability: tuple[int, int] | None = None) -> Card:
+    """Returns a card that is not in the table, with cautious rates for its generation."""
+    capability = capability_of(name) if capability is None else capability
+    bandwidth, half, tf32, fp32 = (
+        (200, 0, 0, 4) if UNKNOWN_CAPABILITY < capability < _VOLTA else (300, 30, 0, 7) if capability < _AMPERE else (300, 60, 30, 15)
+    )
+    why = "not in the table: cautious rates" + (", compute capability unknown" if capability == UNKNOWN_CAPABILITY else "")
+    bf16 = half if capability >= _AMPERE else 0
+    return Card(name or f"{memory_gb:g} GB GPU", memory_gb, bandwidth, bf16, half, tf32, fp32, 0, capability, 60, why)
+
+
+def unknown_card(name: str) -> Problem:
+    """Returns the error for a name that the table does not have and that comes without a memory size."""
     names = sorted({c.name for c in CARDS})
     near = difflib.get_close_matches(_plain(name), [_plain(n) for n in names], 3, 0.4)
     listed = [n for n in names if _plain(n) in near] or ["T4", "L4", "RTX4090", "A100", "H100"]
@@ -248,20 +260,22 @@ def unknown(name: str) -> Problem:
     )
 
 
-def split_memory(words: str) -> tuple[str, float | None]:
-    """A card's name and its memory in GB, from "A100-SXM4-80GB"."""
-    parts = [p for p in re.split(r"[\s-]+", words) if p]
+def split_memory(text: str) -> tuple[str, float | None]:
+    """Splits "A100-SXM4-80GB" into the card's name and its memory in GB."""
+    parts = [p for p in re.split(r"[\s-]+", text) if p]
     sizes = [float(m[1]) for p in parts if (m := _MEMORY.fullmatch(p))]
     return " ".join(p for p in parts if not _MEMORY.fullmatch(p)), sizes[-1] if sizes else None
 
 
-def _named(name: str) -> list[Card]:
-    """Cards of a name, whose first letters may be left out: "A6000", "3090", "1080 Ti". A form (PCIe, NVL) that the table does not know
-    apart is the card itself."""
+def _cards_named(name: str) -> list[Card]:
+    """Returns the cards of a name; its first letters may be missing ("A6000", "3090", "1080 Ti").
+
+    A variant that the table does not list (PCIe) counts as the card itself.
+    """
     plain = _plain(name)
-    for form in (plain, f"RTX{plain}", f"GTX{plain}", plain.removesuffix("PCIE")):
-        if found := [c for c in CARDS if _plain(c.name) == form]:
-            return found
+    for spelling in (plain, f"RTX{plain}", f"GTX{plain}", plain.removesuffix("PCIE")):
+        if cards := [c for c in CARDS if _plain(c.name) == spelling]:
+            return cards
     return []
 
 
@@ -270,6 +284,6 @@ def _plain(name: str) -> str:
 
 
 def _words(name: str) -> list[str]:
-    """A product's name in words, but for those that tell nothing of its rates."""
+    """Returns the words of a product name that say which card it is."""
     words = re.split(r"[\s_()-]+", name.upper())
-    return [w for w in words if w not in _IGNORED and not _MEMORY.fullmatch(w)]
+    return [w for w in words if w not in _IGNORED_WORDS and not _MEMORY.fullmatch(w)]

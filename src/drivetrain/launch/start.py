@@ -11,7 +11,7 @@ from typing import Any
 
 from drivetrain import __version__, hardware, runs
 from drivetrain import recipe as recipes
-from drivetrain.hardware import Hardware, need_of_room, size
+from drivetrain.hardware import Hardware, format_bytes, format_need
 from drivetrain.launch import ending, planning, rendezvous
 from drivetrain.launch.opening import Opened, check_changes, discard, go_on, held, named_run, open_run
 from drivetrain.names import check_folder, check_name
@@ -94,7 +94,7 @@ def look_at_machine(request: Request) -> Machine:
     if device == "mps" and procs > 1:
         raise Problem("--device mps runs one process")
     used = gpus[:procs]
-    return Machine(hardware.only(found, used), device, used, procs)
+    return Machine(hardware.restrict_to_gpus(found, used), device, used, procs)
 
 
 # --- the run's directory -----------------------------------------------------------------------
@@ -294,7 +294,8 @@ def header(recipe: Recipe, machine: Machine, plan: Plan, screen: Screen, why: st
         need, room = sum(figures["memory_bytes"].values()), figures["usable_bytes"]
         how = "measured" if plan.measured else "predicted"
         screen.line(
-            "", f"memory {need_of_room(need, room, size)}, {figures['step_seconds'] * 1e3:,.1f} ms a step {how} (drivetrain plan tells why)"
+            "",
+            f"memory {format_need(need, room, format_bytes)}, {figures['step_seconds'] * 1e3:,.1f} ms a step {how} (drivetrain plan tells why)",
         )
     for notice in (*recipe.notices, why):
         if notice:

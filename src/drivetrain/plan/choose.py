@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from drivetrain.hardware import NETWORK, UNKNOWN_CAPABILITY, Hardware
+from drivetrain.hardware import ASSUMED_NETWORK_GBPS, UNKNOWN_CAPABILITY, Hardware
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan, read_pins
 from drivetrain.plan.deepspeed import configuration
@@ -103,7 +103,7 @@ def choose(
     )
     if nodes > 1 and not hardware.network_gbps:
         reasons["network"] = (
-            f"{NETWORK:g} Gb/s between machines are assumed; state their network after a comma:"
+            f"{ASSUMED_NETWORK_GBPS:g} Gb/s between machines are assumed; state their network after a comma:"
             f' --hardware "{nodes} nodes x {local_procs}xNAME-MEMORYGB, 100Gb/s"'
         )
     if strategy == "deepspeed":

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from drivetrain.hardware import NETWORK, Hardware
-from drivetrain.hardware.cards import LISTED, Card, generic, of_product
+from drivetrain.hardware import ASSUMED_NETWORK_GBPS, Hardware
+from drivetrain.hardware.cards import LISTED_SHARE_WITH_ECC, Card, card_of_product, generic_card
 from drivetrain.plan.profile import Pass, Profile, Work, staging
 
 CONTEXT = 600 << 20  # bytes that CUDA and its libraries take for themselves, outside of what torch counts
@@ -73,17 +73,17 @@ class Machine:
     @staticmethod
     def of(hardware: Hardware, device: str, local_procs: int) -> Machine:
         host = hardware.memory_bytes // max(1, local_procs)
-        network = (hardware.network_gbps or NETWORK) * 1e9 / 8 * LINK
+        network = (hardware.network_gbps or ASSUMED_NETWORK_GBPS) * 1e9 / 8 * LINK
         cores = max(1, hardware.cpu_cores // max(1, local_procs))
         if device != "cuda" or not hardware.gpus:
             card = Card("CPU", host / 2**30, CPU_BANDWIDTH * cores / 1e9, 0, 0, 0, CPU_FLOPS * cores / 1e12, 0, (0, 0), 1, "a guess")
             return Machine(card, False, int(host * SLACK), host, 4e9, network, cores)
         weakest = min(hardware.gpus, key=lambda g: g.memory_bytes)
-        card = of_product(weakest.name, weakest.memory_bytes) or generic(
+        card = card_of_product(weakest.name, weakest.memory_bytes) or generic_card(
             weakest.name, weakest.memory_bytes / 2**30, weakest.compute_capability
         )
         if weakest.mig:
-            card = card.slice(weakest.name, weakest.memory_bytes)
+            card = card.mig_slice(weakest.name, weakest.memory_bytes)
         free = min(g.free_bytes or g.memory_bytes for g in hardware.gpus)
         link = card.nvlink * 1e9 / 2 * LINK if card.nvlink else PCIE
         return Machine(card, True, int((free - CONTEXT) * SLACK), host, link, network, cores)
@@ -91,7 +91,7 @@ class Machine:
 
 def named_gigabytes(need: float) -> int:
     """The GB that a GPU must have by its name, for so many bytes to be usable on any such card."""
-    return math.ceil((need / SLACK + CONTEXT) / (LISTED * 2**30))
+    return math.ceil((need / SLACK + CONTEXT) / (LISTED_SHARE_WITH_ECC * 2**30))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from drivetrain.hardware import gib, need_of_room
+from drivetrain.hardware import format_gib, format_need
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan.fit import Fit
 from drivetrain.plan.predict import Candidate, Machine, host_memory, memory, named_gigabytes, smallest, state, step_seconds
@@ -51,8 +51,8 @@ class Rated:
 
     def lack(self) -> str:
         if self.bytes > self.usable:
-            return f"needs {need_of_room(self.bytes, self.usable)}"
-        return f"needs {need_of_room(self.host, self.host_usable)} of the host's memory"
+            return f"needs {format_need(self.bytes, self.usable)}"
+        return f"needs {format_need(self.host, self.host_usable)} of the host's memory"
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Search:
         if best.candidate.checkpointing:
             reasons["activation_checkpointing"] = reasons["strategy"] if lost is None else f"without it {self._lack(lost, pin)}"
         else:
-            reasons["activation_checkpointing"] = f"activations take {gib(best.memory['activations'])} and fit"
+            reasons["activation_checkpointing"] = f"activations take {format_gib(best.memory['activations'])} and fit"
         reasons["offload"] = "state fits the device" if best.candidate.offload == "none" else reasons["strategy"]
         size, reasons["eval_micro_batch"] = self._evaluation(best)
         return Choice(best, reasons, rejected, size, self.resident)
@@ -187,9 +187,9 @@ class Search:
             need, host = sum(state(self.profile, way).values()), host_memory(self.profile, way)
             if need <= usable and host <= self.host_usable:
                 lost = f"{rejected[0]['choice']} does not fit ({rejected[0]['why']}); with this " if rejected else ""
-                why = f"{lost}its state alone needs {need_of_room(need, usable)} on each {self.machine.card.name}"
+                why = f"{lost}its state alone needs {format_need(need, usable)} on each {self.machine.card.name}"
                 return way, dict.fromkeys(("strategy", "zero_stage", "offload"), why), rejected
-            lack = need_of_room(need, usable) if need > usable else f"{need_of_room(host, self.host_usable)} of the host's memory"
+            lack = format_need(need, usable) if need > usable else f"{format_need(host, self.host_usable)} of the host's memory"
             rejected.append({"choice": way.name(), "why": f"its state alone needs {lack}"})
         raise self._fits_nowhere(ways, pin)
 
@@ -211,10 +211,10 @@ class Search:
         elif way.offload != "none" and best.candidate.offload == "none":
             why = "a last resort, whose rate is the least sure" if percent < 1 else f"not needed, and {why}"
         size = found.candidate.micro_batch
-        return {"choice": way.name(), "why": f"{why}: {rate_text(found.rate)}, {gib(found.bytes)} at micro-batch {size}"}
+        return {"choice": way.name(), "why": f"{why}: {rate_text(found.rate)}, {format_gib(found.bytes)} at micro-batch {size}"}
 
     def _why_strategy(self, best: Rated, rated: list[tuple[Candidate, Rated | None]]) -> str:
-        room = f"needs {need_of_room(best.bytes, best.usable)} on each {self.machine.card.name}"
+        room = f"needs {format_need(best.bytes, best.usable)} on each {self.machine.card.name}"
         first, found = rated[0]
         if best is found:
             return room if self.world_size > 1 else f"one process; {room}"
@@ -243,7 +243,7 @@ class Search:
         for times in EVALUATION:
             needed = held + max(line.at(times * micro) for line in lines)
             if needed <= EVALUATION_SHARE * best.usable:
-                return times * micro, f"{times} times the micro-batch: without gradients that takes {gib(needed)}"
+                return times * micro, f"{times} times the micro-batch: without gradients that takes {format_gib(needed)}"
         return micro, "as in training"
 
     def _fits_nowhere(self, ways: list[Candidate], pin: Mapping[str, Any]) -> Problem:
@@ -260,18 +260,18 @@ class Search:
         least = min(ways, key=bytes_of)
         need = bytes_of(least)
         on_device = self.rate(least, min(self.micro_batches(pin))).bytes if traced else need
-        where = f"each {self.machine.card.name} has {gib(self.machine.usable_bytes)} to use"
+        where = f"each {self.machine.card.name} has {format_gib(self.machine.usable_bytes)} to use"
         larger = min((w for w in ways if w.offload == "none"), key=bytes_of, default=least)
-        ways_out = [f"a GPU with {named_gigabytes(bytes_of(larger)):,} GB or more" if on_gpu else f"{gib(need)} of RAM"]
+        ways_out = [f"a GPU with {named_gigabytes(bytes_of(larger)):,} GB or more" if on_gpu else f"{format_gib(need)} of RAM"]
         if on_device <= self.machine.usable_bytes:
-            need, where = host_memory(self.profile, least), f"{gib(self.host_usable)} of the host's memory can be used"
-            ways_out.insert(0, f"{gib(need / HOST_SHARE)} of RAM for each process")
+            need, where = host_memory(self.profile, least), f"{format_gib(self.host_usable)} of the host's memory can be used"
+            ways_out.insert(0, f"{format_gib(need / HOST_SHARE)} of RAM for each process")
         freer = min(self.ways({}, deepspeed=False), key=self._least_bytes)
         more = self._more_processes(freer)
         ways_out += [f"{more} GPUs with plan.strategy=fsdp"] if more else []
         ways_out += [f"leave out plan.micro_batch={pinned}"] if pinned is not None else []
         if self._least_bytes(freer) < self._least_bytes(least):
-            ways_out.append(f"leave out the pinned choices: {freer.name()} needs {gib(self._least_bytes(freer))}")
+            ways_out.append(f"leave out the pinned choices: {freer.name()} needs {format_gib(self._least_bytes(freer))}")
         if self.profile.precision == "fp32" and traced:
             ways_out.append("precision=bf16, which halves activations")
         ways_out += ["shorter or smaller samples"] if traced else []
@@ -282,7 +282,7 @@ class Search:
             if traced
             else f"the state alone of {least.name()}"
         )
-        return Problem(f"the model fits nowhere: {what} needs {gib(need)}, {where}.\nWays out: {numbered}", Outcome.USAGE)
+        return Problem(f"the model fits nowhere: {what} needs {format_gib(need)}, {where}.\nWays out: {numbered}", Outcome.USAGE)
 
     def _least_bytes(self, way: Candidate) -> int:
         """Bytes that a way needs on each device with one sample at a time; of its state alone, where no pass was traced."""

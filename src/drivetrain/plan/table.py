@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from drivetrain.hardware import UNKNOWN_CAPABILITY, Hardware, gib
+from drivetrain.hardware import UNKNOWN_CAPABILITY, Hardware, format_gib
 from drivetrain.plan import Plan, read_pins
 from drivetrain.plan.choose import choose
 
@@ -91,7 +91,7 @@ Said = tuple[dict[str, Any], dict[str, str]]
 
 def _of_host(hardware: Hardware) -> Said:
     prefetch = next(ahead for least, ahead in PREFETCH if not least or hardware.memory_bytes > least * 2**30)
-    why = f"{ORIGIN}: 4, 3 or 2 with more than 64, more than 32 or less GiB of RAM; here {gib(hardware.memory_bytes)}"
+    why = f"{ORIGIN}: 4, 3 or 2 with more than 64, more than 32 or less GiB of RAM; here {format_gib(hardware.memory_bytes)}"
     return {"prefetch": prefetch}, {"prefetch": why}
 
 

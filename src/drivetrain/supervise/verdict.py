@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from drivetrain.hardware.activity import Activity, activity
+from drivetrain.hardware.activity import Activity, gpu_activity
 from drivetrain.supervise import usage
 from drivetrain.supervise.stacks import Stack, ask, ask_about_collectives, children_of, state_of
 from drivetrain.supervise.usage import Busy
@@ -128,7 +128,7 @@ class Watchman:
         # Those that are stopped come last: to be asked, they must go on, which they do only once it is settled that they hang.
         stacks = _asked([r for r in ranks if r not in stopped]) | _asked(stopped)
         over = [r for r in over if r in stopped or not self._builds(r, stacks[r.rank], now)]
-        cards = activity()
+        cards = gpu_activity()
         with ThreadPoolExecutor(max(1, len(ranks))) as pool:
             return list(pool.map(lambda r: _sight(r, stacks[r.rank], r in over, cards, now), ranks))
 
@@ -158,7 +158,7 @@ def _sight(rank: Rank, stack: Stack, over: bool, cards: list[Activity], now: flo
         rank.rank, rank.beat.step, str(rank.beat), rank.beat.since, silent,
         over and (stack.stopped or rank.again() == rank.beat),  # else it lives after all
         stack.stopped, stack.waits, stack.operation, str(line or ""), stack.users is not None, where,
-        "".join(f"; {gpu}" for gpu in cards if gpu.spins), "\n".join([*map(str, cards), *evidence]),
+        "".join(f"; {gpu}" for gpu in cards if gpu.is_spinning), "\n".join([*map(str, cards), *evidence]),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from drivetrain.engine.data.loader import LoaderFeed
 from drivetrain.engine.data.rand import BatchRand, Draws, KeyedRand, key, seed_everything, seed_model, signed
 from drivetrain.engine.fast.graphs import Graphs, form_of
 from drivetrain.engine.group import Group
-from drivetrain.hardware import gib, memory_bytes
+from drivetrain.hardware import format_gib, memory_bytes
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
 from drivetrain.task import Source, Task, Tensors, overrides
@@ -204,7 +204,7 @@ def _check_room(source: Source, groups: int, plan: Plan, device: torch.device) -
     if (needed := groups * local * source.group_bytes) > room:
         where = "a GPU" if cuda else "this machine"
         raise Problem(
-            f"a collection from {groups * local:,} groups (environments) takes at least {gib(needed)}, and {where} has {gib(room)}:"
+            f"a collection from {groups * local:,} groups (environments) takes at least {format_gib(needed)}, and {where} has {format_gib(room)}:"
             f" lower their number (`envs`) to at most {room // (local * source.group_bytes) * local:,}, or how long each is played (`horizon`)"
         )
 
