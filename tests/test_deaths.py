@@ -274,7 +274,7 @@ def test_half_written_checkpoints_go_when_the_disk_can_be_written_again(tmp_path
     assert "Read-only file system" in said[0] and list(run.checkpoints.glob(".step-*"))
     writer.save(2, {}, {}, None)
     writer.wait()
-    assert run.steps() == [2] and not list(run.checkpoints.glob(".*"))
+    assert run.checkpoint_steps() == [2] and not list(run.checkpoints.glob(".*"))
 
 
 def test_folders_of_attempts_go_when_the_disk_can_be_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

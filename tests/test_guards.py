@@ -198,7 +198,7 @@ def test_the_collectives_of_a_part_of_the_ranks_are_compared_among_them(folder: 
 def test_sharded_saves_are_checked_from_their_own_thread(folder: Path) -> None:
     write_task()
     good("train", "small.py", "steps=6", "save_every=1", "plan.strategy=fsdp", "--procs", "2", "--check-collectives", "--name", "parts")
-    assert Run("runs/parts").steps()[-1] == 6
+    assert Run("runs/parts").checkpoint_steps()[-1] == 6
 
 
 def test_a_collective_that_the_task_took_by_name_is_checked_too(folder: Path) -> None:
@@ -263,7 +263,7 @@ def test_what_a_save_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     writer.save(2, {"model/x": torch.zeros(1_000_000)}, {}, None)
     writer.wait()
     assert "the disk is full: 3.0 MB are missing (1.0 MB free); training goes on" in said[0]
-    assert run.steps() == [1] and not list(run.checkpoints.glob(".*"))
+    assert run.checkpoint_steps() == [1] and not list(run.checkpoints.glob(".*"))
 
 
 def test_flags_are_explained() -> None:

@@ -240,7 +240,7 @@ def test_the_sampler_is_told_after_each_generation(folder: Path, monkeypatch: py
     assert f"Trial {best.number} of study" in Path("study/best.yaml").read_text()
     for trial in tried:
         run = Run(tuner.folder.run_of(trial.number).path)
-        assert run.finished and run.model_path.is_file() and (run.path / "model/task.json").is_file()
+        assert run.is_finished and run.model_path.is_file() and (run.path / "model/task.json").is_file()
         assert run.read()["recipe"]["settings"]["gamma"] == trial.params["gamma"]
         assert Path(run.path / "lock").is_file() and run.status == "finished"
 

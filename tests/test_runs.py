@@ -15,7 +15,7 @@ import pytest
 
 from drivetrain import cli, runs
 from drivetrain.outcomes import Problem
-from drivetrain.runs import Follower, Run, cut_rows, files, layout, read_lines
+from drivetrain.runs import Follower, Run, files, layout, read_lines, truncate_rows
 from drivetrain.tune.study import Proposal
 from drivetrain.tune.trial import Trial
 from tests.command import bad, good, write_task
@@ -121,7 +121,7 @@ def test_what_is_in_use_is_not_deleted(ask: Callable[..., str]) -> None:
     (study / "tune.json").write_text("{}")
     program = (
         "from pathlib import Path; from drivetrain.runs import Lock; import sys;"
-        "locks = [Lock.take(Path(p)) for p in sys.argv[1:]]; print(flush=True); input()"
+        "locks = [Lock.acquire(Path(p)) for p in sys.argv[1:]]; print(flush=True); input()"
     )
     for held, names in (("runs/a", ["a"]), ("runs/search/trials/trial-0001", ["search"]), ("runs/search", ["search/trials/trial-0001"])):
         child = subprocess.Popen([sys.executable, "-c", program, held], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -189,8 +189,8 @@ def test_status_takes_odd_rows(ask: Callable[..., str]) -> None:
     run.events_path.write_text(
         '{"event": "odd", "time": 1e30, "text": ""}\n{"event": "remark", "time": 1, "step": 3, "text": "a\\u001b[2J"}\n{}\n'
     )
-    run.time_path.parent.mkdir()
-    run.time_path.write_text('{"ranks": [{}], "steps": "x"}')
+    run.time_breakdown_path.parent.mkdir()
+    run.time_breakdown_path.write_text('{"ranks": [{}], "steps": "x"}')
     text = ask("status", "a")
     assert "accuracy not a number   (step 4)" in text
     assert "remark       a   (step 3)" in text
@@ -259,7 +259,7 @@ class Counted:
         self.bytes = 0
         backwards = files.lines_backwards
 
-        def count(file: Any, most_bytes: int | None = None) -> Any:
+        def count(file: Any, max_bytes: int | None = None) -> Any:
             read = file.read
 
             class Reader:
@@ -272,7 +272,7 @@ class Counted:
                     self.bytes += len(data)
                     return data
 
-            return backwards(Reader(), most_bytes)  # type: ignore[arg-type]
+            return backwards(Reader(), max_bytes)  # type: ignore[arg-type]
 
         monkeypatch.setattr(files, "lines_backwards", count)
         monkeypatch.setattr(layout, "read_lines", lambda path: pytest.fail(f"{path} was read as a whole"))
@@ -304,7 +304,7 @@ def test_readers_and_resume_read_only_the_end_of_a_long_file(ask: Callable[..., 
     assert '"step": 100000' in printed[-1]
     assert len(ask("logs", "a", "-n", "2").splitlines()) == 2
     assert len(ask("logs", "a", "-n", "0").splitlines()) == 100_000
-    assert cut_rows(run.metrics_path, 100_400) == 100_400
+    assert truncate_rows(run.metrics_path, 100_400) == 100_400
     assert counted.bytes < 2e6, "of 9 MB each, several times"
     assert sum(1 for _ in read_lines(run.metrics_path)) == 100_400
 
@@ -342,24 +342,24 @@ def test_a_resume_cuts_what_it_will_repeat(case: str, tmp_path: Path) -> None:
     path.write_text(before)
     number = path.stat().st_ino
     for _ in range(2):  # the second time as after a kill right behind the first
-        last = cut_rows(path, step)
+        last = truncate_rows(path, step)
         assert path.read_text() == after
         assert last == (json.loads(after.splitlines()[-1])["step"] if after else 0)
     assert path.stat().st_ino == number, "cut in place: a kill leaves it as it was or as it shall be"
-    assert cut_rows(tmp_path / "none" / "metrics.jsonl", 3) == 0
+    assert truncate_rows(tmp_path / "none" / "metrics.jsonl", 3) == 0
 
 
 def test_who_follows_a_file_sees_a_cut_even_where_it_has_grown_since(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     follower = Follower(path)
-    assert not follower.rewound() and list(follower.new_lines()) == []
+    assert not follower.was_truncated() and list(follower.new_lines()) == []
     path.write_bytes(b'{"step": 1}\n{"step": 2, "time": 5}\n{"st')
     assert len(list(follower.new_lines())) == 2
-    assert not follower.rewound()
-    cut_rows(path, 1)
+    assert not follower.was_truncated()
+    truncate_rows(path, 1)
     with open(path, "ab") as file:
         file.write(b'{"step": 2, "time": 6}\n{"step": 3}\n')
-    assert follower.rewound()
+    assert follower.was_truncated()
     assert [json.loads(line)["step"] for line in follower.new_lines()] == [1, 2, 3]
 
 

@@ -104,7 +104,7 @@ def test_a_time_limit_leaves_a_run_that_can_go_on(folder: Path) -> None:
     watch = Stopwatch()
     done = drivetrain("train", "small.py", "epochs=1000", "plan.compile=off", "--time-limit", "12s", "--name", "limited")
     assert done.returncode == 200 and watch.seconds < 30, done.stderr
-    saved = Run("runs/limited").steps()
+    saved = Run("runs/limited").checkpoint_steps()
     assert saved and f"after step {saved[-1]:,}, saved" in done.stdout
     assert "write a time" in drivetrain("train", "small.py", "--time-limit", "12").stderr
 
@@ -135,7 +135,7 @@ def test_a_hang_in_the_first_step_of_a_later_start_is_found(folder: Path) -> Non
     """What first steps took before is known then, to the same command and to the next."""
     write_task()
     assert drivetrain(*WORDS, "--name", "again", DRIVETRAIN_FAULTS="preempt@step:12:rank=0").returncode == 200
-    step, watch = Run("runs/again").last_step + 1, Stopwatch()
+    step, watch = Run("runs/again").last_checkpoint_step + 1, Stopwatch()
     output = good("resume", "again", "--hang-after", "2s", DRIVETRAIN_FAULTS=f"hang@step:{step}:rank=1")
     assert f"rank 1 hangs in step {step}" in output, output
     assert watch.seconds < 120, "not the hour of what is unknown, nor the ten minutes of a collective"
@@ -243,7 +243,7 @@ def test_sigusr1_leaves_a_run_that_goes_on_exactly(procs: int, folder: Path) -> 
     until(lambda: Path("runs/asked/metrics.jsonl").exists() and len(rows("runs/asked")) > 5, "steps", of=front)
     front.send_signal(signal.SIGUSR1)
     output, _ = front.communicate(timeout=240)
-    step = Run("runs/asked").steps()[-1]
+    step = Run("runs/asked").checkpoint_steps()[-1]
     assert front.returncode == 200 and f"after step {step:,}, saved; go on with: drivetrain resume asked" in output, output
     assert json.loads(Path("runs/asked/run.json").read_text())["outcome"] == "preempted" and 5 < step < 56
     assert rows("runs/asked")[-1]["step"] == step

@@ -230,9 +230,7 @@ def test_three_failures_end_it_with_the_message(folder: Path) -> None:
 
 
 def test_a_folder_in_use_names_the_process(folder: Path) -> None:
-    program = (
-        "import sys; from pathlib import Path; from drivetrain.runs import Lock; Lock.take(Path('runs/used')); print(flush=True); input()"
-    )
+    program = "import sys; from pathlib import Path; from drivetrain.runs import Lock; Lock.acquire(Path('runs/used')); print(flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()) as other:
         assert other.stdout is not None
         other.stdout.readline()

@@ -52,7 +52,7 @@ def test_a_change_after_staging_is_not_saved(tmp_path: Path) -> None:
 def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4, 5):
         save(tmp_path, step, keep=2, best=2)
-    assert Run(tmp_path).steps() == [2, 4, 5]
+    assert Run(tmp_path).checkpoint_steps() == [2, 4, 5]
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
@@ -107,7 +107,7 @@ def test_a_failed_save_says_so_and_leaves_the_old_one(tmp_path: Path) -> None:
     assert one.failure
     assert "was not saved" in notices[0]
     assert "training goes on" in notices[0]
-    assert Run(tmp_path).steps() == [1]
+    assert Run(tmp_path).checkpoint_steps() == [1]
 
 
 def test_tied_weights_are_stored_once_and_come_back_tied(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_stop_ends_the_step_under_way(world: int, moment: str, pins: dict[str,
     for step in (3, 4, 5):  # one and two before a row is due, and at it
         run = tmp_path / f"{step}"
         assert on_ranks(world, stopped, str(run), pins, moment, step) == [step] * world
-        assert Run(run).steps() == [step]
+        assert Run(run).checkpoint_steps() == [step]
     assert stopped(str(run), pins, "start", 0, Group(0, 1, torch.device("cpu"))) == 5, "nothing new to save"
 
 

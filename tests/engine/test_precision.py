@@ -78,7 +78,7 @@ def test_a_gradient_that_is_nan_while_the_loss_is_not_never_reaches_a_checkpoint
     first.register_hook(spoil)
     with pytest.raises(Problem, match="not a number at step 3"):
         job.run_to_end()
-    assert job.run.steps() == []
+    assert job.run.checkpoint_steps() == []
 
 
 def test_tf32_needs_a_gpu() -> None:

@@ -70,8 +70,8 @@ def _tear(run: Run | None) -> None:
     deadline = time.monotonic() + 10
     while run is not None and any(run.checkpoints.glob(".step-*")) and time.monotonic() < deadline:
         time.sleep(0.01)  # one that is being written would be the newest in a moment
-    if run is not None and run.steps():
-        newest = run.checkpoints / f"step-{run.steps()[-1]:08d}"
+    if run is not None and run.checkpoint_steps():
+        newest = run.checkpoints / f"step-{run.checkpoint_steps()[-1]:08d}"
         largest = max(newest.iterdir(), key=lambda file: file.stat().st_size)
         os.truncate(largest, TORN)
     _die(run)
@@ -145,7 +145,7 @@ class Strike(Observer):
         if self._seen == self.micro or replayed:
             self.struck = True
             if self.run is not None:
-                self.run.event("injected", fault=self.text)
+                self.run.log_event("injected", fault=self.text)
             self.act(self.run)
 
 
@@ -159,7 +159,7 @@ class FirstStep(Observer):
         if name == "step":
             self.steps += 1
             if self.steps == 2:
-                self.run.event("stepped")
+                self.run.log_event("stepped")
 
 
 class Paced(Observer):

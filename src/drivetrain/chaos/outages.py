@@ -82,7 +82,7 @@ class Outages:
     def _lose(self, outage: Outage) -> None:
         host, command = self.hosts[outage.host - 1], self.started[f"host{outage.host}"]
         stepped = self._count("stepped")
-        self.run.event("injected", fault=str(outage))
+        self.run.log_event("injected", fault=str(outage))
         if outage.kind == "cut":
             host.cut()
         elif outage.kind == "host":

@@ -36,7 +36,7 @@ def remove(names: list[str], yes: bool, dry: bool) -> int:
             return 1
     for run in doomed:
         _refuse_in_use(run)
-        lock = Lock.take(run.path)  # so that no training begins in it meanwhile
+        lock = Lock.acquire(run.path)  # so that no training begins in it meanwhile
         try:
             _delete(run.path)
         finally:
@@ -59,7 +59,7 @@ def _refuse_in_use(run: Run) -> None:
     """Neither it, nor a trial of a study, nor the study it is a trial of, may be in use."""
     study = [folder for folder in list(run.path.absolute().parents)[:2] if runs.is_study(folder)]
     for folder in (run.path, *study, *(file.parent for file in run.path.glob("trials/*/lock"))):
-        if pid := runs.holder(folder):
+        if pid := runs.lock_holder(folder):
             raise Problem(f"{Run(folder).name} is in use by process {pid}: stop it first")
 
 
@@ -79,10 +79,10 @@ def prune(names: list[str], dry: bool) -> int:
     """Checkpoints of finished runs, whose weights are in model/ already; and what interrupted saves left."""
     freed = 0
     for run in [runs.find(name) for name in names] if names else runs.all_runs():
-        if runs.holder(run.path):
+        if runs.lock_holder(run.path):
             continue
         try:
-            finished = run.finished and run.model_path.is_file()
+            finished = run.is_finished and run.model_path.is_file()
         except Problem as problem:
             if names:
                 raise
@@ -95,7 +95,7 @@ def prune(names: list[str], dry: bool) -> int:
             print(one_line(f"{'would free' if dry else 'freed'} {disk_size(count)}  {run.name}"))
             freed += count
         if doomed and not dry:
-            lock = Lock.take(run.path)
+            lock = Lock.acquire(run.path)
             try:
                 for path in doomed:
                     _delete(path)

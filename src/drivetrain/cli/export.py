@@ -33,7 +33,7 @@ def run(verb: str, words: list[str]) -> int:
 
     screen = Screen(quiet=args.quiet or args.json)
     found = runs.find(args.target)
-    usual = "merged" if args.merge else "model" if found.finished else "export"
+    usual = "merged" if args.merge else "model" if found.is_finished else "export"
     folder = Path(args.out) if args.out else found.path / usual
     task, model = trained(found, screen)
     with told_of(folder):

@@ -69,7 +69,7 @@ def _facts(found: Run) -> dict[str, Any]:
         facts |= {"task": info["recipe"]["identity"]["task"], "status": found.status, "created": info["created"][:16].replace("T", " ")}
     except Problem:
         return facts | {"created": ""}
-    metric = next((_metric(name, value) for name, value in _figures(found.evaluated()).items()), "")
+    metric = next((_metric(name, value) for name, value in _figures(found.evaluation()).items()), "")
     return facts | {"step": found.last_row().get("step", 0), "metric": metric}
 
 
@@ -85,7 +85,7 @@ def _study(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         told = json.loads((path / "tune.json").read_text())
         facts |= {"task": told["task"], "created": told["created"][:16].replace("T", " ")}
-        facts["status"] = "running" if runs.holder(path) else told["status"]
+        facts["status"] = "running" if runs.lock_holder(path) else told["status"]
         *_, name, value = (path / "best.yaml").read_text().partition("\n")[0].split()
         facts["metric"] = f"best {_metric(name.removeprefix('eval/'), float(value))}"
     return facts
@@ -117,7 +117,7 @@ def _table(rows: list[dict[str, Any]]) -> None:
 def _spent(found: Run) -> dict[str, Any] | None:
     """Where its time went, as far as that was noted."""
     try:
-        spent = Spent(**json.loads(found.time_path.read_text()))
+        spent = Spent(**json.loads(found.time_breakdown_path.read_text()))
         return spent.to_json() | {"shares": spent.shares, "bottleneck": ending.bottleneck(found, spent), "sentence": spent.sentence()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
@@ -146,12 +146,12 @@ def _status(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     args = parser.parse(words)
     found = runs.find(args.target)
-    info, last, evaluated = found.read(), found.last_row(), found.evaluated()
+    info, last, evaluated = found.read(), found.last_row(), found.evaluation()
     events, remarks = _events(found)
     weights = found.final_weights()
     facts = {
         "name": found.name, "status": found.status, "message": info["message"], "last": last, "evaluated": evaluated,
-        "weights_step": weights and weights["step"], "checkpoints": found.steps(), "plan": info["plan"], "bytes": found.disk_bytes(),
+        "weights_step": weights and weights["step"], "checkpoints": found.checkpoint_steps(), "plan": info["plan"], "bytes": found.disk_bytes(),
         "events": events, "remarks": remarks,
     }  # fmt: skip
     if (spent := _spent(found)) is not None:
@@ -229,7 +229,7 @@ def _print_new(found: Run, rank: int | None, seen: dict[Path, int], most_lines: 
     chosen = [file for number, file in sorted(files.items()) if rank in (None, number) and file.is_file()]
     for file in chosen:
         if file not in seen:
-            seen[file] = runs.tail_begin(file, most_lines) if most_lines else 0
+            seen[file] = runs.offset_of_last_lines(file, most_lines) if most_lines else 0
             if seen[file]:
                 print(f"(the last {most_lines:,} lines of {file}; all: --lines 0)", file=sys.stderr, flush=True)
         prefix, colours = f"[{file.stem}] " if len(chosen) > 1 else "", sys.stdout.isatty()

@@ -67,7 +67,7 @@ def agent_of(target: str, screen: Screen) -> Agent:
         if target in ours:
             return ours[target]
         raise
-    agent = play.Agent(found.name, found.path / ("model" if found.finished else "export"))
+    agent = play.Agent(found.name, found.path / ("model" if found.is_finished else "export"))
     if not (agent.folder / runs.EXPORT_CARD).is_file() or not play.is_current(agent, found):
         screen.busy("making graphs ...")
         _export(found, agent, screen)

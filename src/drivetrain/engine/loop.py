@@ -323,10 +323,10 @@ class Training:
     def _not_a_number(self, step: int) -> Problem:
         if self.writer is not None:
             self.writer.wait()
-        good = self.run.steps()
+        good = self.run.checkpoint_steps()
         where = f"the last good checkpoint is step {good[-1]:,}" if good else "no checkpoint was written before"
         if self.group.main:
-            self.run.event("nan", step=step + 1)
+            self.run.log_event("nan", step=step + 1)
         if self.source is not None and (fault := self.source.fault()):
             return Problem(f"{fault}.\nSo the loss is not a number from step {step + 1:,} on; {where}", Outcome.NAN)
         return Problem(
@@ -343,7 +343,7 @@ class Training:
         if self.group.main:
             figures = "   ".join(f"{name} {value:.4g}" for name, value in metrics.items())
             self.observer.notice(f"before the first step: {figures}   ({test.length:,} samples)")
-            self.run.event("before", metrics=metrics)
+            self.run.log_event("before", metrics=metrics)
         self._remark()
 
     def _remark(self) -> None:
@@ -354,7 +354,7 @@ class Training:
             remarks = read_remarks(self.strategy.run(self.task.remarks, self.model))
         for remark in remarks if self.group.main else ():
             self.observer.notice(remark)
-            self.run.event("remark", step=self.done, text=remark)
+            self.run.log_event("remark", step=self.done, text=remark)
         self._look_again()
 
     def _evaluate(self, stop: SupportsBool) -> bool:
@@ -367,7 +367,7 @@ class Training:
         if self.group.main and self.best.settled and self.done < self.total:
             best = "" if self.best.step is None else f" than {self.best.value:.4g} of step {self.best.step:,}"
             self.observer.notice(f"{self.task.patience} evaluations without a better {self.best.name}{best}: the run ends here (patience)")
-            self.run.event("settled", step=self.done, best=self.best.step)
+            self.run.log_event("settled", step=self.done, best=self.best.step)
         self._remark()
         self.rows.end_pause()
         return better
@@ -435,7 +435,7 @@ class Training:
         self._kept = self.done
 
     def damage(self, text: str) -> None:
-        self.run.event("damaged-checkpoint", detail=text)
+        self.run.log_event("damaged-checkpoint", detail=text)
         self.observer.notice(text)
 
     # --- the ends ---

@@ -54,7 +54,7 @@ def build_model(task: Task, plan: Plan, run: Run, group: Group, observer: Observ
     if not any(p.requires_grad for p in model.parameters()):
         raise Problem("model() has no parameter that requires a gradient: there is nothing to train")
     _spread_out_buffers(model)
-    if task.start and not group.share(bool(run.steps())):  # a run that goes on needs it no more
+    if task.start and not group.share(bool(run.checkpoint_steps())):  # a run that goes on needs it no more
         found = weights_of(task.start) if group.main else None  # another machine may not have the file
         aliases = group.share(found[1] if found else None)
         state.load_model(model, state.Stored(found[0] if found else None, group), aliases, task.start)
@@ -101,7 +101,7 @@ class Weights(NamedTuple):
 
 def run_weights(run: Run) -> Weights:
     """The weights of a run: of a finished one the final ones, else those of the last good checkpoint."""
-    if run.finished and run.model_path.is_file():
+    if run.is_finished and run.model_path.is_file():
         card = run.final_weights()
         return Weights(*state.read_weights(run.model_path), card["step"] if card else None)
     checkpoint = must_exist(newest_good(run, lambda text: None), run)

@@ -72,7 +72,7 @@ def _staged(folder: Path) -> Iterator[Path]:
     prefix = f".export-{socket.gethostname()}-"
     for left in beside.glob(f"{prefix}*-*"):
         writer = left.name.removeprefix(prefix).split("-")[0]
-        if writer.isdigit() and not runs.alive(int(writer)):
+        if writer.isdigit() and not runs.is_alive(int(writer)):
             shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", dir=beside) as place:
         yield Path(place)
@@ -90,7 +90,7 @@ def _need() -> None:
 def _weights(model: nn.Module, run: Run, place: Path) -> None:
     from safetensors.torch import save_model
 
-    if run.finished:
+    if run.is_finished:
         shutil.copyfile(run.model_path, place / WEIGHTS)
     else:
         save_model(model, str(place / WEIGHTS))
@@ -98,7 +98,7 @@ def _weights(model: nn.Module, run: Run, place: Path) -> None:
 
 def _card(run: Run, files: Iterable[str], place: Path) -> dict[str, Any]:
     """What export.json tells of a run and of the files that were written."""
-    info, last, evaluated = run.read(), run.last_row(), run.evaluated()
+    info, last, evaluated = run.read(), run.last_row(), run.evaluation()
     hardware = info.get("hardware") or {}
     gpus = [gpu["name"] for gpu in hardware.get("gpus", [])]
     return {

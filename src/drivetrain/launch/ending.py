@@ -30,7 +30,7 @@ def conclude(run: Run, recipe: Recipe, plan: Plan, ended: Ended) -> None:
     try:
         run.update(**runs.stop_info(ended.outcome, ended.message))
         if ended.spent is not None:
-            runs.write_atomic(run.time_path, json.dumps(ended.spent.to_json()) + "\n")
+            runs.write_atomic(run.time_breakdown_path, json.dumps(ended.spent.to_json()) + "\n")
         if ended.outcome is Outcome.OK:
             runs.write_atomic(run.card_path, json.dumps(_model_card(recipe, ended), indent=1) + "\n")
             runs.write_atomic(run.path / "summary.txt", summary(recipe, plan, ended))
@@ -39,7 +39,7 @@ def conclude(run: Run, recipe: Recipe, plan: Plan, ended: Ended) -> None:
             f"{run.name}: {error.strerror}; the run's end could not be noted (drivetrain resume {run.name})", Outcome.INFRA
         ) from None
     finally:
-        run.event("finished" if ended.outcome is Outcome.OK else "stopped", outcome=str(ended.outcome), message=ended.message[:500])
+        run.log_event("finished" if ended.outcome is Outcome.OK else "stopped", outcome=str(ended.outcome), message=ended.message[:500])
 
 
 def _model_card(recipe: Recipe, ended: Ended) -> dict[str, Any]:

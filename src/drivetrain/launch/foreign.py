@@ -130,7 +130,7 @@ def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tup
                 notice = f"{world} processes, started by {started}{_left_to_launcher(request)}"
                 launch.header(recipe, machine, plan, screen, "; ".join(filter(None, [opened.why, notice])))
                 launch.record(recipe, opened, plan, machine)
-                opened.run.event("started", world_size=world, launcher=started)
+                opened.run.log_event("started", world_size=world, launcher=started)
                 told = {"job": launch.make_job(recipe, opened.run, plan, "train", request=request)}
                 told["code"] = TaskRef(**told["job"]["task"]).digest()
         except Problem as problem:

@@ -56,7 +56,7 @@ def _lead(leader: Leader, recipe: Recipe, request: Request, machine: Machine, sc
     try:
         members = leader.gather()
         opened = opening.open_run(recipe, request)
-        leader.event = opened.run.event
+        leader.event = opened.run.log_event
         with opening.held(opened):
             if opened.finished:
                 ended = launch.already_finished(opened, screen)
@@ -77,7 +77,7 @@ def _lead(leader: Leader, recipe: Recipe, request: Request, machine: Machine, sc
             plan = launch.make_plan(recipe, machine, place, members.nodes, opened.before, request, screen)
             launch.header(recipe, machine, plan, screen, opened.why)
             launch.record(recipe, opened, plan, machine)
-            opened.run.event("started", world_size=members.world_size, device=plan.device)
+            opened.run.log_event("started", world_size=members.world_size, device=plan.device)
             folder = opened.before["folder"] if opened.before else None
             job = launch.make_job(recipe, opened.run, plan, "train", folder, request)
             with supervised(job, plan, place, screen, machine.gpus, request.verbose, policy=request.policy) as supervisor:
@@ -85,7 +85,7 @@ def _lead(leader: Leader, recipe: Recipe, request: Request, machine: Machine, sc
                 try:
                     ended = rendezvous.lead(leader, supervisor, members, plan_for, run_name(opened.run))
                 except Problem as problem:  # machines that did not come back
-                    ended = Ended(problem.outcome, str(problem), {"step": opened.run.last_step})
+                    ended = Ended(problem.outcome, str(problem), {"step": opened.run.last_checkpoint_step})
             launch.finish(opened, recipe, supervisor.plan, ended, screen)
             return opened.run, ended
     except Problem as problem:

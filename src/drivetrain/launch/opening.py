@@ -62,19 +62,19 @@ def open_run(recipe: Recipe, request: Request) -> Opened:
         return _continue_or_new(recipe)
     if not runs.is_run(run.path):
         made = not os.path.exists(run.path)
-        return Opened(run, Lock.take(run.path), None, made=made)
+        return Opened(run, Lock.acquire(run.path), None, made=made)
     before = run.read()
     try:
         _check_same(recipe, before, run)
     except Problem:  # of one that has begun, named_run() has raised it
         why = f"{run.name} stopped before its first step: starting it anew, with what is asked for now"
-        return Opened(run, Lock.take(run.path), None, why=why)
+        return Opened(run, Lock.acquire(run.path), None, why=why)
     return go_on(recipe, run, before)
 
 
 def _has_begun(run: Run, before: dict[str, Any]) -> bool:
     """Whether a run has taken a step that is worth keeping, or is about to: one that is in use counts."""
-    return before["status"] == "finished" or bool(run.steps() or run.last_row() or runs.holder(run.path))
+    return before["status"] == "finished" or bool(run.checkpoint_steps() or run.last_row() or runs.lock_holder(run.path))
 
 
 def go_on(recipe: Recipe, run: Run, before: dict[str, Any], why: str = "") -> Opened:
@@ -82,11 +82,11 @@ def go_on(recipe: Recipe, run: Run, before: dict[str, Any], why: str = "") -> Op
     longer = any(recipe.settings[k] != before["recipe"]["settings"].get(k) for k in ("epochs", "steps"))
     if before["status"] == "finished" and not longer:
         return Opened(run, None, before, finished=True)
-    if before["status"] == "finished" and not run.steps():
+    if before["status"] == "finished" and not run.checkpoint_steps():
         raise Problem(
             f"{run.name} is finished and its checkpoints were pruned: begin a new run from its weights, with start={run.name} --name NEW"
         )
-    return Opened(run, Lock.take(run.path), before, why=why)
+    return Opened(run, Lock.acquire(run.path), before, why=why)
 
 
 def _continue_or_new(recipe: Recipe) -> Opened:
@@ -100,12 +100,12 @@ def _continue_or_new(recipe: Recipe) -> Opened:
             before = run.read()
             resumable = before["status"] == "running" or Outcome(before["outcome"]).retryable
             same = before["recipe"]["identity"] == json.loads(json.dumps(mine))
-            if same and resumable and before["status"] != "finished" and not runs.holder(run.path):
+            if same and resumable and before["status"] != "finished" and not runs.lock_holder(run.path):
                 return go_on(
                     recipe, run, before, why=f"going on with {run.name}, unfinished and of the same recipe (a fresh one: --name NAME)"
                 )
     run = Run(runs.new_path(recipe.task.label))
-    return Opened(run, Lock.take(run.path), None, made=True)
+    return Opened(run, Lock.acquire(run.path), None, made=True)
 
 
 def _check_same(recipe: Recipe, before: dict[str, Any], run: Run) -> None:
@@ -157,7 +157,7 @@ def held(opened: Opened) -> Iterator[None]:
 def discard(opened: Opened) -> bool:
     """Removes the directory that a refused start has made; False where it was there before, or the run has taken a step."""
     path = opened.run.path
-    if not opened.made or opened.run.steps() or opened.run.last_row():
+    if not opened.made or opened.run.checkpoint_steps() or opened.run.last_row():
         return False
     shutil.rmtree(path, ignore_errors=True)
     for folder in path.parents:  # of stages, and runs/
@@ -173,7 +173,7 @@ def wait_for_lock(path: Path, seconds: float) -> Lock:
     deadline = time.monotonic() + seconds
     while True:
         try:
-            return Lock.take(path)
+            return Lock.acquire(path)
         except Problem:
             if time.monotonic() > deadline:
                 raise

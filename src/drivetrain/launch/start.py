@@ -255,7 +255,7 @@ def resume_run(recipe: Recipe, request: Request, screen: Screen) -> tuple[Run, E
         plan = make_plan(recipe, machine, place, 1, opened.before, request, screen)
         if not recipe.task.built_in:
             screen.notice(f"running the code kept in {ending.shown(run)}/task")
-        if not run.steps():
+        if not run.checkpoint_steps():
             screen.notice(f"{run.name} has no checkpoint yet: starting at step 0")
         return run, train_opened(recipe, request, opened, machine, place, plan, screen)
 
@@ -270,7 +270,7 @@ def already_finished(opened: Opened, screen: Screen) -> Ended:
 def train_opened(recipe: Recipe, request: Request, opened: Opened, machine: Machine, place: Place, plan: Plan, screen: Screen) -> Ended:
     header(recipe, machine, plan, screen, opened.why)
     record(recipe, opened, plan, machine)
-    opened.run.event("started", world_size=place.world_size, device=plan.device)
+    opened.run.log_event("started", world_size=place.world_size, device=plan.device)
     folder = opened.before["folder"] if opened.before else None
     job = make_job(recipe, opened.run, plan, "train", folder, request)
     hurried = plan.device == "cuda" and not plan.predicted and request.planner == "auto" and request.saved is None

@@ -1,4 +1,4 @@
-"""Exported files: their SHA-256 in the export.json beside them."""
+"""Checks exported files against the SHA-256 sums in the export.json beside them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def sha256_of(path: Path) -> str:
 
 
 def check_exported(path: Path) -> None:
-    """Refuse a file whose SHA-256 is another than the one in the export.json beside it, where there is one."""
+    """Raises Problem if the file's SHA-256 differs from the one in the export.json beside it. Without an export.json nothing is checked."""
     try:
-        wanted = json.loads((path.parent / EXPORT_CARD).read_text())["sha256"][path.name]
+        expected = json.loads((path.parent / EXPORT_CARD).read_text())["sha256"][path.name]
     except (OSError, ValueError, KeyError, TypeError):
         return
-    if sha256_of(path) != wanted:
+    if sha256_of(path) != expected:
         raise Problem(f"{path} is broken: its SHA-256 is not the one in {EXPORT_CARD}; copy it anew, or drivetrain export RUN writes both")

@@ -1,4 +1,4 @@
-"""All runs: finding one by its name, and making a new one."""
+"""Finds runs by name, lists all runs, and makes the directory of a new run."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from drivetrain.settings import nearest
 
 
 def find(text: str | os.PathLike[str]) -> Run:
-    """The run that a name or a path means; of a recipe's stages the last one."""
-    for path in (*_named(text), *([Path(text)] if os.fspath(text) else [])):
+    """Returns the run of a name or a path; for a recipe with stages, the run of the last stage."""
+    for path in (*_paths_of_name(text), *([Path(text)] if os.fspath(text) else [])):
         if is_run(path):
             return Run(path)
-    if found := [stage for path in _named(text) for stage in stages_of(path)]:
-        return found[-1]
+    if stages := [stage for path in _paths_of_name(text) for stage in stages_of(path)]:
+        return stages[-1]
     shown = os.fspath(text) if len(os.fspath(text)) <= 100 else f"{os.fspath(text)[:100]}..."
     names = [run.name for run in all_runs()]
     raise Problem(f"there is no run {shown!r}{nearest(shown, names)} (drivetrain runs lists them; looked in {RUNS.absolute()})")
 
 
-def _named(text: str | os.PathLike[str]) -> list[Path]:
-    """Where in `runs/` a name points to: nowhere for what is no name, such as an empty one, `.` or a way out of there."""
+def _paths_of_name(text: str | os.PathLike[str]) -> list[Path]:
+    """Returns the path in `runs/` of a name; an empty list for text that is no name (empty, ".", or with "..")."""
     path = Path(text)
     return [RUNS / path] if path.parts and ".." not in path.parts and not path.is_absolute() else []
 
@@ -38,7 +38,7 @@ def is_study(path: Path) -> bool:
 
 
 def stages_of(path: Path) -> list[Run]:
-    """The runs of a recipe's stages, in their order."""
+    """Returns the runs of a recipe's stages, in order."""
 
     def order(file: Path) -> tuple[int, str]:
         number = file.parent.name.partition("-")[0]
@@ -48,22 +48,23 @@ def stages_of(path: Path) -> list[Run]:
 
 
 def find_deletable(text: str) -> list[Run]:
-    """What deleting a name deletes: one run, one study, or the runs of a recipe's stages. Never a folder that a link leads to."""
+    """Returns what deleting a name deletes: one run, one study, or the runs of a recipe's stages. Links are refused."""
     path = Path(text)
     if not path.parts or ".." in path.parts:
         raise Problem(f"{text!r} is no run's name: name the runs to delete as `drivetrain runs` lists them")
-    for place in (*_named(text), path):
-        found = [Run(place)] if is_run(place) or is_study(place) else stages_of(place) if place != path else []
+    for candidate in (*_paths_of_name(text), path):
+        found = [Run(candidate)] if is_run(candidate) or is_study(candidate) else stages_of(candidate) if candidate != path else []
         for run in found:
-            _refuse_what_is_more_than_a_run(run.path)
+            _check_deletable(run.path)
         if found:
             return found
-    return [find(text)]  # which says that there is none
+    return [find(text)]  # raises the error for an unknown name
 
 
-def _refuse_what_is_more_than_a_run(path: Path) -> None:
-    inside = RUNS.resolve() if path.is_relative_to(RUNS) else path.parent.resolve()
-    if path.is_symlink() or not path.resolve().is_relative_to(inside):
+def _check_deletable(path: Path) -> None:
+    """Raises Problem where deleting a path would delete more than a run: a link, a parent of this folder, other runs."""
+    allowed_root = RUNS.resolve() if path.is_relative_to(RUNS) else path.parent.resolve()
+    if path.is_symlink() or not path.resolve().is_relative_to(allowed_root):
         raise Problem(f"{path} is a link to {path.resolve()}: delete that by its own path, and the link by hand")
     if Path.cwd().is_relative_to(path.resolve()) or RUNS.resolve().is_relative_to(path.resolve()):
         raise Problem(f"{path} holds the current folder or {RUNS}/, which would go with it: delete it by hand")
@@ -78,7 +79,7 @@ def all_runs(root: Path | None = None) -> list[Run]:
 
 
 def new_path(label: str, root: Path | None = None) -> Path:
-    """A fresh directory with a readable name: digits-001, digits-002, ..."""
+    """Makes a new directory with the next free name: digits-001, digits-002, ..."""
     root = root or RUNS
     label = re.sub(r"[^\w.-]+", "-", label)
     taken = [int(m[1]) for p in root.glob(f"{label}-*") if (m := re.fullmatch(re.escape(label) + r"-(\d+)", p.name))]

@@ -1,4 +1,4 @@
-"""Who may write a run directory, and whether its process lives."""
+"""The lock of a run directory, and whether a process is alive."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from drivetrain.outcomes import Problem
 
 
-def holder(path: Path) -> int | None:
-    """The pid of the process that holds a run's lock, or None where nobody does."""
+def lock_holder(path: Path) -> int | None:
+    """Returns the pid of the process that holds a run's lock, or None."""
     try:
         handle = os.open(path / "lock", os.O_RDWR)
     except OSError:
@@ -31,16 +31,17 @@ def holder(path: Path) -> int | None:
 
 @dataclass
 class Lock:
-    """The right to write a run's directory; the kernel takes it back when the process dies.
+    """The right to write a run directory. The kernel releases the lock when the process dies.
 
-    A POSIX record lock, since a forked loader worker does not inherit it. (This process must not open
-    the file again: closing any handle of it would release the lock.)
+    It is a POSIX record lock, because a forked loader worker does not inherit one. This process must not open
+    the file again: closing any handle of it would release the lock.
     """
 
     handle: int
 
     @staticmethod
-    def take(path: Path) -> Lock:
+    def acquire(path: Path) -> Lock:
+        """Creates the run directory if needed; raises Problem where another process holds the lock."""
         while True:
             try:
                 path.mkdir(parents=True, exist_ok=True)
@@ -71,21 +72,21 @@ class Lock:
 
 
 def _owner(handle: int) -> tuple[int, str]:
-    """The process and the host that a lock file names; -1 and ? where it names none."""
+    """Returns the pid and the host in a lock file; (-1, "?") if it has none."""
     try:
-        told = json.loads(os.read(handle, 4096))
-        return int(told["pid"]), str(told["host"])
+        owner = json.loads(os.read(handle, 4096))
+        return int(owner["pid"]), str(owner["host"])
     except (ValueError, TypeError, KeyError, OSError):
         return -1, "?"
 
 
 def _short(path: Path) -> str:
-    """A path as a message shows it: one that is too long for the file system is too long for a line, too."""
+    """Returns a path for a message. A path that is too long for the file system is also too long for a line."""
     text = str(path)
     return text if len(text) <= 200 else f"{text[:100]}...{text[-20:]}"
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -96,10 +97,10 @@ def alive(pid: int) -> bool:
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent dies (Linux; elsewhere nothing)."""
+    """Makes the kernel kill this process when its parent dies. Does nothing on systems other than Linux."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the kernel knew
+        if os.getppid() != parent:  # the parent died before the call above
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The code of a task, kept with its run."""
+"""Copies a task's code into its run directory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from drivetrain.runs.layout import FORMAT, Run
 
 
 def store_task(run: Run, file: Path, package: str) -> None:
-    """Copy a task's file, and the modules of its project that it imports, into the run: what resume, eval and workers import."""
+    """Copies a task's file, and the modules of its project that it imports, into the run. Resume, eval and workers import the copy."""
     modules = modules_of(file, package)
     target = run.path / "task"
-    shutil.rmtree(target, ignore_errors=True)  # of a start that was killed
+    shutil.rmtree(target, ignore_errors=True)  # from a start that was killed
     target.mkdir(parents=True)
-    for place, source in modules.items():
-        (target / place).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target / place)
-    origins = {place: str(source) for place, source in modules.items()}
+    for relative_path, source in modules.items():
+        (target / relative_path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target / relative_path)
+    origins = {relative_path: str(source) for relative_path, source in modules.items()}
     (target / ORIGINS).write_text(json.dumps({"format": FORMAT, "files": origins}, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Where a run comes from: versions, command line, git state, host."""
+"""How a run was started: versions, command line, git state, host."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from typing import Any
 
 
 def provenance() -> dict[str, Any]:
-    """Where a run comes from: versions, command line, git state, host."""
-    names = ("drivetrain", "torch", "numpy", "safetensors")
+    """Returns what run.json records of the start of a run."""
     versions = {"python": platform.python_version()}
-    for name in names:
+    for name in ("drivetrain", "torch", "numpy", "safetensors"):
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

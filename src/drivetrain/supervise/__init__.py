@@ -21,7 +21,7 @@ from typing import Any
 
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
-from drivetrain.runs import Run, alive, record_plan, sweep, write_atomic
+from drivetrain.runs import Run, is_alive, record_plan, remove_half_written_files, write_atomic
 from drivetrain.supervise.attempt import RECORDED, Attempt, Ended, Place
 from drivetrain.supervise.judges import Judge
 from drivetrain.supervise.nursery import WIRE, Nursery
@@ -112,9 +112,9 @@ def record_shortage(run: Run, smaller: dict[str, Any]) -> None:
     """Note, once, that memory ran out, and the plan with which the run goes on."""
     with contextlib.suppress(Problem):  # another machine's disk may have the run
         if any(run.read()["plan"][key] != size for key, size in smaller["sizes"].items()):
-            run.event("oom", **smaller["oom"])
+            run.log_event("oom", **smaller["oom"])
             record_plan(run, smaller["plan"])
-            run.event("replanned", step=smaller["oom"]["step"], **smaller["sizes"])
+            run.log_event("replanned", step=smaller["oom"]["step"], **smaller["sizes"])
 
 
 class Supervisor:
@@ -139,7 +139,7 @@ class Supervisor:
         self._attempts = f".attempt-{socket.gethostname()}-"
         """How the folders of this machine's attempts are called, before the number of their process."""
         self.interrupts, self.stopped = 0, False
-        self._fruitless, self._reached = 0, self.run_dir.last_step
+        self._fruitless, self._reached = 0, self.run_dir.last_checkpoint_step
         self._before, self._noted = Spent([], 0), time.monotonic()
         self._first, self._learnt = self._first_steps(), False
 
@@ -179,7 +179,9 @@ class Supervisor:
             self.attempt = Attempt(self.job, file, self.place, self.screen, watchman, self.judge, self.verbose)
             self.attempt.each_look, self.attempt.on_verdict = self._each_look, self._note_hang
             if self.stopped:
-                return Ended(Outcome.PREEMPTED, result={"step": self.run_dir.last_step}, interrupted=self.interrupts > 0, stopped=True)
+                return Ended(
+                    Outcome.PREEMPTED, result={"step": self.run_dir.last_checkpoint_step}, interrupted=self.interrupts > 0, stopped=True
+                )
             self.attempt.run(self._nursery())
             ended = self.attempt.ended()
         self._before = self._spent()
@@ -215,11 +217,11 @@ class Supervisor:
 
     def _sweep(self) -> None:
         """Remove what this process, or others of this machine that have ended, left in the run's folder."""
-        sweep(self.run_dir.path)
-        sweep(self.run_dir.path / "logs")
+        remove_half_written_files(self.run_dir.path)
+        remove_half_written_files(self.run_dir.path / "logs")
         for old in self.run_dir.path.glob(f"{self._attempts}*"):
             number = old.name.removeprefix(self._attempts)
-            if number.isdigit() and (int(number) == os.getpid() or not alive(int(number))):
+            if number.isdigit() and (int(number) == os.getpid() or not is_alive(int(number))):
                 shutil.rmtree(old, ignore_errors=True)
 
     def _spent(self) -> Spent:
@@ -257,12 +259,12 @@ class Supervisor:
             self._noted = time.monotonic()
             if (spent := self.all_time(self._spent())) is not None:
                 with contextlib.suppress(OSError):
-                    write_atomic(self.run_dir.time_path, json.dumps(spent.to_json()) + "\n")
+                    write_atomic(self.run_dir.time_breakdown_path, json.dumps(spent.to_json()) + "\n")
 
     def _first_steps(self) -> dict[str, float]:
         """How long first steps took on this machine, in this run's earlier starts."""
         with contextlib.suppress(OSError, ValueError):
-            return {str(place): float(seconds) for place, seconds in json.loads(self.run_dir.first_path.read_text()).items()}
+            return {str(place): float(seconds) for place, seconds in json.loads(self.run_dir.first_steps_path.read_text()).items()}
         return {}
 
     def _learn(self) -> None:
@@ -272,7 +274,7 @@ class Supervisor:
         self._learnt = True
         self._first |= {place: max(seconds, self._first.get(place, 0.0)) for place, seconds in took.items()}
         with contextlib.suppress(OSError):
-            write_atomic(self.run_dir.first_path, json.dumps(self._first) + "\n")
+            write_atomic(self.run_dir.first_steps_path, json.dumps(self._first) + "\n")
 
     def _nursery(self) -> Nursery:
         # What the user has set wins. Asked whether there is a GPU, torch must not initialise the driver where forks come from.
@@ -314,7 +316,7 @@ class Supervisor:
             return f"{ended.message.splitlines()[0]} Every module is looked at now; "
         if not ended.lost or self.stopped or not whole or not self.policy.restarts:
             return None
-        step = self.run_dir.last_step
+        step = self.run_dir.last_checkpoint_step
         self._fruitless = 1 if step > self._reached else self._fruitless + 1
         self._reached = step
         if self._fruitless > self.policy.restarts:
@@ -334,10 +336,10 @@ class Supervisor:
                 ended.message = str(problem)
                 return None
         if better is not None and better.sentence() != self.plan.sentence():
-            self.run_dir.event("oom", step=self.run_dir.last_step)
+            self.run_dir.log_event("oom", step=self.run_dir.last_checkpoint_step)
             with contextlib.suppress(OSError):  # a full disk
                 self.run_dir.update(plan=better.to_json())
-            self.run_dir.event("replanned", why="the task is known by now", strategy=better.strategy, micro_batch=better.micro_batch)
+            self.run_dir.log_event("replanned", why="the task is known by now", strategy=better.strategy, micro_batch=better.micro_batch)
             plan, sentence = better, f"out of memory: {better.sentence()}"
         elif smaller:
             record_shortage(self.run_dir, smaller)
@@ -351,10 +353,10 @@ class Supervisor:
 
     def announce(self, why: str, outcome: Outcome) -> None:
         """Say and note that another attempt begins."""
-        steps = self.run_dir.steps()
+        steps = self.run_dir.checkpoint_steps()
         label = "plan" if outcome == Outcome.OOM else "restart"
         self.screen.line(label, f"{why}starting anew from {f'step {steps[-1]:,}' if steps else 'the beginning'}")
-        self.run_dir.event("restarted", step=steps[-1] if steps else 0, why=str(outcome))
+        self.run_dir.log_event("restarted", step=steps[-1] if steps else 0, why=str(outcome))
 
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -370,7 +372,7 @@ class Supervisor:
         path = self.run_dir.log_path(0).with_name(f"hang-{number}.txt")
         with contextlib.suppress(OSError):
             path.write_text(f"{verdict.message}\n\n{verdict.evidence}")
-        self.run_dir.event("hang", ranks=verdict.ranks, step=verdict.step, line=verdict.line, detail=verdict.message)
+        self.run_dir.log_event("hang", ranks=verdict.ranks, step=verdict.step, line=verdict.line, detail=verdict.message)
         self.screen.line("hang", f"{verdict.message} (stacks: {path})")
 
     # --- signals ---

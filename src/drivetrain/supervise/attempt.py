@@ -296,7 +296,7 @@ class Attempt:
         if self.verdict is not None:
             return Ended(Outcome.HANG, self.verdict.message, lost=not self._undead)
         if self.left:
-            return Ended(Outcome.PREEMPTED, result={"step": self.run_dir.last_step})
+            return Ended(Outcome.PREEMPTED, result={"step": self.run_dir.last_checkpoint_step})
         if self.aborted and any(w.said is None or Outcome(w.said["outcome"]) is Outcome.INFRA for w in self.workers):
             return Ended(Outcome.INFRA, self.aborted, lost=True)
         ranking = {o: i for i, o in enumerate([*SEVERITY, Outcome.OK])}

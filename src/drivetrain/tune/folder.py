@@ -89,21 +89,21 @@ def open_folder(named: str | None, label: str, same: Mapping[str, Any]) -> Folde
     if named is None:
         for file in sorted(runs.RUNS.glob(f"tune-{label}-*/tune.json"), reverse=True):
             before = read(file.parent)
-            if same_study(before, same) and before["status"] != "finished" and not runs.holder(file.parent):
+            if same_study(before, same) and before["status"] != "finished" and not runs.lock_holder(file.parent):
                 why = f"going on with {file.parent}, unfinished and of the same search (a fresh one: --name NAME)"
-                return Folder(file.parent, Lock.take(file.parent), before, why)
+                return Folder(file.parent, Lock.acquire(file.parent), before, why)
         path = runs.new_path(f"tune-{label}")
-        return Folder(path, Lock.take(path), None)
+        return Folder(path, Lock.acquire(path), None)
     path = Path(named)
-    if pid := runs.holder(path):
+    if pid := runs.lock_holder(path):
         raise Problem(f"{path} is being tuned by process {pid}: wait for it, stop it (kill {pid}), or choose another --name")
     if runs.is_study(path):
         before = read(path)
         _check_same(before, same, path)
-        return Folder(path, Lock.take(path), before)
+        return Folder(path, Lock.acquire(path), before)
     if os.path.isdir(path) and any(p.name not in ("lock", JOURNAL) and not p.name.startswith(".tune.json") for p in path.iterdir()):
         raise Problem(f"{path} is not empty and no study: choose another --run-dir or --name")
-    return Folder(path, Lock.take(path), None)
+    return Folder(path, Lock.acquire(path), None)
 
 
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:

@@ -105,9 +105,9 @@ class Member(Trial):
     def open(self, record: Callable[[Recipe, Run, Plan], None]) -> None:
         """Begin its run anew: of a generation that was broken off nothing counts."""
         shutil.rmtree(self.run.path, ignore_errors=True)
-        self.lock = Lock.take(self.run.path)
+        self.lock = Lock.acquire(self.run.path)
         record(self.recipe, self.run, self.plan)
-        self.run.event("started", world_size=1, device=self.plan.device, population=True)
+        self.run.log_event("started", world_size=1, device=self.plan.device, population=True)
 
     def close(self) -> None:
         if self.lock is not None:

@@ -87,7 +87,7 @@ class Trial:
 
     def look(self) -> None:
         """Read what the run has logged since; from the beginning where a resume has cut the file."""
-        if self._follower.rewound():
+        if self._follower.was_truncated():
             self.evaluations.clear()
         newest = b""
         for newest in self._follower.new_lines():

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.engine.log.observe import Observer
-from drivetrain.runs import Run, cut_rows
+from drivetrain.runs import Run, truncate_rows
 
 FLUSH_SECONDS = 1.0
 ROW_SECONDS = 0.1  # TensorBoard's files get ten rows a second at most: its page shows no more, and they are slow to write
@@ -29,7 +29,7 @@ class MetricsFile(Observer):
         self._there = 0
 
     def resumed(self, step: int) -> None:
-        self._there = cut_rows(self.path, step)
+        self._there = truncate_rows(self.path, step)
 
     def row(self, row: dict[str, Any]) -> None:
         if row["step"] <= self._there:  # its evaluation had to be repeated

@@ -65,7 +65,7 @@ class Look:
         training.observer.moment("fetched")  # a sign of life: what was tried may have taken its time
         for finding in findings:
             if training.group.main:
-                training.run.event("depends-on-plan", cause=finding.cause, text=finding.text)
+                training.run.log_event("depends-on-plan", cause=finding.cause, text=finding.text)
                 training.observer.notice(finding.text)
         if self.pace is not None:
             self.pace(seed, inputs, form)

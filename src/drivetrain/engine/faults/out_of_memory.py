@@ -136,8 +136,8 @@ def _tell(training: Training, smaller: Smaller, step: int, ranks: list[int], dur
     if not training.group.main:
         return
     for rank in ranks:
-        training.run.event("oom", step=step, rank=rank, was=smaller.was, now=smaller.now, during=during)
-    training.run.event("replanned", step=step, **smaller.sizes())
+        training.run.log_event("oom", step=step, rank=rank, was=smaller.was, now=smaller.now, during=during)
+    training.run.log_event("replanned", step=step, **smaller.sizes())
     training.observer.planned(smaller.changes | {"sentence": sentence})
 
 

@@ -84,7 +84,7 @@ def verify(path: Path) -> Checkpoint:
 
 def newest_good(run: Run, report: Callable[[str], None]) -> Checkpoint | None:
     """The latest checkpoint that proves whole; each damaged one is reported."""
-    for step in reversed(run.steps()):
+    for step in reversed(run.checkpoint_steps()):
         path = run.checkpoints / folder(step)
         try:
             return verify(path)
@@ -164,14 +164,14 @@ class Writer:
             self._publish(hidden, step, extra)
             self.moment("published")
             self.failure, self.newest = None, step
-            self.run.event("checkpoint", step=step)
+            self.run.log_event("checkpoint", step=step)
             self._retire(best)
         except BaseException as error:  # DCP's own error is no Exception; and nothing here may end the training
             self.failure = _cause(error)
             if not self.main:
                 return
             shutil.rmtree(hidden, ignore_errors=True)
-            self.run.event("save-failed", step=step, reason=self.failure)
+            self.run.log_event("save-failed", step=step, reason=self.failure)
             self.notice(f"the checkpoint at step {step:,} ({need / 1e6:,.1f} MB) was not saved: {self.failure}; training goes on")
 
     def _open(self, hidden: Path, mine: int) -> tuple[int, int]:
@@ -209,7 +209,7 @@ class Writer:
 
     def _retire(self, best: int | None) -> None:
         """Delete the oldest beyond `keep`, never the best and never the newest (just proven by writing it)."""
-        steps = [s for s in self.run.steps() if s != best]
+        steps = [s for s in self.run.checkpoint_steps() if s != best]
         for step in steps[: -self.keep]:
             path = self.run.checkpoints / folder(step)
             gone = self.run.checkpoints / f".gone-{folder(step)}"

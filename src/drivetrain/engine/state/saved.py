@@ -69,7 +69,7 @@ def _check_data(training: Training, before: dict[str, Any]) -> None:
             )
 
         def tell(what: str, hook: str = hook) -> None:
-            run.event("data-changed", step=training.done, data=hook, what=what)
+            run.log_event("data-changed", step=training.done, data=hook, what=what)
             training.observer.notice(
                 f"{hook} is not what it was when {run.name} was saved ({what} differ): the run goes on, but not exactly"
             )
@@ -126,4 +126,4 @@ def restore(training: Training) -> None:
     training.figures = extra.get("figures")
     _check_data(training, extra.get("data") or {})
     if group.main:
-        run.event("resumed", step=step, world_size=group.size, was=extra["world_size"])
+        run.log_event("resumed", step=step, world_size=group.size, was=extra["world_size"])
