@@ -21,13 +21,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from drivetrain.data import Tensors
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observer, Observers
 from drivetrain.engine.loop import Training
 from drivetrain.hardware import cpu_cores, detect
 from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
-from drivetrain.task import Task, Tensors
+from drivetrain.task import Task
 from drivetrain.tasks.vision.nets import SmallCNN, mlp
 from drivetrain.watch.files import MetricsFile, TensorBoard
 from drivetrain.watch.pulse import Heart, open_page

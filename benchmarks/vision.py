@@ -32,13 +32,13 @@ from torch import Tensor
 from vision_peers import Row, Window, accelerate, guide, images, lightning
 
 from drivetrain import __version__
+from drivetrain.data import Rand, Tensors
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observer, Observers
 from drivetrain.engine.loop import Training
 from drivetrain.hardware import cpu_cores, detect
 from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
-from drivetrain.task import Rand, Tensors
 from drivetrain.tasks.vision.mnist import Mnist
 from drivetrain.watch.files import MetricsFile, TensorBoard
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drivetrain.data import Tensors
 from drivetrain.engine.group import Group
-from drivetrain.task import Tensors
 from tests import samples
 from tests.samples import Plain
 

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drivetrain.data import Source, Tensors
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observer, Observers
 from drivetrain.engine.loop import Training
 from drivetrain.hardware import Hardware
 from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
-from drivetrain.task import Source, Task, Tensors
+from drivetrain.task import Task
 from drivetrain.watch.files import MetricsFile
 
 HARDWARE = Hardware(2, 2**34, gpu_note="a test")

@@ -27,7 +27,7 @@ from drivetrain.cli import predict as cli_predict
 from drivetrain.engine.setup import weights_of
 from drivetrain.export.calls import graphs_of
 from drivetrain.export.graphs import Written, write
-from drivetrain.recipe import find_task, instantiate
+from drivetrain.task_ref import find_task, instantiate
 from tests.command import TASK, bad, good, write_task
 from tests.command import drivetrain as drivetrain_command
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from drivetrain.describe import task_settings
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observers
 from drivetrain.engine.loop import Training
@@ -26,9 +27,10 @@ from drivetrain.launch import start as launch
 from drivetrain.launch.start import Machine
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan.choose import choose as plan_of
-from drivetrain.recipe import Recipe, find_task, instantiate, make
+from drivetrain.recipe import Recipe, make
 from drivetrain.runs import Run, read_lines
 from drivetrain.supervise import Ended
+from drivetrain.task_ref import find_task, instantiate
 from drivetrain.tasks.rl.envs import Env
 from drivetrain.tasks.rl.envs.cartpole import CartPole as CartPoleEnv
 from drivetrain.tasks.rl.population import Population, check
@@ -190,7 +192,7 @@ def begin(
 ) -> Any:
     """A tuner of a small study whose worker is this process."""
     recipe = make(find_task("cartpole"), {}, {k: v for k, v in SMALL.items() if k != "best"} | given, {})
-    space = make_space(recipe.task.settings(), {}, search, {}, "cartpole")
+    space = make_space(task_settings(recipe.task), {}, search, {}, "cartpole")
     place = folders.open_folder("study", "cartpole", folders.identity(recipe, space, GOAL))
     place.write(**folders.identity(recipe, space, GOAL), status="running")
     study = Study(place.path, space, "max", "tpe", 0, "none", trials)
@@ -337,7 +339,7 @@ def chosen(
     asked: str, *search: str, task: str = "cartpole", device: str = "cuda", shared_out: bool = False, **given: str
 ) -> tuple[int, str]:
     recipe = make(find_task(task), {}, given, {})
-    return population.choose(asked, recipe, make_space(recipe.task.settings(), {}, list(search), {}, task), 50, device, shared_out)
+    return population.choose(asked, recipe, make_space(task_settings(recipe.task), {}, list(search), {}, task), 50, device, shared_out)
 
 
 def test_it_is_chosen_by_itself_where_it_can_be() -> None:

@@ -12,8 +12,8 @@ import pytest
 from drivetrain import project
 from drivetrain.outcomes import Problem
 from drivetrain.project import find_module, modules_of, package_of
-from drivetrain.recipe import TaskRef, find_task, load_class
 from drivetrain.runs import Run, store_task
+from drivetrain.task_ref import TaskRef, find_task, load_class
 from tests.command import TASK, bad, drivetrain, environment, good, write_task
 
 MODEL = "nn.Sequential(nn.Flatten(), nn.Linear(64, self.hidden), nn.ReLU(), nn.Dropout(0.2), nn.Linear(self.hidden, 10))"
@@ -89,7 +89,7 @@ def test_what_a_task_imports_of_its_project_is_found(layout: str, folder: Path) 
     task = TaskRef("task", str(path), "T", package=package_of(path))
     run = Run(Path("runs/a"))
     store_task(run, path, task.package)
-    copy = TaskRef("task", str((run.path / "task" / task.place).resolve()), "T", package=task.package, origin=task.path)
+    copy = TaskRef("task", str((run.path / "task" / task.path_in_run).resolve()), "T", package=task.package, origin=task.path)
     assert copy.digest() == task.digest(), "the copies are the same training"
     for name in expected:
         changed = next(p for p in (Path(name), Path("src") / name, path.parent / name) if p.is_file())

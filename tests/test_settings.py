@@ -10,18 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain.outcomes import Problem
-from drivetrain.recipe import BUILT_IN, find_task, load_class
 from drivetrain.settings import Length, Setting, read_type, resolve, type_text
-from drivetrain.source import from_json, of_class, read_source, to_json
+from drivetrain.settings_reader.declaration import read_declaration
+from drivetrain.settings_reader.live import settings_from_json, settings_of_class, settings_to_json
+from drivetrain.task_ref import BUILT_IN, find_task, load_class
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_source_and_class_agree(name: str) -> None:
     task = find_task(name)
-    live = of_class(load_class(task))
-    assert task.source().complete
-    assert task.source().settings == live
-    assert from_json(to_json(live)) == live
+    live = settings_of_class(load_class(task))
+    assert task.declaration().complete
+    assert task.declaration().settings == live
+    assert settings_from_json(settings_to_json(live)) == live
     assert all(s.doc for s in live.values()), "every setting is documented"
 
 
@@ -70,7 +71,7 @@ def test_lengths(number: int, per_epoch: int) -> None:
 def test_a_required_setting_is_asked_for(tmp_path: Path) -> None:
     file = tmp_path / "t.py"
     file.write_text("from drivetrain import Task\nclass T(Task):\n    path: str\n    '''Where.'''\n")
-    source = read_source(file)
+    source = read_declaration(file)
     with pytest.raises(Problem, match="say path=VALUE"):
         resolve(source.settings, {}, "t")
 
@@ -83,7 +84,7 @@ def test_inheritance_in_a_file(tmp_path: Path) -> None:
         "class T(_Base):\n    a: int = 3\n    b = 4\n    _private: dict = {}\n    c: 'ClassVar[int]' = 5\n"
         "class Net(nn.Module):\n    depth: int = 3\n"
     )
-    source = read_source(file)
+    source = read_declaration(file)
     assert source.name == "T"
     assert source.complete
     assert (source.settings["a"].default, source.settings["a"].doc, source.settings["b"].default) == (3, "A.", 4)

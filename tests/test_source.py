@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from drivetrain import recipe
+from drivetrain import describe, task_ref
+from drivetrain.data import Tensors
 from drivetrain.engine.data.feeds import check_data
 from drivetrain.outcomes import Problem
-from drivetrain.recipe import find_task, load_class
-from drivetrain.source import read_source
-from drivetrain.task import Tensors
+from drivetrain.settings_reader.declaration import read_declaration
+from drivetrain.task_ref import find_task, load_class
 
 BASE = """\
 from drivetrain import Task
@@ -56,7 +56,7 @@ def files(folder: Path) -> Path:
 def test_a_task_may_be_imported_into_the_file(name: str, files: Path) -> None:
     task = find_task(name)
     assert task.class_name == FILES[name][1]
-    assert task.settings()["hidden"].default == 3
+    assert describe.task_settings(task)["hidden"].default == 3
     assert find_task(f"{name}:{FILES[name][1]}") == task
 
 
@@ -69,25 +69,25 @@ def test_its_class_is_the_imported_one(files: Path, monkeypatch: pytest.MonkeyPa
 
 def test_what_is_no_task_is_none(files: Path) -> None:
     Path("wide.py").write_text("from base import *\nclass Own(Small): pass\n")
-    assert read_source(Path("wide.py")).name == "Own", "a file's own task comes before those that it imports"
+    assert read_declaration(Path("wide.py")).name == "Own", "a file's own task comes before those that it imports"
     Path("hidden.py").write_text("__all__ = []\n" + BASE)
     Path("none.py").write_text("from hidden import *\nfrom drivetrain import Task, Tensors\nimport base\n")
     Path("circle.py").write_text("class A(B): pass\nclass B(A): pass\n")
     for name in ("none.py", "circle.py"):
         with pytest.raises(Problem, match="defines no task"):
-            read_source(Path(name))
+            read_declaration(Path(name))
     Path("both.py").write_text("from base import Small\nfrom pack import Small as Other\n")
     with pytest.raises(Problem, match="2 tasks: name one"):
-        read_source(Path("both.py"))
+        read_declaration(Path("both.py"))
     Path("deep.py").write_text("x = " + "(" * 5000 + ")" * 5000)
     with pytest.raises(Problem):
-        read_source(Path("deep.py"))
+        read_declaration(Path("deep.py"))
 
 
 def test_an_import_that_takes_long_says_where_it_is(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(recipe, "IMPORT_SECONDS", 0.2)
+    monkeypatch.setattr(task_ref, "SLOW_IMPORT_SECONDS", 0.2)
     monkeypatch.setattr(sys, "path", [*sys.path])
     Path("looping.py").write_text("import time\nend = time.monotonic() + 1.5\nwhile time.monotonic() < end:\n    pass\n" + BASE)
     load_class(find_task("looping.py"))
@@ -103,7 +103,7 @@ def test_the_front_end_passes_that_on_at_once(folder: Path, monkeypatch: pytest.
     os.chmod("python", 0o755)
     Path("t.py").write_text(BASE)
     monkeypatch.setattr(sys, "executable", str(folder / "python"))
-    assert recipe.describe(find_task("t.py")) == json.loads(told)
+    assert describe.describe_in_child(find_task("t.py")) == json.loads(told)
     assert capfd.readouterr().err == "note    still importing t.py (line 3)\n"
 
 

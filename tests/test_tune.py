@@ -13,11 +13,13 @@ import psutil
 import pytest
 
 from drivetrain.cli import tune
+from drivetrain.describe import task_search, task_settings
 from drivetrain.hardware import Hardware
 from drivetrain.launch.start import Machine
 from drivetrain.outcomes import Problem
-from drivetrain.recipe import find_task, make
+from drivetrain.recipe import make
 from drivetrain.runs import Run, read_lines
+from drivetrain.task_ref import find_task
 from drivetrain.tasks.rl.shape import VARIED
 from drivetrain.tune import folder as folders
 from drivetrain.tune.folder import Goal
@@ -33,7 +35,7 @@ pytest.importorskip("optuna")
 
 RATE = "learning_rate=1e-6..1e-1,log"
 SLOW = ("return F.cross", "import os, time; time.sleep(0.5 if os.path.exists('slow') else 0.03)\n        return F.cross")
-DIGITS = find_task("digits").settings()
+DIGITS = task_settings(find_task("digits"))
 
 
 def space_of(*words: str, task: dict[str, str] | None = None, **given: str) -> Any:
@@ -281,10 +283,10 @@ def test_policies_say_themselves_what_is_searched(folder: Path) -> None:
     text = good("tune", *words, "--trials", "2")
     assert "(cartpole's own; --search replaces it)" in text and "eval_every=1ep, not 10ep" in text
     told = json.loads(Path("runs/own/tune.json").read_text())
-    assert told["metric"] == "eval/return" and told["search"] == find_task("cartpole").search()
+    assert told["metric"] == "eval/return" and told["search"] == task_search(find_task("cartpole"))
     assert len(told["search"]) > 3 and all(name in VARIED for name in told["search"]), "a population can be made of them"
     assert len([row for row in Run("runs/own/trials/trial-0000").rows() if "eval/return" in row]) == 3
-    assert "entropy_weight=1e-4..3e-2,log" in good("tune", "bandit", "--help") and "gamma" not in find_task("bandit").search()
+    assert "entropy_weight=1e-4..3e-2,log" in good("tune", "bandit", "--help") and "gamma" not in task_search(find_task("bandit"))
 
 
 def test_a_trial_is_judged_along_the_way_unless_somebody_says_when() -> None:
@@ -299,10 +301,10 @@ def test_a_trial_is_judged_along_the_way_unless_somebody_says_when() -> None:
 
 def test_a_task_may_say_what_is_searched(folder: Path) -> None:
     write_task("plain.py", ("    hidden: int", '    search = {"hidden": "8|16"}\n    hidden: int'))
-    assert find_task("plain.py").search() == {"hidden": "8|16"}
-    assert "search" not in find_task("plain.py").settings()
+    assert task_search(find_task("plain.py")) == {"hidden": "8|16"}
+    assert "search" not in task_settings(find_task("plain.py"))
     write_task("derived.py", ("class Small(Task):", "from plain import Small as Base\n\n\nclass Small(Base):"))
-    assert find_task("derived.py:Small").search() == {"hidden": "8|16"}, "what only importing it can tell"
+    assert task_search(find_task("derived.py:Small")) == {"hidden": "8|16"}, "what only importing it can tell"
     write_task("wrong.py", ("    hidden: int", '    search: str = "hidden"\n    hidden: int'))
     assert "search is what `tune` searches" in bad("train", "wrong.py", "--dry-run")
 

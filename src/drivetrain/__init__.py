@@ -9,10 +9,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from drivetrain.api import load, train
+    from drivetrain.data import Rand, Source, Tensors
     from drivetrain.outcomes import Outcome, Problem
     from drivetrain.runs import Run
     from drivetrain.settings import Duration, Range
-    from drivetrain.task import Rand, Source, Task, Tensors
+    from drivetrain.task import Task
     from drivetrain.tasks import datasets
 
 __all__ = [
@@ -20,7 +21,7 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "Task": "task", "Source": "task", "Tensors": "task", "Rand": "task", "Range": "settings", "Duration": "settings",
+    "Task": "task", "Source": "data", "Tensors": "data", "Rand": "data", "Range": "settings", "Duration": "settings",
     "Run": "runs", "Problem": "outcomes", "Outcome": "outcomes", "train": "api", "load": "api",
 }  # fmt: skip
 

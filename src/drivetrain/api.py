@@ -13,11 +13,12 @@ from drivetrain.launch import ending, opening
 from drivetrain.launch import start as launch
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.project import package_of
-from drivetrain.recipe import Recipe, TaskRef, find_task, instantiate, make
+from drivetrain.recipe import Recipe, make
 from drivetrain.runs import Run, find
-from drivetrain.source import class_source, of_class
+from drivetrain.settings_reader.live import class_text, settings_of_class
 from drivetrain.supervise import local_place
 from drivetrain.task import Task
+from drivetrain.task_ref import TaskRef, find_task, instantiate
 from drivetrain.watch.screen import Screen
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ def _recipe(task: Task | str, settings: dict[str, Any]) -> Recipe:
     plain = {k.replace("__", ".", 1) if k.startswith("plan__") else k: v for k, v in settings.items()}
     if isinstance(task, str):
         return make(find_task(task), {}, plain)
-    known = of_class(type(task))
-    given = {k: v for k, v in task.settings().items() if k in task._given or v != known[k].default} | plain
+    known = settings_of_class(type(task))
+    given = task.chosen_settings() | plain
     module, name = type(task).__module__, type(task).__name__
     file = getattr(sys.modules.get(module), "__file__", None)
     if module == "__main__" or file is None or "<locals>" in type(task).__qualname__:
@@ -82,7 +83,7 @@ def _train_by_value(task: Task, recipe: Recipe, request: launch.Request, screen:
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "wb") as stream:
             cloudpickle.dump(task, stream)
-        if text := class_source(type(task)):
+        if text := class_text(type(task)):
             file.with_name("task.py").write_text(text + "\n")  # for people to read
         kept = replace(recipe, task=launch.task_in_run(recipe.task, opened.run))
         plan = launch.make_plan(kept, machine, place, 1, opened.before, request, screen)
@@ -93,7 +94,7 @@ def _digest(task: Task) -> str:
     """Tells one version of a class from the next; by its text, since pickles of equal classes may differ."""
     import cloudpickle
 
-    text = class_source(type(task))
+    text = class_text(type(task))
     return hashlib.sha256(text.encode() if text else cloudpickle.dumps(type(task))).hexdigest()
 
 

@@ -27,15 +27,15 @@ def read_origins(folder: Path) -> dict[Path, str]:
         return {}
 
 
-def import_module(file: Path, package: str, kept: bool) -> ModuleType:
+def import_module(file: Path, package: str, is_copy: bool) -> ModuleType:
     """Imports a task's file as the module it is, so that relative imports and imports of its project work.
 
-    `kept`: the file is a run's copy. Modules of the same names that were imported from elsewhere, such as by a notebook or from
+    `is_copy`: the file is a run's copy. Modules of the same names that were imported from elsewhere, such as by a notebook or from
     another run's copies, stay as they are for whoever imported them.
     """
     root, name = import_root(file, package), module_name(file, package)
-    near, far = ([root], []) if kept else import_roots(file, package)
-    places = modules_of(file, package, kept)
+    near, far = ([root], []) if is_copy else import_roots(file, package)
+    places = modules_of(file, package, is_copy)
     names = {module_name(root / place, ".".join(Path(place).parts[:-1])): place for place in places}
     before = {n: m for n in _with_parents(names) if (m := sys.modules.get(n)) is not None and not _is_of(m, near)}
     if package and (strange := next((m for n, m in before.items() if n == name.split(".")[0] and not is_users(_place_of(m))), None)):
@@ -45,7 +45,7 @@ def import_module(file: Path, package: str, kept: bool) -> ModuleType:
         del sys.modules[displaced]
     sys.path[:0] = [str(folder) for folder in near]
     sys.path += [str(folder) for folder in far if str(folder) not in sys.path]
-    if kept and (origins := read_origins(root)):
+    if is_copy and (origins := read_origins(root)):
         sys.meta_path.insert(0, _Copies(root, names, {str(copy): file for copy, file in origins.items() if Path(file).is_file()}))
     importlib.invalidate_caches()
     try:

@@ -114,13 +114,13 @@ def _find(root: Path, name: str) -> list[Path]:
     return files
 
 
-def modules_of(file: Path, package: str, kept: bool = False) -> dict[str, Path]:
+def modules_of(file: Path, package: str, is_copy: bool = False) -> dict[str, Path]:
     """A task's file and the modules of its project that it imports, and those that they do: path below the import root -> file.
 
-    `kept`: the file is a run's copy, and what is beside it all there is.
+    `is_copy`: the file is a run's copy, and what is beside it all there is.
     """
     base = import_root(file, package)
-    near, far = ([base], []) if kept else import_roots(file, package)
+    near, far = ([base], []) if is_copy else import_roots(file, package)
     found: dict[str, Path] = {}
     waiting = [(base, one) for one in (*_find(base, module_name(file, package)), file)]
     size = 0

@@ -12,13 +12,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from drivetrain.data import Tensors
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observer, Observers
 from drivetrain.engine.loop import Training
 from drivetrain.plan.choose import choose
-from drivetrain.recipe import find_task, load_class
 from drivetrain.runs import Run
-from drivetrain.task import Task, Tensors
+from drivetrain.task import Task
+from drivetrain.task_ref import find_task, load_class
 from drivetrain.watch.files import MetricsFile
 from tests.processes import on_ranks
 from tests.samples import HARDWARE, TASKS, Loaded, Plain, rows, weights

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from drivetrain.data import Source, Tensors
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observer, Observers
 from drivetrain.engine.loop import Training
 from drivetrain.outcomes import Problem
 from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
-from drivetrain.task import Source, Tensors
 from drivetrain.watch.files import MetricsFile
 from tests.processes import on_ranks
 from tests.samples import HARDWARE, Plain, blobs, rows

@@ -108,7 +108,7 @@ def test_only_what_has_a_short_way_takes_it() -> None:
 
 def test_momentum_is_a_setting_of_sgd() -> None:
     from drivetrain.engine.maths.optim import make_optimizer
-    from drivetrain.source import of_class
+    from drivetrain.settings_reader.live import settings_of_class
     from drivetrain.task import Task
 
     def momentum(**settings: Any) -> float:
@@ -116,4 +116,4 @@ def test_momentum_is_a_setting_of_sgd() -> None:
         return float(made.param_groups[0]["momentum"])
 
     assert (momentum(), momentum(momentum=0.5), momentum(momentum=0)) == (0.9, 0.5, 0.0)
-    assert "momentum" in of_class(Task)["optim"].doc and "sgd" in of_class(Task)["momentum"].doc
+    assert "momentum" in settings_of_class(Task)["optim"].doc and "sgd" in settings_of_class(Task)["momentum"].doc

@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from drivetrain.data import Tensors
 from drivetrain.engine.measure.standins import AsOnGpu
 from drivetrain.engine.measure.survey import _beside, survey
 from drivetrain.engine.measure.trace import Recorder, ShapesOnly
 from drivetrain.hardware.described import parse
 from drivetrain.plan.predict import CHANNEL, Machine, _seconds
-from drivetrain.task import Task, Tensors
+from drivetrain.task import Task
 
 
 class Film(Task):

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drivetrain.data import Tensors
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observer, Observers
 from drivetrain.engine.loop import Training
 from drivetrain.hardware import detect
 from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
-from drivetrain.task import Tensors
 from drivetrain.watch.files import MetricsFile
 from tests.samples import TASKS, Plain
 

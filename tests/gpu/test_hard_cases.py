@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drivetrain.task import Tensors
+from drivetrain.data import Tensors
 from tests.gpu.kinds import KINDS, train
 from tests.samples import Plain, blobs, rows, weights
 

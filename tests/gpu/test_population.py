@@ -15,8 +15,8 @@ from drivetrain.engine.log.observe import Observers
 from drivetrain.engine.loop import Training
 from drivetrain.hardware import detect
 from drivetrain.plan.choose import choose
-from drivetrain.recipe import find_task
 from drivetrain.runs import Run
+from drivetrain.task_ref import find_task
 from drivetrain.tasks.rl.worlds import CartPole
 from drivetrain.tune.generation import train
 from drivetrain.watch.files import MetricsFile

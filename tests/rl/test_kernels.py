@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.task import StepperContext
+from drivetrain.data import StepperContext
 from drivetrain.tasks.rl.envs import Env
 from drivetrain.tasks.rl.envs.cartpole import CartPole
 from drivetrain.tasks.rl.fused import device

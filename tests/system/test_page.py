@@ -21,8 +21,8 @@ from torch import Tensor
 from drivetrain import play
 from drivetrain.export.calls import as_named
 from drivetrain.export.graphs import write
-from drivetrain.recipe import find_task, instantiate
 from drivetrain.runs import sha256_of
+from drivetrain.task_ref import find_task, instantiate
 from drivetrain.tasks.rl.chance import chance
 from drivetrain.tasks.rl.envs import Env, State
 from drivetrain.tasks.rl.envs.snake import Snake

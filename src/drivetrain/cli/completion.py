@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from drivetrain.cli import VERBS
 from drivetrain.cli.flags import Parser
-from drivetrain.recipe import BUILT_IN
+from drivetrain.task_ref import BUILT_IN
 
 FLAGS = "--help --procs --nodes --rendezvous --node-rank --gpus --device --run-dir --name --dry-run --smoke --json --quiet --verbose"
 RUN_VERBS = "resume|eval|status|logs"

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drivetrain.cli.flags import Parser, add_common, add_looks, add_placement, add_run_folder, add_survival
+from drivetrain.describe import task_settings
 from drivetrain.outcomes import Outcome
-from drivetrain.recipe import BUILT_IN, Recipe, TaskRef, find_task, is_recipe_file, load, read_file
+from drivetrain.recipe import Recipe, is_recipe_file, load, read_file
 from drivetrain.settings import Setting
+from drivetrain.task_ref import BUILT_IN, TaskRef, find_task
 from drivetrain.terminal import show
 
 if TYPE_CHECKING:
@@ -208,9 +210,8 @@ def smoke(recipe: Recipe, request: Request, screen: Screen) -> int:
 def print_settings(text: str) -> TaskRef:
     """The settings of a task, its own before those all tasks have; gives the task."""
     task = find_task(read_file(Path(text))["task"], Path(text).parent) if is_recipe_file(text) else find_task(text)
-    source = task.source()
-    settings = source.settings if source.complete else task.settings()
-    show(f"\n{task.class_name}: {source.doc.splitlines()[0] if source.doc else ''}".rstrip())
+    doc, settings = task.declaration().doc, task_settings(task)
+    show(f"\n{task.class_name}: {doc.splitlines()[0] if doc else ''}".rstrip())
     own = [s for s in settings.values() if s.owner != "Task"]
     shared = [s for s in settings.values() if s.owner == "Task"]
     for title, rows in ((f"settings of {task.class_name}", own), ("settings of every task", shared)):

@@ -13,7 +13,8 @@ from drivetrain.terminal import show
 
 if TYPE_CHECKING:
     from drivetrain.launch.start import Machine
-    from drivetrain.recipe import Recipe, TaskRef
+    from drivetrain.recipe import Recipe
+    from drivetrain.task_ref import TaskRef
     from drivetrain.tune.folder import Folder, Goal
     from drivetrain.tune.space import Space
     from drivetrain.tune.study import Study
@@ -47,6 +48,7 @@ def run(verb: str, words: list[str]) -> int:
         raise Problem("--run-dir and --name both say where the study goes: give one")
 
     from drivetrain import runs
+    from drivetrain.describe import task_search, task_settings
     from drivetrain.launch import start as launch
     from drivetrain.recipe import load, split_words
     from drivetrain.tune import folder as folders
@@ -68,7 +70,7 @@ def run(verb: str, words: list[str]) -> int:
     if len(recipes) > 1:
         raise Problem(f"{args.target} has stages: tune takes a recipe without")
     recipe = recipes[0]
-    space = make_space(recipe.task.settings(), recipe.task.search(), args.search, split_words(args.settings), recipe.task.label)
+    space = make_space(task_settings(recipe.task), task_search(recipe.task), args.search, split_words(args.settings), recipe.task.label)
     goal = _goal(recipe, args)
     machine = launch.look_at_machine(launch.Request(gpus=args.gpus, device=args.device))
     size, why = population.choose(args.population, recipe, space, args.trials, machine.device, bool(args.jobs or args.procs))
@@ -171,7 +173,9 @@ def _parser() -> Parser:
 
 def _print_search(task: TaskRef) -> None:
     """What a task searches by itself."""
-    if own := task.search():
+    from drivetrain.describe import task_search
+
+    if own := task_search(task):
         show("\nsearched, unless --search says what")
         for name, text in own.items():
             show(f"  {name}={text}")

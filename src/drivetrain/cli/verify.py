@@ -71,7 +71,9 @@ def run(verb: str, words: list[str]) -> int:
 
 def _where_allowed(recipe: Recipe, **values: Any) -> dict[str, Any]:
     """Returns those values that the task's own types allow: `best: str` is never None. All runs here keep its value alike."""
-    known = recipe.task.settings()
+    from drivetrain.describe import task_settings
+
+    known = task_settings(recipe.task)
     allowed = {}
     for name, value in values.items():
         with contextlib.suppress(Problem):

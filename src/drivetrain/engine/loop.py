@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from drivetrain.data import EpochStepper, Source, StepperContext
 from drivetrain.engine.cadence import Agreement, Every, SupportsBool
 from drivetrain.engine.data.base import Feed, OrderedFeed
 from drivetrain.engine.data.feeds import SourceFeed, eval_feed, train_feed
@@ -45,7 +46,7 @@ from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.recipe import check_agreement
 from drivetrain.runs import Run
-from drivetrain.task import EpochStepper, Source, StepperContext, Task, overrides
+from drivetrain.task import Task, overrides
 
 
 @dataclass(frozen=True)

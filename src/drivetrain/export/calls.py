@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.data import Source, Tensors
 from drivetrain.outcomes import Problem
-from drivetrain.task import Source, Task, Tensors
+from drivetrain.task import Task, overrides
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -111,7 +112,7 @@ def _batch(task: Task, data: Any, size: int) -> Any:
 
     from drivetrain.engine.data.base import as_tensor
 
-    collate = getattr(task, "collate", None)
+    collate = task.collate if overrides(task, "collate") else None
     ids = [i % len(data) for i in range(size)]
     if isinstance(data, Tensors) and collate is None:
         return data.batch([as_tensor(column[: max(SIZES)])[torch.tensor(ids)] for column in data.columns])

@@ -64,10 +64,7 @@ def summary(recipe: Recipe, plan: Plan, ended: Ended) -> str:
         return "not measured" if value is None else f"{100 * value:.2f} %"
 
     rows = {
-        "Dataset": facts["dataset"],
-        "Model": facts["model"],
-        "Classes": "-" if facts["classes"] is None else facts["classes"],
-        "Channels": "-" if facts["channels"] is None else facts["channels"],
+        **({"Dataset": recipe.task.label, "Model": facts["model"]} | facts["summary"]),
         "Training Accuracy": percent(train.get("accuracy")),
         "Test Accuracy": percent(metrics.get("accuracy")),
         "Test Loss": f"{metrics['loss']:.4f}" if "loss" in metrics else "not measured",

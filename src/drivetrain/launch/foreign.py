@@ -23,9 +23,10 @@ from drivetrain.launch.opening import Opened
 from drivetrain.launch.start import Machine, Request
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.processes.worker import StopFlag, work
-from drivetrain.recipe import Recipe, TaskRef
+from drivetrain.recipe import Recipe
 from drivetrain.runs import Run
 from drivetrain.supervise import Ended, Place, record_shortage
+from drivetrain.task_ref import TaskRef
 from drivetrain.watch.screen import Screen
 
 if TYPE_CHECKING:

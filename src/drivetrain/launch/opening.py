@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain import runs
 from drivetrain.outcomes import Outcome, Problem
-from drivetrain.recipe import MAY_CHANGE, Recipe, TaskRef
+from drivetrain.recipe import MAY_CHANGE, Recipe
 from drivetrain.runs import Lock, Run
+from drivetrain.task_ref import TaskRef
 
 if TYPE_CHECKING:
     from drivetrain.launch.start import Request

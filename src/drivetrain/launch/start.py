@@ -11,6 +11,7 @@ from typing import Any
 
 from drivetrain import __version__, hardware, runs
 from drivetrain import recipe as recipes
+from drivetrain.describe import task_settings
 from drivetrain.hardware import Hardware, format_bytes, format_need
 from drivetrain.launch import ending, planning, rendezvous
 from drivetrain.launch.opening import Opened, check_changes, discard, go_on, held, named_run, open_run
@@ -18,10 +19,11 @@ from drivetrain.names import check_folder, check_name
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.plan.table import ORIGIN
-from drivetrain.recipe import Recipe, TaskRef
+from drivetrain.recipe import Recipe
 from drivetrain.runs import Run
 from drivetrain.settings import nearest
 from drivetrain.supervise import Ended, Place, Policy, local_place, run_workers
+from drivetrain.task_ref import TaskRef
 from drivetrain.watch.screen import Screen
 
 
@@ -198,7 +200,7 @@ def task_in_run(task: TaskRef, run: Run) -> TaskRef:
     """The task as the run keeps it: what resume, eval and workers import."""
     if task.built_in or task.origin:
         return task
-    return replace(task, path=str((run.path / "task" / task.place).resolve()), origin=task.path)
+    return replace(task, path=str((run.path / "task" / task.path_in_run).resolve()), origin=task.path)
 
 
 def make_job(recipe: Recipe, run: Run, plan: Plan, mode: str, folder: str | None = None, request: Request | None = None) -> dict[str, Any]:
@@ -314,7 +316,7 @@ def recipe_of_run(run: Run, words: list[str]) -> Recipe:
     changes = {k: v for k, v in given.items() if not k.startswith("plan.")}
     values, origin = dict(told["settings"]), dict(told["origin"])
     if changes:
-        known = kept.settings() if not kept.pickled else {}
+        known = task_settings(kept) if not kept.pickled else {}
         for key, value in changes.items():
             if key not in values:
                 raise Problem(f"{told['identity']['task']} has no setting {key!r}{nearest(key, values)}")

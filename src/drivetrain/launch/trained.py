@@ -22,7 +22,7 @@ def trained(found: Run, screen: Screen) -> tuple[Task, nn.Module]:
     """The task and its trained model; the screen says whose code is run."""
     from drivetrain.engine.inference import trained_model
     from drivetrain.launch import start as launch
-    from drivetrain.recipe import instantiate
+    from drivetrain.task_ref import instantiate
 
     recipe = launch.recipe_of_run(found, [])
     if not recipe.task.built_in:

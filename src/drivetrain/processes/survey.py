@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _look(job: dict[str, Any], out: Path) -> None:
-    from drivetrain.recipe import TaskRef, instantiate
+    from drivetrain.task_ref import TaskRef, instantiate
 
     task = instantiate(TaskRef(**job["task"]), job["settings"])
     if job["mode"] == "survey":

@@ -82,7 +82,7 @@ def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag, wa
     from drivetrain.chaos import SAMPLES, Samples, injectors
     from drivetrain.engine.log.observe import Observers
     from drivetrain.plan import Plan
-    from drivetrain.recipe import TaskRef, instantiate
+    from drivetrain.task_ref import TaskRef, instantiate
     from drivetrain.watch.deadline import Deadline
     from drivetrain.watch.files import MetricsFile, TensorBoard
 
@@ -142,21 +142,15 @@ def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag, wa
         if training.writer is not None:
             training.writer.wait()
         observer.close()
-    classes = getattr(task, "classes", None)
-    facts = result.facts | {
-        "model": getattr(task, "net", type(training.model).__name__),
-        "classes": len(classes) if isinstance(classes, (list, tuple)) else None,
-        "channels": getattr(task, "channels", None),
-        "dataset": getattr(task, "dataset", job["task"]["label"]),
-    }
+    facts = result.facts | {"model": type(training.model).__name__, "summary": task.summary_fields()}
     return {"outcome": result.outcome, "step": result.step, "metrics": result.metrics, "facts": facts}
 
 
 def _smoke(task: Task, plan: Plan, job: dict[str, Any]) -> tuple[Task, Plan]:
     """A few samples of a data set; of a source, whose batches must fit its groups, two whole epochs."""
+    from drivetrain.data import Source
     from drivetrain.plan import Plan
-    from drivetrain.recipe import TaskRef, instantiate
-    from drivetrain.task import Source
+    from drivetrain.task_ref import TaskRef, instantiate
 
     if not isinstance(task.train_data(), Source):
         _limit_data(task, job["limit"])
@@ -169,7 +163,7 @@ def _limit_data(task: Any, samples: int) -> None:
     """Let the task's data sets end after a few samples."""
     from torch.utils.data import Subset
 
-    from drivetrain.task import Source, Tensors
+    from drivetrain.data import Source, Tensors
 
     def limited(give: Any) -> Any:
         def few() -> Any:

@@ -21,9 +21,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from drivetrain.data import Tensors
 from drivetrain.names import check_folder
 from drivetrain.outcomes import Outcome, Problem
-from drivetrain.task import Tensors
 
 SCHEMES = ("https",)  # of addresses that may be fetched
 Split = Literal["train", "test"]

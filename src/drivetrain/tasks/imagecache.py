@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from numpy.lib import format as npy
 
+from drivetrain.data import Tensors
 from drivetrain.outcomes import Outcome, Problem
-from drivetrain.task import Tensors
 from drivetrain.tasks.datasets import local_data
 from drivetrain.tasks.images import Colour, Item, Listing, decode, list_images, some, why_unreadable
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from drivetrain import runs
 from drivetrain.outcomes import Problem
-from drivetrain.recipe import Recipe, TaskRef
+from drivetrain.recipe import Recipe
 from drivetrain.runs import Lock, Run
+from drivetrain.task_ref import TaskRef
 from drivetrain.tune.space import Space
 from drivetrain.tune.study import JOURNAL
 

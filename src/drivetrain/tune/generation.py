@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
-from drivetrain.recipe import TaskRef, load_class
 from drivetrain.runs import Run
+from drivetrain.task_ref import TaskRef, load_class
 from drivetrain.tasks.rl.shape import shape_of
 from drivetrain.watch.files import MetricsFile
 
@@ -32,7 +32,8 @@ def train(job: dict[str, Any], group: Group, tell: Tell, stop: SupportsBool) -> 
     from drivetrain.engine.maths.precision import Precision
     from drivetrain.engine.setup import prepare
 
-    plan, kind = Plan.from_json(job["plan"]), load_class(TaskRef(**job["task"]))
+    plan = Plan.from_json(job["plan"])
+    kind: Any = load_class(TaskRef(**job["task"]))
     prepare(plan, group)
     Precision(plan.precision, group.device)
     for members in grouped(job["members"], job["size"]):
@@ -229,7 +230,7 @@ class _Program:
         facts = self._facts(self.steps)
         result = {
             "step": self.steps, "metrics": member.metrics, "facts": {
-                "dataset": type(member.task).__name__, "model": member.task.net, "classes": None, "channels": None, "train": member.train,
+                "model": type(member.model).__name__, "summary": {"Dataset": type(member.task).__name__} | member.task.summary_fields(), "train": member.train,
                 "weights_step": member.best.step or self.steps, "best": member.best.name if member.best.step else "",
                 "epochs": facts["epoch"], "device": str(self.device), "time": facts["time"], "peak_memory_bytes": facts["memory_bytes"],
                 "parameters": state.count_parameters(member.model.parameters()), "test_samples": len(self.episodes),

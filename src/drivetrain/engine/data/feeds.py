@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from drivetrain.data import Source, Tensors
 from drivetrain.engine.data import signature
 from drivetrain.engine.data.base import EVAL, GROUP, ORDER, TRAIN, Feed, Micro, OrderedFeed, as_tensor, placed
 from drivetrain.engine.data.loader import LoaderFeed
@@ -19,7 +20,7 @@ from drivetrain.engine.group import Group
 from drivetrain.hardware import format_gib, memory_bytes
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
-from drivetrain.task import Source, Task, Tensors, overrides
+from drivetrain.task import Task, overrides
 
 
 class TensorFeed(OrderedFeed):
@@ -229,7 +230,7 @@ def eval_feed(task: Task, data: Any, plan: Plan, group: Group) -> OrderedFeed:
 
 
 def _feed(task: Task, data: Any, plan: Plan, stream: int, order: tuple[Any, ...]) -> OrderedFeed:
-    collate = getattr(task, "collate", None)
+    collate = task.collate if overrides(task, "collate") else None
     if isinstance(data, Tensors) and collate is None:
         return TensorFeed(data, plan.data != "loader" and _fits(data, order[2].device), *order)
     if plan.data == "device":

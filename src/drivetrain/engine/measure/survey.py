@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
+from drivetrain.data import Source, Tensors
 from drivetrain.engine.data.base import as_tensor, tensors_in
 from drivetrain.engine.data.feeds import check_data
 from drivetrain.engine.fast.blocks import repeated_blocks
@@ -28,7 +29,7 @@ from drivetrain.engine.state.tensors import odd_form
 from drivetrain.outcomes import Problem
 from drivetrain.plan.profile import REAL_LIMIT, Profile
 from drivetrain.runs import die_with_parent
-from drivetrain.task import Source, Task, Tensors, overrides
+from drivetrain.task import Task, overrides
 
 T = TypeVar("T")
 
@@ -180,7 +181,7 @@ def _taker(task: Task, data: Any) -> Callable[[int], Any]:
             return data.batch([c[picked] for c in columns])
 
         return rows
-    collate = getattr(task, "collate", None) or default_collate
+    collate = (task.collate if overrides(task, "collate") else None) or default_collate
     return lambda size: collate([data[i % len(data)] for i in range(size)])
 
 

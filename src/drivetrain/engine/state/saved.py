@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from drivetrain.data import Source
 from drivetrain.engine.data.base import Feed
 from drivetrain.engine.data.feeds import SourceFeed
 from drivetrain.engine.state import tensors as state
 from drivetrain.engine.state.checkpoint import Checkpoint, folder, newest_good
 from drivetrain.outcomes import Problem
-from drivetrain.task import Source
 
 if TYPE_CHECKING:
     from drivetrain.engine.loop import Training

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 from drivetrain.outcomes import Problem
 from drivetrain.plan import PINNABLE
 from drivetrain.settings import coerce, nearest, read_type
-from drivetrain.source import of_class
+from drivetrain.settings_reader.live import settings_of_class
 from drivetrain.task import Task
 
 T = TypeVar("T")
@@ -190,5 +190,5 @@ def _checked(use: Use) -> Any:
     if use.name == "deepspeed_config":
         return use.value
     if use.kind == "settings":
-        return coerce(of_class(Task)[use.name].type, use.value)
+        return coerce(settings_of_class(Task)[use.name].type, use.value)
     return coerce(read_type((PINNABLE if use.kind == "pins" else REQUEST)[use.name]), use.value)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
+from drivetrain.data import Tensors
 from drivetrain.outcomes import Problem
 from drivetrain.settings import Duration, Range
-from drivetrain.task import Task, Tensors
+from drivetrain.task import Task
 from drivetrain.tasks.lora import files, text
 from drivetrain.tasks.lora.adapted import Adapted
 from drivetrain.tasks.lora.base import Base, find

@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from drivetrain.data import EpochStepper, StepperContext, Tensors
 from drivetrain.outcomes import Problem
 from drivetrain.settings import Duration, Range
-from drivetrain.task import EpochStepper, StepperContext, Task, Tensors
+from drivetrain.task import Task
 from drivetrain.tasks.rl.checks import checked
 from drivetrain.tasks.rl.envs import Env
 from drivetrain.tasks.rl.nets import Agent, ConvAgent, Independent, LstmAgent, MlpAgent, Rivals
@@ -182,6 +183,9 @@ class Ppo(Task):
             **{name: facts[name] for name in FIGURES},
         }  # fmt: skip
         return ((each * alive).sum(), count), {name: ((figure * alive).sum(), count) for name, figure in figures.items()}
+
+    def summary_fields(self) -> dict[str, Any]:
+        return {"Model": self.net}
 
     def exports(self, model: Agent) -> dict[str, tuple[nn.Module, dict[str, Tensor]]]:
         return graphs(self.env(), model)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drivetrain.data import EpochStepper, Rand, Source, StepperContext, Tensors
 from drivetrain.outcomes import Problem
-from drivetrain.task import EpochStepper, Rand, Source, StepperContext, Tensors
 from drivetrain.tasks.rl.chance import chance
 from drivetrain.tasks.rl.checks import check_first_steps, check_reset, fault_text, first_fault
 from drivetrain.tasks.rl.envs import Env, State, merged

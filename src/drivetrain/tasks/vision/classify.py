@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drivetrain.data import Rand
 from drivetrain.settings import Range
-from drivetrain.task import Rand, Task
+from drivetrain.task import Task
 from drivetrain.tasks.vision import augment, nets
 
 
@@ -49,6 +50,7 @@ class Classifier(Task):
     """An image classifier on (images, labels) batches."""
 
     classes = tuple(str(i) for i in range(10))
+    channels = 1
     label_smoothing = 0.0
 
     def prepare(self, images: Tensor) -> Tensor:
@@ -71,6 +73,9 @@ class Classifier(Task):
         data = self.eval_data()
         images = torch.stack([torch.as_tensor(data[i][0]) for i in range(min(8, len(data)))])
         return {"model": (Prepared(self, model), {"images": images})}
+
+    def summary_fields(self) -> dict[str, Any]:
+        return {"Classes": len(self.classes), "Channels": self.channels}
 
     def summary(self, values: dict[str, Tensor]) -> dict[str, Any]:
         """The confusion matrix: rows are the true classes."""
@@ -109,9 +114,14 @@ class ImageClassifier(Classifier):
     label_smoothing: Annotated[float, Range(0, 1)] = 0.0
     """The share of a training target that is spread over all classes; evaluation is not smoothed."""
 
+    dataset = ""
     channels = 1
     size = 28
     pixels = Pixels((0.0,), (1.0,))
+
+    def summary_fields(self) -> dict[str, Any]:
+        dataset = {"Dataset": self.dataset} if self.dataset else {}
+        return dataset | {"Model": self.net} | super().summary_fields()
 
     def model(self) -> nn.Module:
         return nets.build(self.net, self.channels, self.size, len(self.classes), self.dropout, self.hidden)

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from torch import nn
 
+from drivetrain.data import Tensors
 from drivetrain.settings import Range
-from drivetrain.task import Tensors
 from drivetrain.tasks import datasets
 from drivetrain.tasks.vision.classify import Classifier
 from drivetrain.tasks.vision.nets import mlp
@@ -24,8 +24,6 @@ class Digits(Classifier):
     """The optimizer's peak learning rate."""
     hidden: Annotated[int, Range(1, 65536)] = 256
     """Width of the hidden layer."""
-
-    channels = 1
 
     def model(self) -> nn.Module:
         return mlp(64, self.hidden, 10)

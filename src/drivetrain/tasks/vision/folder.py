@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from torch import nn
 
+from drivetrain.data import Tensors
 from drivetrain.settings import Range
-from drivetrain.task import Tensors
 from drivetrain.tasks import imagecache
 from drivetrain.tasks.vision.classify import ImageClassifier, Pixels
 
@@ -33,15 +33,14 @@ class Folder(ImageClassifier):
 
     classes = tuple[str, ...]()
 
-    @property
-    def dataset(self) -> str:
-        return self.data_dir
-
     @cached_property
     def _images(self) -> imagecache.Images:
         found = imagecache.load(self.data_dir, self.size, self.colour, self.bad_samples)
         self.classes, self.channels, self.pixels = found.classes, len(found.mean), Pixels(found.mean, found.std)
         return found
+
+    def summary_fields(self) -> dict[str, Any]:
+        return super().summary_fields() | {"Dataset": self.data_dir}
 
     def model(self) -> nn.Module:
         self.train_data()  # tells the channels and classes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from drivetrain.data import Tensors
 from drivetrain.settings import Range
-from drivetrain.task import Tensors
 from drivetrain.tasks import datasets
 from drivetrain.tasks.vision.classify import ImageClassifier, Pixels
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.task import StepperContext
+from drivetrain.data import StepperContext
 from drivetrain.tasks.rl.checks import first_fault
 from drivetrain.tasks.rl.envs import Env, merged
 from drivetrain.tasks.rl.envs.bandit import Bandit

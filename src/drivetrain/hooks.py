@@ -1,0 +1,32 @@
+"""The hooks of a task: the methods that a task's class may define. No setting may have the name of one."""
+
+from __future__ import annotations
+
+HOOKS = {
+    "model": "the network",
+    "train_data": "the training data",
+    "eval_data": "the evaluation data",
+    "collate": "makes a batch of samples",
+    "loss": "the loss of a batch",
+    "counts": "the counts of a loss with several parts",
+    "metrics": "the metrics of a batch in evaluation",
+    "summary": "metrics of the whole evaluation data",
+    "remarks": "lines for the log after an evaluation",
+    "augment": "changes a training batch on the device",
+    "optimizer": "an optimizer of the task's own",
+    "schedule": "the factor of the peak learning rate at a step",
+    "predict": "what the model makes of an input",
+    "exports": "the graphs that `export` writes",
+    "summary_fields": "lines of `summary.txt`",
+    "model_files": "writes the weights as files that other programs know",
+}
+RESERVED = {
+    "settings": "a method that returns the values of all settings",
+    "chosen_settings": "a method that returns the settings whose values are not the defaults",
+    "search": "what `tune` searches: assign a dict to it without an annotation",
+    "task": "a key of recipes",
+    "name": "a key of recipes: the run's name",
+    "plan": "a key of recipes",
+    "stages": "a key of recipes",
+}
+"""Names that mean something else, so that no setting may have them."""

@@ -1,0 +1,134 @@
+"""Reads a task's declaration from the source text of its class, without running it."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+from drivetrain.outcomes import Problem
+from drivetrain.settings import MISSING, PACKAGE, Setting, UnknownName, nearest
+from drivetrain.settings_reader.fields import Field, annotated_fields, inherit_range, plain_assignments, setting_type
+from drivetrain.settings_reader.modules import (
+    ClassDefinition,
+    Module,
+    base_classes,
+    derives_from_task,
+    find_class,
+    imported_module,
+    public_names,
+    read_module,
+)
+
+WITHOUT_SETTINGS = ("object", "Generic", "ABC", "abc.ABC")
+
+
+@dataclass
+class TaskDeclaration:
+    """What the source text of a task's class declares."""
+
+    name: str
+    doc: str
+    settings: dict[str, Setting]
+    complete: bool
+    """False where only importing the file can tell all settings: computed defaults, bases from other modules."""
+    search: dict[str, str] | None
+    """What `tune` searches; None where only importing the file can tell."""
+
+
+def read_declaration(path: Path, class_name: str | None = None) -> TaskDeclaration:
+    """Reads one task class of a file; raises Problem where there is none, or there are several and none was named."""
+    definition, name = _find_task(read_module(path), class_name)
+    declaration = TaskDeclaration(name, ast.get_docstring(definition.node) or "", {}, True, _read_search(definition))
+    _add_class(declaration, definition)
+    return declaration
+
+
+def _find_task(module: Module, class_name: str | None) -> tuple[ClassDefinition, str]:
+    """Returns the task's class and its name in this module."""
+    own = [name for name in module.classes if derives_from_task(ClassDefinition(module, name))]
+    imported = _imported_tasks(module)
+    if class_name is None:
+        class_name = _only_task(module, own, imported)
+    if class_name in own:
+        return ClassDefinition(module, class_name), class_name
+    if class_name in module.classes:
+        raise Problem(f"{class_name} in {module.path} is no task: derive it from drivetrain.Task")
+    if class_name in imported:
+        return imported[class_name], class_name
+    hint = nearest(class_name, own) or (f" (it has {', '.join(own)})" if own else "")
+    raise Problem(f"{module.path} has no class {class_name}{hint}")
+
+
+def _only_task(module: Module, own: list[str], imported: dict[str, ClassDefinition]) -> str:
+    """Returns the file's only task; its own tasks come before imported ones, and certain ones before guessed ones."""
+    tasks = [name for name in own if not name.startswith("_")] or list(imported)
+    certain = [name for name in tasks if name in imported or derives_from_task(ClassDefinition(module, name), guess=False)]
+    tasks = certain or tasks
+    if not tasks:
+        raise Problem(f"{module.path} defines no task: write a class that derives from drivetrain.Task")
+    if len(tasks) > 1:
+        raise Problem(f"{module.path} defines {len(tasks)} tasks: name one, as {module.path}:{tasks[-1]} (of {', '.join(tasks)})")
+    return tasks[0]
+
+
+def _imported_tasks(module: Module) -> dict[str, ClassDefinition]:
+    """Returns the tasks that a file imports from modules of its project, by their names in the file: they are tasks of the file too."""
+    names = [name for name, (other, there) in module.imports.items() if there and imported_module(module, other) is not None]
+    for star_import in module.star_imports:
+        if (other := imported_module(module, star_import)) is not None:
+            names += public_names(other)
+    tasks = {}
+    for name in names:
+        definition = None if name.startswith("_") else find_class(module, ast.Name(name, ast.Load()))
+        if definition is not None and not definition.module.path.is_relative_to(PACKAGE) and derives_from_task(definition):
+            tasks[name] = definition
+    return tasks
+
+
+def _add_class(declaration: TaskDeclaration, definition: ClassDefinition) -> None:
+    """Adds the bases' settings, then the class's own, in the order of inheritance."""
+    for node, base in reversed(list(base_classes(definition))):
+        if base is not None:
+            _add_class(declaration, base)
+        elif ast.unparse(node) not in WITHOUT_SETTINGS:
+            declaration.complete = False
+    for field in annotated_fields(definition.node):
+        _add_field(declaration, definition.name, field)
+    for name, value in plain_assignments(definition.node):
+        if old := declaration.settings.get(name):
+            try:
+                declaration.settings[name] = Setting(name, old.type, ast.literal_eval(value), old.doc, definition.name)
+            except ValueError:
+                declaration.complete = False
+
+
+def _add_field(declaration: TaskDeclaration, owner: str, field: Field) -> None:
+    try:
+        kind = setting_type(owner, field.name, field.annotation)
+    except UnknownName:
+        kind, declaration.complete = str, False  # an alias: importing the file tells its type
+    if kind is None:
+        return
+    try:
+        default = MISSING if field.default is None else ast.literal_eval(field.default)
+    except ValueError:
+        default, declaration.complete = ast.unparse(field.default) if field.default else MISSING, False
+    inherited = declaration.settings.get(field.name)
+    doc = field.doc or (inherited.doc if inherited else "")
+    declaration.settings[field.name] = Setting(field.name, inherit_range(kind, inherited), default, doc, owner)
+
+
+def _read_search(definition: ClassDefinition) -> dict[str, str] | None:
+    """Returns the value of `search`, its own or the first base's; None where the text does not tell it."""
+    values = dict(plain_assignments(definition.node)) | {f.name: f.default for f in annotated_fields(definition.node) if f.default}
+    if value := values.get("search"):
+        try:
+            return dict(ast.literal_eval(value))
+        except (ValueError, TypeError):
+            return None
+    for _, base in base_classes(definition):
+        inherited = None if base is None else _read_search(base)
+        if inherited is None or inherited:
+            return inherited
+    return {}
