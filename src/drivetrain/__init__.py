@@ -20,18 +20,18 @@ __all__ = [
     "Duration", "Outcome", "Problem", "Rand", "Range", "Run", "Source", "Task", "Tensors", "datasets", "load", "train",
 ]  # fmt: skip
 
-_HOMES = {
+_MODULE_OF = {
     "Task": "task", "Source": "data", "Tensors": "data", "Rand": "data", "Range": "settings", "Duration": "settings",
     "Run": "runs", "Problem": "outcomes", "Outcome": "outcomes", "train": "api", "load": "api",
 }  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    """Names resolve on first use, so that importing the package (and the command line) stays fast."""
+    """Imports a name on first use, so that importing the package (and starting the command line) is fast."""
     if name == "datasets":
         return importlib.import_module("drivetrain.tasks.datasets")
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"drivetrain.{_HOMES[name]}"), name)
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f"drivetrain.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
 
 

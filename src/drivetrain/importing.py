@@ -1,4 +1,4 @@
-"""Imports a task's module: from the user's own files, or from the copies that a run keeps of them."""
+"""Imports a task's module: from the user's own files, or from a run's copies of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -15,53 +15,62 @@ from types import ModuleType
 from drivetrain.outcomes import Problem
 from drivetrain.project import import_root, import_roots, is_users, module_name, modules_of
 
-ORIGINS = "origins.json"  # beside a run's copies: which file each is a copy of
+ORIGINS = "origins.json"
+"""A file beside a run's copies of modules, which says of which file each is a copy."""
 
 
 def read_origins(folder: Path) -> dict[Path, str]:
-    """A run's copies of modules, and the user's own file of each."""
+    """Returns a run's copies of modules: copy -> the user's own file."""
     try:
-        told = json.loads((folder / ORIGINS).read_text())["files"]
-        return {folder / place: str(file) for place, file in told.items()}
+        files = json.loads((folder / ORIGINS).read_text())["files"]
+        return {folder / path: str(file) for path, file in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
 def import_module(file: Path, package: str, is_copy: bool) -> ModuleType:
-    """Imports a task's file as the module it is, so that relative imports and imports of its project work.
+    """Imports a task's file as a module of its package, so that its relative imports and its imports of the project work.
 
-    `is_copy`: the file is a run's copy. Modules of the same names that were imported from elsewhere, such as by a notebook or from
-    another run's copies, stay as they are for whoever imported them.
+    `is_copy`: the file is a run's copy. Modules of the same names that were imported from elsewhere, by a notebook or from
+    another run's copies, stay in `sys.modules` for their own importers.
     """
     root, name = import_root(file, package), module_name(file, package)
     near, far = ([root], []) if is_copy else import_roots(file, package)
-    places = modules_of(file, package, is_copy)
-    names = {module_name(root / place, ".".join(Path(place).parts[:-1])): place for place in places}
-    before = {n: m for n in _with_parents(names) if (m := sys.modules.get(n)) is not None and not _is_of(m, near)}
-    if package and (strange := next((m for n, m in before.items() if n == name.split(".")[0] and not is_users(_place_of(m))), None)):
-        raise Problem(f"{file}: its package {strange.__name__} has the name of an installed one ({_place_of(strange)}): rename the folder")
-    before = {n: m for n, m in before.items() if is_users(_place_of(m)) and n not in sys.stdlib_module_names}
-    for displaced in before:
-        del sys.modules[displaced]
+    names = [module_name(root / path, ".".join(Path(path).parts[:-1])) for path in modules_of(file, package, is_copy)]
+    displaced = _modules_from_elsewhere(_with_packages(names), near)
+    if package and (installed := displaced.get(name.split(".")[0])) and not is_users(_origin_of(installed)):
+        raise Problem(
+            f"{file}: its package {installed.__name__} has the name of an installed one ({_origin_of(installed)}): rename the folder"
+        )
+    displaced = {n: m for n, m in displaced.items() if is_users(_origin_of(m)) and n not in sys.stdlib_module_names}
+    for displaced_name in displaced:
+        del sys.modules[displaced_name]
     sys.path[:0] = [str(folder) for folder in near]
     sys.path += [str(folder) for folder in far if str(folder) not in sys.path]
     if is_copy and (origins := read_origins(root)):
-        sys.meta_path.insert(0, _Copies(root, names, {str(copy): file for copy, file in origins.items() if Path(file).is_file()}))
+        origins_of_copies = {str(copy): origin for copy, origin in origins.items() if Path(origin).is_file()}
+        sys.meta_path.insert(0, _CopyFinder(root, set(names), origins_of_copies))
     importlib.invalidate_caches()
     try:
-        return importlib.import_module(name) if package else _import_script(file, name, before)
+        return importlib.import_module(name) if package else _import_script(file, name, displaced)
     finally:
-        if before:
-            for n in _with_parents(names):
-                sys.modules.pop(n, None)
-            sys.modules.update(before)
+        if displaced:
+            for imported in _with_packages(names):
+                sys.modules.pop(imported, None)
+            sys.modules.update(displaced)
 
 
-def _import_script(file: Path, name: str, before: dict[str, ModuleType]) -> ModuleType:
-    """A file that is in no package, whatever its name."""
-    if name in before or name in sys.modules or name in sys.stdlib_module_names:
+def _modules_from_elsewhere(names: Iterable[str], folders: Sequence[Path]) -> dict[str, ModuleType]:
+    """Returns the imported modules of these names that do not come from these folders."""
+    modules = {name: module for name in names if (module := sys.modules.get(name)) is not None}
+    return {name: module for name, module in modules.items() if not _is_from(module, folders)}
+
+
+def _import_script(file: Path, name: str, displaced: dict[str, ModuleType]) -> ModuleType:
+    """Imports a file that is in no package, under its own name if that is free."""
+    if name in displaced or name in sys.modules or name in sys.stdlib_module_names:
         name = f"task_{name}"
-    spec = next((s for finder in sys.meta_path[:1] if isinstance(finder, _Copies) and (s := finder.script(name, file))), None)
+    spec = next((s for finder in sys.meta_path[:1] if isinstance(finder, _CopyFinder) and (s := finder.script_spec(name, file))), None)
     spec = spec or importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise Problem(f"{file} cannot be imported")
@@ -71,27 +80,28 @@ def _import_script(file: Path, name: str, before: dict[str, ModuleType]) -> Modu
     return module
 
 
-def _with_parents(names: dict[str, str]) -> list[str]:
-    """The modules of these names and their packages, which may have no file."""
+def _with_packages(names: Iterable[str]) -> list[str]:
+    """Returns these modules and their packages, which may have no file."""
     return list(dict.fromkeys(".".join(name.split(".")[: i + 1]) for name in names for i in range(name.count(".") + 1)))
 
 
-def _place_of(module: ModuleType) -> str:
+def _origin_of(module: ModuleType) -> str:
+    """Returns a module's file, or the folder of a package without one."""
     spec = getattr(module, "__spec__", None)
-    places = list(getattr(module, "__path__", None) or [])
-    return str(
-        (spec.origin if spec and spec.has_location else None) or getattr(module, "__file__", None) or (places[0] if places else "<frozen")
-    )
+    if spec and spec.has_location and spec.origin:
+        return str(spec.origin)
+    folders = list(getattr(module, "__path__", None) or [])
+    return str(getattr(module, "__file__", None) or (folders[0] if folders else "<frozen"))
 
 
-def _is_of(module: ModuleType, folders: Sequence[Path]) -> bool:
-    return any(Path(_place_of(module)).resolve().is_relative_to(folder) for folder in folders)
+def _is_from(module: ModuleType, folders: Sequence[Path]) -> bool:
+    return any(Path(_origin_of(module)).resolve().is_relative_to(folder) for folder in folders)
 
 
-class _Copies(MetaPathFinder):
-    """Finds a run's copies of modules; `__file__` of each is the user's own file, so that files beside that are found."""
+class _CopyFinder(MetaPathFinder):
+    """Finds a run's copies of modules. Their `__file__` is the user's own file, so that code finds the data files beside it."""
 
-    def __init__(self, root: Path, names: dict[str, str], origins: dict[str, str]) -> None:
+    def __init__(self, root: Path, names: set[str], origins: dict[str, str]) -> None:
         self.root, self.names, self.origins = root, names, origins
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -99,7 +109,8 @@ class _Copies(MetaPathFinder):
             return None
         return self._with_origin(PathFinder.find_spec(fullname, path if path is not None else [str(self.root)], target))
 
-    def script(self, name: str, file: Path) -> ModuleSpec | None:
+    def script_spec(self, name: str, file: Path) -> ModuleSpec | None:
+        """Returns the spec of a file that is in no package."""
         return self._with_origin(importlib.util.spec_from_file_location(name, file))
 
     def _with_origin(self, spec: ModuleSpec | None) -> ModuleSpec | None:
@@ -109,6 +120,8 @@ class _Copies(MetaPathFinder):
 
 
 class _CopyLoader(SourceFileLoader):
+    """Loads a run's copy of a module, and gives it the `__file__` of the user's own."""
+
     def __init__(self, name: str, path: str, origin: str) -> None:
         super().__init__(name, path)
         self.users_file = origin

@@ -1,4 +1,4 @@
-"""How a run can end: nine words, each with its exit code, and the error that carries one of them."""
+"""How a run can end: nine outcomes, each with its exit code, and the error that carries one of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from enum import StrEnum
 
 
 class Outcome(StrEnum):
+    """How a run ended."""
+
     OK = "ok"
     USER_ERROR = "user-error"
     USAGE = "usage"
@@ -22,12 +24,10 @@ class Outcome(StrEnum):
 
     @property
     def retryable(self) -> bool:
-        """Repeating the same command may succeed: codes from 200 up."""
+        """Whether the same command may succeed if it is repeated: exit codes from 200 up."""
         return self.code >= 200
 
 
-# Below 128 a repetition fails again; from 200 up it goes on where it stopped. No code is one that a
-# signal's death gives (128 + n), so a killed worker is never mistaken for one that spoke.
 EXIT_CODES = {
     Outcome.OK: 0,
     Outcome.USER_ERROR: 1,
@@ -39,10 +39,12 @@ EXIT_CODES = {
     Outcome.HANG: 202,
     Outcome.OOM: 203,
 }
+"""Below 128 a repeated command fails again; from 200 up it continues where the run stopped. None is 128 + n, the code of a death by
+signal n, so that a killed worker never looks like one that chose its outcome."""
 
 
 class Problem(Exception):
-    """Something the user can mend: one or two lines that name the fix, without a traceback."""
+    """An error that the user can fix: one or two lines that name the fix, shown without a traceback."""
 
     def __init__(self, message: str, outcome: Outcome = Outcome.USAGE) -> None:
         super().__init__(message)
@@ -50,5 +52,5 @@ class Problem(Exception):
 
 
 def outcome_of_code(code: int) -> Outcome:
-    """The word for a process's exit code; deaths by signal and unknown codes are the machine's."""
+    """Returns the outcome of a process's exit code; deaths by signal and unknown codes are INFRA."""
     return next((outcome for outcome, known in EXIT_CODES.items() if known == code), Outcome.INFRA)

@@ -1,4 +1,4 @@
-"""Settings: what a task's annotated fields may be, and how text becomes their values."""
+"""Settings: the types that a task's annotated fields may have, and how text becomes their values."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 from drivetrain.outcomes import Problem
 
 PACKAGE = Path(__file__).parent
+"""The folder of this package."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Length:
 
     @staticmethod
     def parse(text: object) -> Length:
+        """Reads `10`, `2ep` or `10min`; raises ValueError that says which forms fit."""
         match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*(ep|epochs?|s|sec|min|h|d)?", str(text)[:80].strip())
         if match is None:
             raise ValueError("a number of steps, of epochs (2ep) or a time (30s, 10min, 4h)")
@@ -53,20 +55,22 @@ class Length:
         return Length(number * {"s": 1, "sec": 1, "min": 60, "h": 3600, "d": 86400}[unit], "seconds")
 
     def in_steps(self, steps_per_epoch: int) -> int | None:
-        """The same as whole steps, or None for a wall-clock time."""
+        """Returns the number of whole steps; None for a wall-clock time."""
         if self.unit == "seconds":
             return None
         return int(self.value) if self.unit == "steps" else max(1, round(self.value * steps_per_epoch))
 
 
-class _IsDuration:
+class _DurationMark:
     def __repr__(self) -> str:
         return "Duration"
 
 
-Duration = Annotated[int | str, _IsDuration()]
+Duration = Annotated[int | str, _DurationMark()]
+"""The type of a setting that `Length` reads: steps, epochs or a time."""
 MISSING = inspect.Parameter.empty
-_NAMES: dict[str, Any] = {
+"""The default of a setting that has none."""
+_NAMES_IN_ANNOTATIONS: dict[str, Any] = {
     **{t.__name__: t for t in (int, float, str, bool, list, Range)},
     "Literal": Literal,
     "Annotated": Annotated,
@@ -81,11 +85,14 @@ _NAMES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Setting:
+    """A task's annotated field, which a recipe or the command line may set."""
+
     name: str
     type: Any
     default: Any
     doc: str = ""
     owner: str = "Task"
+    """The class that declares it."""
 
     @property
     def required(self) -> bool:
@@ -96,10 +103,10 @@ class Setting:
         return type_text(self.type)
 
     def coerce(self, value: object) -> Any:
-        """The value in the setting's type; text is read as on a command line."""
+        """Returns a value in the setting's type; text is read as on a command line. Raises Problem where it does not fit."""
         try:
             if isinstance(self.default, float) and math.isinf(self.default) and str(value).strip().lower() in ("inf", "infinity"):
-                return math.inf  # what the task itself takes where nothing is said
+                return math.inf  # the task's own default
             return coerce(self.type, value)
         except ValueError as error:
             doc = f" ({self.doc.splitlines()[0]})" if self.doc else ""
@@ -107,7 +114,7 @@ class Setting:
 
 
 def shortened(text: str, length: int = 80) -> str:
-    """Returns text for an error message: its beginning, where it is long."""
+    """Returns text for an error message; only its beginning if it is long."""
     return text if len(text) <= length else f"{text[:length]}... ({len(text):,} characters)"
 
 
@@ -117,12 +124,13 @@ def brief(value: object) -> str:
 
 
 def nearest(name: str, names: typing.Iterable[str]) -> str:
+    """Returns a question that names the most similar of some names; empty where none is similar."""
     close = difflib.get_close_matches(name[:80], list(names), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def resolve(settings: Mapping[str, Setting], given: Mapping[str, object], owner: str) -> dict[str, Any]:
-    """Every setting's value: the given ones checked, the rest by default."""
+    """Returns every setting's value: the given ones checked, the others by default."""
     for name in given:
         if name not in settings:
             raise Problem(f"{owner} has no setting {brief(name)}{nearest(name, settings)} (all: --help)")
@@ -132,87 +140,112 @@ def resolve(settings: Mapping[str, Setting], given: Mapping[str, object], owner:
     return {s.name: s.coerce(given[s.name]) if s.name in given else s.default for s in settings.values()}
 
 
-# --- types -------------------------------------------------------------------------------------
+# --- values ------------------------------------------------------------------------------------
 
 
 def coerce(kind: Any, value: object) -> Any:
+    """Returns a value as a setting's type; text is read as on a command line. Raises ValueError that says which values fit."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _coerce_annotated(args, value)
     if origin in (Union, types.UnionType):
-        if value is None or (type(None) in args and str(value).lower() in ("none", "null")):
-            if type(None) in args:
-                return None
-            raise ValueError(f"{type_text(kind)}, not empty")
-        problems = []
-        for option in args:
-            if option is not type(None):
-                try:
-                    return coerce(option, value)
-                except ValueError as error:
-                    problems.append(str(error))
-        raise ValueError(" or ".join(problems))
+        return _coerce_union(kind, value)
     if origin is Literal:
-        for choice in args:
-            if value == choice or str(value) == str(choice):
-                return choice
-        raise ValueError(f"one of {', '.join(map(str, args))}{nearest(str(value), map(str, args))}")
+        return _coerce_literal(args, value)
     if origin is list or kind is list:
-        parts = value.split(",") if isinstance(value, str) else value
-        if not isinstance(parts, (list, tuple)):
-            parts = [parts]
-        item = args[0] if args else str
-        return [coerce(item, p.strip() if isinstance(p, str) else p) for p in parts if p != ""]
-    return _coerce_plain(kind, value)
+        return _coerce_list(args[0] if args else str, value)
+    if kind is bool:
+        return _coerce_bool(value)
+    if kind in (int, float) and not isinstance(value, bool):
+        return _coerce_number(kind, value)
+    if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        return str(value).strip()
+    raise ValueError(_type_in_words(kind))
 
 
 def _coerce_annotated(args: tuple[Any, ...], value: object) -> Any:
-    if any(isinstance(mark, _IsDuration) for mark in args[1:]):
+    kind, *marks = args
+    if any(isinstance(mark, _DurationMark) for mark in marks):
         Length.parse(value)
         return int(str(value)) if str(value).isdigit() else str(value)
-    number = coerce(args[0], value)
-    for mark in args[1:]:
+    number = coerce(kind, value)
+    for mark in marks:
         if isinstance(mark, Range) and number is not None and not mark.low <= number <= mark.high:
-            bound = f"{mark.high:g}" if mark.high < 1e6 else f"{mark.high:,}"
-            upper = " or more" if mark.high == float("inf") or (mark.high >= 2**31 - 1 and number < mark.low) else f" to {bound}"
-            raise ValueError(f"{_article(args[0])} of {mark.low:g}{upper}")
+            high = f"{mark.high:g}" if mark.high < 1e6 else f"{mark.high:,}"
+            is_open = mark.high == float("inf") or (mark.high >= 2**31 - 1 and number < mark.low)
+            raise ValueError(f"{_type_in_words(kind)} of {mark.low:g}{' or more' if is_open else f' to {high}'}")
     return number
 
 
-def _coerce_plain(kind: Any, value: object) -> Any:
-    text = str(value).strip()
-    if kind is bool:
-        if text.lower() in ("true", "yes", "on", "1"):
-            return True
-        if text.lower() in ("false", "no", "off", "0"):
-            return False
-        raise ValueError("true or false")
-    if kind in (int, float) and not isinstance(value, bool):
-        try:
-            number = float(text.replace("_", "")) if kind is float or "e" in text.lower() else int(text)
-        except ValueError:
-            raise ValueError(_article(kind)) from None
-        if isinstance(number, float) and not math.isfinite(number):
-            raise ValueError(f"{_article(kind)} that is finite" if kind is float else _article(kind))
-        if kind is int and (number != int(number) or abs(number) >= 2**63):
-            raise ValueError(_article(int) if number != int(number) else "a whole number of at most 63 bits")
-        return kind(number)
-    if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
-        return text if isinstance(value, str) else str(value)
-    raise ValueError(_article(kind))
+def _coerce_union(kind: Any, value: object) -> Any:
+    options = get_args(kind)
+    if value is None or (type(None) in options and str(value).lower() in ("none", "null")):
+        if type(None) in options:
+            return None
+        raise ValueError(f"{type_text(kind)}, not empty")
+    problems = []
+    for option in options:
+        if option is not type(None):
+            try:
+                return coerce(option, value)
+            except ValueError as error:
+                problems.append(str(error))
+    raise ValueError(" or ".join(problems))
 
 
-def _article(kind: Any) -> str:
+def _coerce_literal(choices: tuple[Any, ...], value: object) -> Any:
+    for choice in choices:
+        if value == choice or str(value) == str(choice):
+            return choice
+    raise ValueError(f"one of {', '.join(map(str, choices))}{nearest(str(value), map(str, choices))}")
+
+
+def _coerce_list(kind: Any, value: object) -> list[Any]:
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)):
+        items = [items]
+    return [coerce(kind, item.strip() if isinstance(item, str) else item) for item in items if item != ""]
+
+
+def _coerce_bool(value: object) -> bool:
+    text = str(value).strip().lower()
+    if text in ("true", "yes", "on", "1"):
+        return True
+    if text in ("false", "no", "off", "0"):
+        return False
+    raise ValueError(_type_in_words(bool))
+
+
+def _coerce_number(kind: type[int] | type[float], value: object) -> int | float:
+    text, name = str(value).strip(), _type_in_words(kind)
+    try:
+        number = float(text.replace("_", "")) if kind is float or "e" in text.lower() else int(text)
+    except ValueError:
+        raise ValueError(name) from None
+    if isinstance(number, float) and not math.isfinite(number):
+        raise ValueError(f"{name} that is finite" if kind is float else name)
+    if kind is int and number != int(number):
+        raise ValueError(name)
+    if kind is int and abs(number) >= 2**63:
+        raise ValueError(f"{name} of at most 63 bits")
+    return kind(number)
+
+
+# --- types -------------------------------------------------------------------------------------
+
+
+def _type_in_words(kind: Any) -> str:
+    """Returns what an error message calls a type's values."""
     return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(kind, type_text(kind))
 
 
 def type_text(kind: Any) -> str:
-    """The annotation as one would write it; `read_type` reads it back."""
+    """Returns a type as an annotation's text; `read_type` reads it back."""
     origin, args = get_origin(kind), get_args(kind)
     if kind is type(None):
         return "None"
     if origin is Annotated:
-        if isinstance(args[1], _IsDuration):
+        if isinstance(args[1], _DurationMark):
             return "Duration"
         return f"Annotated[{type_text(args[0])}, {', '.join(map(repr, args[1:]))}]"
     if origin in (Union, types.UnionType):
@@ -224,8 +257,8 @@ def type_text(kind: Any) -> str:
     return str(getattr(kind, "__name__", kind))
 
 
-class _Flatten(ast.NodeTransformer):
-    """`typing.Literal` and `drivetrain.Range` become plain names; anything else unusual is refused."""
+class _PlainNames(ast.NodeTransformer):
+    """Turns `typing.Literal` and `drivetrain.Range` into plain names; refuses whatever a type has no use for."""
 
     allowed = (ast.Expression, ast.Name, ast.Subscript, ast.Constant, ast.Tuple, ast.List, ast.BinOp, ast.BitOr,
                ast.Call, ast.Load, ast.UnaryOp, ast.USub, ast.keyword, ast.Add, ast.Sub, ast.Mult, ast.Pow)  # fmt: skip
@@ -241,17 +274,17 @@ class _Flatten(ast.NodeTransformer):
 
 
 class UnknownName(ValueError):
-    """An annotation uses a name that its text alone does not explain."""
+    """An annotation uses a name of the file's own, such as an alias of a type."""
 
 
 @cache
 def read_type(text: str) -> Any:
-    """The type an annotation's text names; ValueError where it is none that a setting can have."""
-    tree = ast.fix_missing_locations(_Flatten().visit(ast.parse(text, mode="eval")))
+    """Returns the type that an annotation's text names; raises ValueError where no setting can have it."""
+    tree = ast.fix_missing_locations(_PlainNames().visit(ast.parse(text, mode="eval")))
     if isinstance(tree.body, ast.Constant) and isinstance(tree.body.value, str):
         return read_type(tree.body.value)
     try:
-        kind = eval(compile(tree, "<annotation>", "eval"), {"__builtins__": {}}, _NAMES)
+        kind = eval(compile(tree, "<annotation>", "eval"), {"__builtins__": {}}, _NAMES_IN_ANNOTATIONS)
     except NameError as error:
         raise UnknownName(text) from error
     except TypeError as error:
@@ -262,6 +295,7 @@ def read_type(text: str) -> Any:
 
 
 def _check_type(kind: Any, text: str) -> None:
+    """Raises ValueError where no setting can have this type."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType, list):
         for arg in args:

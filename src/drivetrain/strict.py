@@ -1,4 +1,4 @@
-"""Reads plain JSON values as typed ones. A value of another type, an unknown field or a missing one is an error."""
+"""Reads plain JSON values as typed ones. A value of the wrong type, an unknown field and a missing field are errors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 
 class Mismatch(ValueError):
-    """A value that is not of the type it should have; says where it is."""
+    """A value has the wrong type; the message says where it is."""
 
 
 def read(kind: type[T], value: object, where: str = "value") -> T:
-    """Returns the value as `kind`: a dataclass, an enum, or a type built of plain ones."""
+    """Returns the value as a `kind`: a dataclass, an enum, or a type built of plain ones. `where` names the value in an error."""
     return typing.cast(T, _read(kind, value, where))
 
 
@@ -88,8 +88,9 @@ def _hints(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
-def _checked(holds: bool, value: Any, kind: Any, where: str) -> Any:
-    if not holds:
+def _checked(fits: bool, value: Any, kind: Any, where: str) -> Any:
+    """Returns the value; raises Mismatch unless it fits."""
+    if not fits:
         raise _mismatch(value, kind, where)
     return value
 

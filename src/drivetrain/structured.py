@@ -1,4 +1,4 @@
-"""Reads YAML and JSON that anybody may have written: small files, each key once, bounded depth, bounded aliases."""
+"""Reads YAML and JSON that anybody may have written: small files, no key twice, bounded depth, bounded aliases."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from typing import Any
 from drivetrain.outcomes import Problem
 
 MAX_BYTES = 4 << 20
-MAX_YAML_BYTES = 1 << 18  # people write YAML, and it is slow to read
+MAX_YAML_BYTES = 1 << 18  # YAML is slow to read
 MAX_DEPTH = 50
-MAX_VALUES = 20_000  # of YAML, aliases counted as what they stand for
+MAX_VALUES = 20_000
+"""Values in a YAML file; an alias counts as many as its anchor has."""
 
 
-def read_text(path: Path, what: str) -> str:
-    """Returns a small text file's content; `what` names the file's purpose in an error."""
+def read_text(path: Path, purpose: str) -> str:
+    """Returns a small text file's content; `purpose` names the file in an error, such as "the recipe"."""
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
-            raise Problem(f"{what} {path} is larger than {MAX_BYTES >> 20} MiB: it holds something else")
+            raise Problem(f"{purpose} {path} is larger than {MAX_BYTES >> 20} MiB: it holds something else")
         return data.decode("utf-8-sig")
     except OSError as error:
-        raise Problem(f"cannot read {what} {path}: {error.strerror}") from None
+        raise Problem(f"cannot read {purpose} {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise Problem(f"{what} {path} is no text") from None
+        raise Problem(f"{purpose} {path} is no text") from None
 
 
 def parse_json(text: str, path: Path) -> Any:
-    """Returns the value that JSON text holds; a key that stands twice, or 51 levels, are a Problem."""
+    """Returns the value that JSON text holds; raises Problem for a key that stands twice, and for deep nesting."""
     try:
-        values = json.loads(text, object_pairs_hook=_each_once)
+        values = json.loads(text, object_pairs_hook=_dict_without_duplicates)
         if _depth(values) > MAX_DEPTH:
             raise RecursionError
     except RecursionError:
@@ -51,21 +52,22 @@ def parse_yaml(text: str, path: Path) -> Any:
         return yaml.load(text, Loader=_loader())
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        why = getattr(error, "problem", None) or str(error).partition("\n")[0]
-        raise Problem(f"{path}{where}: not valid YAML: {why}") from None
+        line = f", line {mark.line + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        raise Problem(f"{path}{line}: not valid YAML: {reason}") from None
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice[:80]!r} stands there twice")
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {duplicate[:80]!r} stands there twice")
     return values
 
 
 def _depth(values: Any) -> int:
+    """Returns how deeply a value is nested, at most MAX_DEPTH + 1."""
     level, depth = [values], 0
     while level and depth <= MAX_DEPTH:
         inner = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, (dict, list))]
@@ -74,6 +76,7 @@ def _depth(values: Any) -> int:
 
 
 def _loader() -> Any:
+    """Returns the class that loads YAML; a function, because yaml is imported late."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -81,37 +84,37 @@ def _loader() -> Any:
 
         def __init__(self, stream: Any) -> None:
             super().__init__(stream)
-            self.depth, self.count = 0, 0
-            self.sizes: dict[int, int] = {}
+            self.depth, self.num_values = 0, 0
+            self.num_values_of_node: dict[int, int] = {}
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             event: Any = self.peek_event()  # type: ignore[no-untyped-call]
             is_alias = isinstance(event, yaml.AliasEvent)
             self.depth += 1
             if self.depth > MAX_DEPTH:
-                raise self.refused(f"nested deeper than {MAX_DEPTH} levels", event)
-            before = self.count
+                raise self.error(f"nested deeper than {MAX_DEPTH} levels", event)
+            before = self.num_values
             node = super().compose_node(parent, index)
-            if is_alias and id(node) not in self.sizes:
-                raise self.refused(f"the alias *{event.anchor} stands within what it names", event)
-            self.count += self.sizes[id(node)] if is_alias else 1
-            self.sizes[id(node)] = self.count - before
-            if self.count > MAX_VALUES:
-                raise self.refused(f"more than {MAX_VALUES:,} values (an alias counts as what it stands for)", event)
+            if is_alias and id(node) not in self.num_values_of_node:
+                raise self.error(f"the alias *{event.anchor} stands within what it names", event)
+            self.num_values += self.num_values_of_node[id(node)] if is_alias else 1
+            self.num_values_of_node[id(node)] = self.num_values - before
+            if self.num_values > MAX_VALUES:
+                raise self.error(f"more than {MAX_VALUES:,} values (an alias counts as what it stands for)", event)
             self.depth -= 1
             return node
 
         def compose_mapping_node(self, anchor: Any) -> Any:
             node = super().compose_mapping_node(anchor)
-            seen = set()
+            names = set()
             for key, _ in node.value:
                 name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)
-                if name in seen:
-                    raise self.refused(f"the key {str(key.value)[:80]!r} stands there twice: leave one of them out", key)
-                seen.add(name)
+                if name in names:
+                    raise self.error(f"the key {str(key.value)[:80]!r} stands there twice: leave one of them out", key)
+                names.add(name)
             return node
 
-        def refused(self, why: str, at: Any) -> Exception:
-            return yaml.composer.ComposerError(None, None, why, at.start_mark)
+        def error(self, reason: str, node: Any) -> Exception:
+            return yaml.composer.ComposerError(None, None, reason, node.start_mark)
 
     return Loader

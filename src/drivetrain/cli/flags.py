@@ -55,13 +55,13 @@ def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
 
 def folder_flag(flag: str) -> Callable[[str], str]:
     """Returns the type of a flag that is a folder of this machine."""
-    return partial(check_folder, what=flag)
+    return partial(check_folder, label=flag)
 
 
 def add_run_folder(parser: Parser, what: str) -> None:
     """Adds --run-dir and --name, of which one may be given."""
     parser.add_argument("--run-dir", type=folder_flag("--run-dir"), metavar="DIR", help=f"the {what}'s own folder")
-    parser.add_argument("--name", type=partial(check_name, what="--name"), metavar="N", help=f"the {what}'s name: its folder is runs/N")
+    parser.add_argument("--name", type=partial(check_name, label="--name"), metavar="N", help=f"the {what}'s name: its folder is runs/N")
 
 
 def seconds(text: str) -> float:
