@@ -56,7 +56,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("chaos small.py --faults -1", "--faults: -1: write a whole number of 0 or more"),
     ("chaos small.py --steps 0", "--steps: 0"),
     ("chaos small.py --hang-after never", "write a time"),
-    ("chaos small.py --schedule nonsense", "write kill@MOMENT:COUNT"),
+    ("chaos small.py --schedule nonsense", "write kill@POINT:COUNT"),
     ("chaos small.py --kinds nonsense", "there are"),
     ("verify-resume small.py --steps 1", "--steps: 1: write a whole number of 2"),
     ("play snake --port 99999", "write a whole number of 0 to 65535"),

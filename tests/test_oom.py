@@ -152,7 +152,7 @@ def test_under_torchrun_the_smaller_plan_is_left_behind(folder: Path) -> None:
 @pytest.mark.parametrize("words", ["oom@step", "oom@forward:3", "kill@start:1,oom"])
 def test_a_fault_that_nobody_understands(words: str, folder: Path) -> None:
     write_task()
-    assert "FAULT@PLACE:STEP[:micro=M][:rank=R]" in bad("train", "small.py", "--procs", "1", DRIVETRAIN_FAULTS=words)
+    assert "FAULT@PHASE:STEP[:micro=M][:rank=R]" in bad("train", "small.py", "--procs", "1", DRIVETRAIN_FAULTS=words)
 
 
 HUGE = "torch.empty(1 << 50, dtype=torch.uint8)"

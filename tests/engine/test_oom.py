@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.chaos import read
+from drivetrain.engine.faults.injection import read_fault
 from drivetrain.engine.faults.out_of_memory import Before, OutOfMemory
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observer, Observers
@@ -50,7 +50,7 @@ def prepare(
     plan = choose(task.settings(), HARDWARE, device="cpu", world_size=group.size, local_procs=group.size, pins=PINS | pins)
     run = Run(folder)
     members: list[Observer] = [told or Told(), MetricsFile(run)] if group.main else []
-    injectors = [read(fault, group.rank) for fault in faults.split(",") if fault]
+    injectors = [read_fault(fault, group.rank) for fault in faults.split(",") if fault]
     return Training(task, plan, run, group, Observers([*members, *(i for i in injectors if i is not None)]), False)
 
 
@@ -313,8 +313,8 @@ def test_buffers_are_put_back_whatever_became_of_them() -> None:
 
 @pytest.mark.parametrize("text", ["oom@step", "oom@forward:3", "oom@step:3:rank=", "kill@nowhere:1", "oom@step:3:rank=1:micro=2"])
 def test_a_fault_that_nobody_understands_is_refused(text: str) -> None:
-    with pytest.raises(Problem, match="write kill@MOMENT:COUNT"):
-        read(text, 0)
+    with pytest.raises(Problem, match="write kill@POINT:COUNT"):
+        read_fault(text, 0)
 
 
 def repeat(folder: str, seed: int, times: int, group: Group) -> int:

@@ -92,7 +92,7 @@ def break_it(way: str, host: Host, second: Agent) -> None:
     if way == "host":
         second.kill(workers=True)
     else:
-        host.cut()
+        host.cut_cable()
 
 
 @pytest.mark.timeout(1200)
@@ -112,7 +112,7 @@ def test_a_lost_host_costs_seconds_and_comes_back(way: str, pair: list[Host], fo
         shrunk = reached("steps of one", lambda: any(e["world_size"] == 1 for e in events("resumed")))
         print(f"{way}: lost for {took:.1f} s, on one host {shrunk:.1f} s later")
         if way == "cable":
-            two.mend()
+            two.mend_cable()
         else:
             reached("no orphans", lambda: not two.processes(), 20)
             second = start(two)
@@ -120,7 +120,7 @@ def test_a_lost_host_costs_seconds_and_comes_back(way: str, pair: list[Host], fo
         assert first.process.wait(400) == 0, first.output
         assert second.process.wait(120) == 0, second.output
     finally:
-        two.mend()
+        two.mend_cable()
         for agent in (first, second):
             if agent.process.poll() is None:
                 agent.kill(workers=True)

@@ -1,4 +1,4 @@
-"""A training over several hosts that are lost on the way, one after another, and come back."""
+"""A training on several hosts that are lost one after another and come back."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from drivetrain.runs import Run
 
 KINDS = ("host", "agent", "cut")
 PORT = 29500
-PATIENCE = 180.0  # seconds without anything new from the run
+PATIENCE_SECONDS = 180.0  # without progress of the run
 
 
 class Outage(NamedTuple):
+    """The loss of one host, once all hosts have reached a step."""
+
     kind: str
     step: int
     host: int
@@ -30,69 +32,74 @@ class Outage(NamedTuple):
         return f"{self.kind}@step:{self.step}:host={self.host}"
 
 
-def read(text: str, count: int) -> Outage:
+def read_outage(text: str, num_hosts: int) -> Outage:
     match = re.fullmatch(rf"({'|'.join(KINDS)})@step:(\d+):host=(\d+)", text)
-    if match is None or not 2 <= int(match[3]) <= count:
-        raise Problem(f"{text}: with --hosts write FAULT@step:STEP:host=H, with a fault of {', '.join(KINDS)} and a host from 2 to {count}")
+    if match is None or not 2 <= int(match[3]) <= num_hosts:
+        raise Problem(
+            f"{text}: with --hosts write FAULT@step:STEP:host=H, with a fault of {', '.join(KINDS)} and a host from 2 to {num_hosts}"
+        )
     return Outage(match[1], int(match[2]), int(match[3]))
 
 
-def draw(seed: int, faults: int, first: int, steps: int, count: int, kinds: list[str]) -> list[Outage]:
-    """All kinds in turn, spread over the steps from the first checkpoint on; any host but the one that leads."""
+def draw_outages(seed: int, count: int, first_step: int, steps: int, num_hosts: int, kinds: list[str]) -> list[Outage]:
+    """Draws outages: the kinds alternate, the steps spread from `first_step` to the end, and host 1, the leader, stays."""
     rng = random.Random(seed)
-    span = (steps - first) / (faults + 1)
+    span = (steps - first_step) / (count + 1)
     if span < 1:
-        raise Problem(f"--faults {faults}: too many for {steps} steps; raise --steps")
-    dealt = [kinds[i % len(kinds)] for i in range(faults)]
-    rng.shuffle(dealt)
-    return [Outage(kind, first + int(span * (i + rng.random())), rng.randint(2, count)) for i, kind in enumerate(dealt)]
+        raise Problem(f"--faults {count}: too many for {steps} steps; raise --steps")
+    drawn_kinds = [kinds[i % len(kinds)] for i in range(count)]
+    rng.shuffle(drawn_kinds)
+    return [Outage(kind, first_step + int(span * (i + rng.random())), rng.randint(2, num_hosts)) for i, kind in enumerate(drawn_kinds)]
 
 
-class Outages:
-    """The same command on every host, and what is done to them."""
+class TrainingOnHosts:
+    """Runs the same command on every host, and loses and restores hosts as the outages say."""
 
     def __init__(
-        self, hosts: list[Host], procs: int, command: list[str], run: Run, environment: Mapping[str, str], say: Callable[[str], None]
+        self, hosts: list[Host], procs: int, command: list[str], run: Run, environment: Mapping[str, str], notify: Callable[[str], None]
     ) -> None:
-        self.hosts, self.full, self.run, self.environment, self.say = hosts, procs * len(hosts), run, environment, say
-        self.words = [*command, "--nodes", f"1:{len(hosts)}", "--rendezvous", f"{hosts[0].address}:{PORT}"]
-        self.started: dict[str, subprocess.Popen[bytes]] = {}
+        self.hosts, self.full_world_size, self.run, self.environment, self.notify = hosts, procs * len(hosts), run, environment, notify
+        self.command = [*command, "--nodes", f"1:{len(hosts)}", "--rendezvous", f"{hosts[0].address}:{PORT}"]
+        self.commands: dict[str, subprocess.Popen[bytes]] = {}
 
     def train(self, outages: list[Outage]) -> None:
-        """To the end, which each host's command must reach well."""
+        """Trains to the end. Every host that takes part then must end with exit code 0."""
         for host in self.hosts:
             self._start(host)
         for outage in outages:
-            self._until(f"step {outage.step} on all hosts", partial(self._reached, outage.step))
-            if self._finished():
+            self._wait_for(f"step {outage.step} on all hosts", partial(self._has_reached, outage.step))
+            if self._is_finished():
                 break
-            self._lose(outage)
-        self._until("the end of the run", self._finished)
+            self._lose_and_restore(outage)
+        self._wait_for("the end of the run", self._is_finished)
         for host in self.hosts:
-            if host is not self.hosts[0] and not self._together():
-                host.kill()  # the run came to its end before this one was back
+            if host is not self.hosts[0] and not self._all_take_part():
+                host.kill()  # the run finished before this host was back
                 continue
             try:
-                code = self.started[host.name].wait(PATIENCE)
+                code = self.commands[host.name].wait(PATIENCE_SECONDS)
             except subprocess.TimeoutExpired:
                 raise self._failure(f"{host.name} does not end") from None
             if code != 0:
                 raise self._failure(f"the command on {host.name} ended with {code}")
 
-    def _lose(self, outage: Outage) -> None:
-        host, command = self.hosts[outage.host - 1], self.started[f"host{outage.host}"]
-        stepped = self._count("stepped")
+    def _lose_and_restore(self, outage: Outage) -> None:
+        host, command = self.hosts[outage.host - 1], self.commands[f"host{outage.host}"]
+        num_first_steps = self._num_events("stepped")
         self.run.log_event("injected", fault=str(outage))
         if outage.kind == "cut":
-            host.cut()
+            host.cut_cable()
         elif outage.kind == "host":
             host.kill()
         else:
             command.kill()
-        self._until(f"the others to go on without {host.name}", lambda: self._count("stepped") > stepped and not self._together())
-        self.say(f"{outage}: the others go on; {host.name} comes back")
+        self._wait_for(
+            f"the others to go on without {host.name}",
+            lambda: self._num_events("stepped") > num_first_steps and not self._all_take_part(),
+        )
+        self.notify(f"{outage}: the others go on; {host.name} comes back")
         if outage.kind == "cut":
-            host.mend()
+            host.mend_cable()
         else:
             command.wait()
             if left := host.processes():
@@ -100,46 +107,46 @@ class Outages:
             self._start(host)
 
     def _start(self, host: Host) -> None:
-        with open(self._log(host), "ab") as log:
-            self.started[host.name] = host.start([sys.executable, "-P", "-m", "drivetrain", *self.words], self.environment, log)
+        with open(self._log_path(host), "ab") as log:
+            self.commands[host.name] = host.start([sys.executable, "-P", "-m", "drivetrain", *self.command], self.environment, log)
 
-    def _log(self, host: Host) -> Path:
+    def _log_path(self, host: Host) -> Path:
         return self.run.path.parent / f"{host.name}.log"
 
-    # --- what the run tells ---
+    # --- the run's progress, as its files show it ---
 
-    def _count(self, kind: str) -> int:
+    def _num_events(self, kind: str) -> int:
         return sum(event["event"] == kind for event in self.run.events()) if self.run.events_path.exists() else 0
 
-    def _together(self) -> bool:
-        """Whether all hosts take part."""
+    def _all_take_part(self) -> bool:
         if not self.run.events_path.exists():
             return False
         sizes = [event["world_size"] for event in self.run.events() if event["event"] in ("started", "resumed")]
-        return sizes[-1:] == [self.full]
+        return sizes[-1:] == [self.full_world_size]
 
-    def _reached(self, step: int) -> bool:
-        return self._together() and self.run.last_row().get("step", 0) >= step
+    def _has_reached(self, step: int) -> bool:
+        return self._all_take_part() and self.run.last_row().get("step", 0) >= step
 
-    def _finished(self) -> bool:
-        return self._count("finished") > 0
+    def _is_finished(self) -> bool:
+        return self._num_events("finished") > 0
 
-    def _until(self, what: str, holds: Callable[[], bool]) -> None:
-        news, heard = self._news(), time.monotonic()
-        while not holds() and not self._finished():
-            lead = self.started[self.hosts[0].name]
-            if lead.poll() not in (None, 0):
-                raise self._failure(f"the command on {self.hosts[0].name} ended with {lead.returncode}")
-            if (latest := self._news()) != news:
-                news, heard = latest, time.monotonic()
-            elif time.monotonic() - heard > PATIENCE:
-                raise self._failure(f"waited {PATIENCE:.0f} s for {what}")
+    def _wait_for(self, description: str, condition: Callable[[], bool]) -> None:
+        """Waits for a condition or the end of the run; fails if the leader's command fails or the run makes no progress."""
+        sizes, last_progress = self._file_sizes(), time.monotonic()
+        while not condition() and not self._is_finished():
+            leader = self.commands[self.hosts[0].name]
+            if leader.poll() not in (None, 0):
+                raise self._failure(f"the command on {self.hosts[0].name} ended with {leader.returncode}")
+            if (new_sizes := self._file_sizes()) != sizes:
+                sizes, last_progress = new_sizes, time.monotonic()
+            elif time.monotonic() - last_progress > PATIENCE_SECONDS:
+                raise self._failure(f"waited {PATIENCE_SECONDS:.0f} s for {description}")
             time.sleep(0.05)
 
-    def _news(self) -> list[int]:
-        """What changes when the run gets on."""
+    def _file_sizes(self) -> list[int]:
+        """Returns the sizes of the files that grow when the run makes progress."""
         return [path.stat().st_size if path.exists() else 0 for path in (self.run.events_path, self.run.metrics_path)]
 
-    def _failure(self, what: str) -> Problem:
-        ends = {host.name: "\n".join(self._log(host).read_text(errors="replace").splitlines()[-15:]) for host in self.hosts}
-        return Problem(f"{what}\n" + "\n".join(f"--- {name}\n{text}" for name, text in ends.items()), Outcome.INFRA)
+    def _failure(self, message: str) -> Problem:
+        last_lines = {host.name: "\n".join(self._log_path(host).read_text(errors="replace").splitlines()[-15:]) for host in self.hosts}
+        return Problem(f"{message}\n" + "\n".join(f"--- {name}\n{text}" for name, text in last_lines.items()), Outcome.INFRA)

@@ -23,7 +23,7 @@ VERBS = {
     "runs": ("inspect", "list runs; rm and prune make room"),
     "plan": ("plan", "how a task would run here, or on a machine you only describe, and why"),
     "hardware": ("hardware", "what this machine has, or one you only describe"),
-    "verify-resume": ("verify", "prove that a task resumes to the last bit"),
+    "verify-resume": ("verify_resume", "prove that a task resumes to the last bit"),
     "chaos": ("chaos", "break a training on purpose, in every way, and prove that nothing was lost"),
     "completion": ("completion", "print a shell's completion script"),
 }

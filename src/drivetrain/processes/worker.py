@@ -79,7 +79,7 @@ def _smaller_plan(error: BaseException) -> dict[str, Any] | None:
 
 
 def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag, watchers: Sequence[Observer]) -> dict[str, Any]:
-    from drivetrain.chaos import SAMPLES, Samples, injectors
+    from drivetrain.engine.faults.injection import SAMPLES_VARIABLE, SampleLog, injectors
     from drivetrain.engine.log.observe import Observers
     from drivetrain.plan import Plan
     from drivetrain.task_ref import TaskRef, instantiate
@@ -125,8 +125,8 @@ def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag, wa
         from drivetrain.engine.faults.nonfinite import Finder, nothing_found
 
         Finder(training, looks["nan_step"])
-    if os.environ.get(SAMPLES):
-        Samples(training, run.path / "logs" / f"samples-{group.rank}.jsonl")
+    if os.environ.get(SAMPLES_VARIABLE):
+        SampleLog(training, run.path / "logs" / f"samples-{group.rank}.jsonl")
     if job["mode"] == "verify":
         if training.source is not None:  # its state is saved at the end of an epoch: go over one
             task.steps = max(training.total, 2 * training.feed.steps_per_epoch)
@@ -243,13 +243,13 @@ def _as_users_see(text: str, job: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    from drivetrain.chaos import FRONT
+    from drivetrain.engine.faults.injection import FRONT_VARIABLE
     from drivetrain.supervise.nursery import WIRE
     from drivetrain.supervise.stacks import answer_about_collectives, answer_to
 
     handle, page, parent, front = map(int, os.environ.pop(WIRE).split())
     die_with_parent(parent)
-    os.environ[FRONT] = str(front)
+    os.environ[FRONT_VARIABLE] = str(front)
     stop = StopFlag()
     stop.install()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)

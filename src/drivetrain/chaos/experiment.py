@@ -1,0 +1,188 @@
+"""One experiment: train undisturbed, train again with faults, compare."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.chaos import outages
+from drivetrain.chaos.report import compare, injected
+from drivetrain.engine.faults.injection import ACTIONS, FAULTS_VARIABLE, PACE_VARIABLE, SAMPLES_VARIABLE, read_fault
+from drivetrain.outcomes import EXIT_CODES, Outcome, Problem
+from drivetrain.runs import Run, die_with_parent
+
+if TYPE_CHECKING:
+    from drivetrain.watch.screen import Screen
+
+NUM_FAULTS, NUM_OUTAGES = 20, 3  # unless the user gives a number
+NUM_SAVES = 12  # checkpoints in the whole run
+STEP_DELAY_SECONDS = 0.15  # on hosts: without it the run ends before a lost host is back
+COMMAND_ENDING_KINDS = ("agent", "preempt", "nan", "full")  # the command is repeated after these, as a launcher does
+USUAL_KINDS = [kind for kind in ACTIONS if kind != "oom"]  # oom changes the plan, and so the order of sums and dropout's masks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A training and the faults to inject into it."""
+
+    task: str
+    settings: Sequence[str] = ()
+    steps: int
+    procs: int
+    """On each host."""
+    num_hosts: int | None = None
+    """Hosts to create on this machine; None: train on this machine itself."""
+    num_faults: int | None = None
+    schedule: Sequence[str] = ()
+    """The faults; where empty they are drawn."""
+    kinds: Sequence[str] = ()
+    seed: int
+    hang_after: float
+    """Seconds."""
+    flags: Sequence[str] = ()
+    """Further flags of the `train` command."""
+
+    @property
+    def save_every(self) -> int:
+        return max(1, self.steps // NUM_SAVES)
+
+    def train_command(self) -> list[str]:
+        settings = [
+            *self.settings,
+            f"steps={self.steps}",
+            "log_every=1",
+            f"save_every={self.save_every}",
+            f"eval_every={4 * self.save_every}",
+        ]
+        return ["train", self.task, *settings, *self.flags, "-q", "--hang-after", f"{self.hang_after:f}s", "--restarts", "5"]
+
+    def faults(self) -> list[str]:
+        """Returns the scheduled faults, or draws them; raises Problem where one is malformed."""
+        usual_kinds = USUAL_KINDS if self.num_hosts is None else list(outages.KINDS)
+        known_kinds = list(ACTIONS) if self.num_hosts is None else list(outages.KINDS)
+        for kind in self.kinds:
+            if kind not in known_kinds:
+                others = " (and others with --hosts)" if self.num_hosts is None else ""
+                raise Problem(f"--kinds {kind}: there are {', '.join(known_kinds)}{others}")
+        kinds = list(self.kinds) or usual_kinds
+        if self.num_hosts is None:
+            for fault in self.schedule:
+                read_fault(fault, rank=0)
+            return list(self.schedule) or draw_faults(self.seed, _default(self.num_faults, NUM_FAULTS), self.steps, self.procs, kinds)
+        scheduled = [outages.read_outage(text, self.num_hosts) for text in self.schedule]
+        num_outages = _default(self.num_faults, NUM_OUTAGES)
+        first_step = self.save_every + 1
+        return [
+            str(outage)
+            for outage in scheduled or outages.draw_outages(self.seed, num_outages, first_step, self.steps, self.num_hosts, kinds)
+        ]
+
+
+def _default(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def draw_faults(seed: int, count: int, steps: int, procs: int, kinds: list[str]) -> list[str]:
+    """Draws faults: the kinds alternate, each strikes at a random step of its own and on a random rank."""
+    rng = random.Random(seed)
+    if count > steps - 2:
+        raise Problem(f"--faults {count}: at most one a step, so {steps - 2} in {steps} steps; raise --steps")
+    drawn_steps = sorted(rng.sample(range(2, steps), count))
+    drawn_kinds = [kinds[i % len(kinds)] for i in range(count)]
+    rng.shuffle(drawn_kinds)
+    faults = []
+    for kind, step in zip(drawn_kinds, drawn_steps, strict=True):
+        phase = "save" if kind == "full" else "step"
+        rank = 0 if kind in ("full", "torn") else rng.randrange(procs)
+        faults.append(f"{kind}@{phase}:{step}:rank={rank}")
+    return faults
+
+
+def run_experiment(experiment: Experiment, folder: Path | None, screen: Screen) -> dict[str, Any]:
+    """Trains twice and returns the report. Both runs and report.json stay in `folder`, if one is given."""
+    faults = experiment.faults()
+    place = folder.resolve() if folder else Path(tempfile.mkdtemp(prefix="drivetrain-chaos-"))
+    try:
+        undisturbed, broken = _train_twice(experiment, faults, place, screen)
+        report = compare(undisturbed, broken, faults)
+        report |= {"seed": experiment.seed, "processes": experiment.procs, "steps": experiment.steps}
+        if folder:
+            (place / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        return report
+    finally:
+        if not folder:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _train_twice(experiment: Experiment, faults: list[str], folder: Path, screen: Screen) -> tuple[Run, Run]:
+    command, num_hosts = experiment.train_command(), experiment.num_hosts
+    world_size = experiment.procs * (num_hosts or 1)
+    screen.line("chaos", f"{experiment.steps} steps on {world_size} process{'' if world_size == 1 else 'es'}, undisturbed")
+    undisturbed = _train([*command, "--procs", str(world_size)], folder / "whole", [], screen)
+    where, plural = f" on {num_hosts} hosts" if num_hosts else "", "" if len(faults) == 1 else "s"
+    screen.line("chaos", f"the same{where} with {len(faults)} fault{plural} (seed {experiment.seed})")
+    command += ["--procs", str(experiment.procs)]
+    if num_hosts is None:
+        return undisturbed, _train(command, folder / "broken", faults, screen)
+    return undisturbed, _train_on_hosts(command, folder / "broken", faults, screen, num_hosts, experiment.procs)
+
+
+def _environment(folder: Path, **variables: str) -> dict[str, str]:
+    """Returns the environment of a training that logs its samples and keeps its temporary files beside its run."""
+    (folder.parent / "tmp").mkdir(parents=True, exist_ok=True)
+    inherited = {k: v for k, v in os.environ.items() if k not in (FAULTS_VARIABLE, PACE_VARIABLE)}
+    return inherited | {SAMPLES_VARIABLE: "1", "TMPDIR": str(folder.parent / "tmp")} | variables
+
+
+def _train_on_hosts(command: list[str], folder: Path, faults: list[str], screen: Screen, num_hosts: int, procs: int) -> Run:
+    """Trains on hosts of which all but the first are lost and come back."""
+    from drivetrain.chaos.hosts import hosts
+
+    run = Run(folder)
+    environment = _environment(folder, **{PACE_VARIABLE: str(STEP_DELAY_SECONDS)})
+    with hosts(num_hosts) as created:
+        command = [*command, "--run-dir", str(folder)]
+        training = outages.TrainingOnHosts(created, procs, command, run, environment, lambda text: screen.line("", text))
+        training.train([outages.read_outage(fault, num_hosts) for fault in faults])
+    return run
+
+
+def _train(command: list[str], folder: Path, faults: list[str], screen: Screen) -> Run:
+    """Trains as users do; repeats the command, as launchers do, until the run is finished."""
+    run = Run(folder)
+    environment = _environment(folder, **({FAULTS_VARIABLE: ",".join(faults)} if faults else {}))
+    words = [*command, "--run-dir", str(folder)]
+    for _ in range(1 + sum(fault.startswith(COMMAND_ENDING_KINDS) for fault in faults)):
+        num_before = len(injected(run))
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "drivetrain", *words], env=environment, capture_output=True, text=True,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )  # fmt: skip
+        if done.returncode == 0:
+            return run
+        struck = injected(run)[num_before:]
+        if done.returncode not in _expected_exit_codes(struck):
+            outcome = next((o for o, code in EXIT_CODES.items() if code == done.returncode), Outcome.INFRA)
+            raise Problem(f"the training ended with {done.returncode} after {struck or 'no fault'}:\n{done.stderr.strip()}", outcome)
+        screen.line("", f"{len(injected(run))} of {len(faults)} faults so far; the command ended after {struck[-1]}, and is repeated")
+    raise Problem("the training did not come to its end", Outcome.INFRA)
+
+
+def _expected_exit_codes(struck: list[str]) -> list[int]:
+    """Returns the exit codes with which the command may end after faults."""
+    if not struck:
+        return []
+    codes = [-9, Outcome.PREEMPTED.code, Outcome.NAN.code]
+    if any(fault.startswith(("preempt", "full")) for fault in struck):  # it ended early, or without space for its last save
+        codes += [code for outcome, code in EXIT_CODES.items() if outcome.retryable]
+    return codes
