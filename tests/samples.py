@@ -408,7 +408,7 @@ def training(
         task.settings(), HARDWARE, device="cpu", world_size=group.size, local_procs=group.size, pins={"threads": 1} | (pins or {})
     )
     run = Run(folder)
-    observers: list[Observer] = [MetricsFile(run)] if group.main else []
+    observers: list[Observer] = [MetricsFile(run)] if group.is_main else []
     if stop is None:
         return Training(task, plan, run, group, Observers(observers), False)
     return Training(task, plan, run, group, Observers([*observers, stop]), stop)
@@ -421,7 +421,7 @@ def train(
     job = training(name, folder, group, settings, pins)
     job.run_to_end(stop_after)
     job.observer.close()
-    return rows(folder) if group.main else []
+    return rows(folder) if group.is_main else []
 
 
 def rows(folder: str | Path) -> list[dict[str, Any]]:

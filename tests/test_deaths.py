@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from drivetrain.engine.state import checkpoint
-from drivetrain.engine.state.checkpoint import Writer
+from drivetrain.engine.state.checkpoint import CheckpointWriter
 from drivetrain.outcomes import Outcome
 from drivetrain.plan import Plan
 from drivetrain.processes import forkserver
@@ -261,13 +261,13 @@ def test_only_the_scratch_of_the_dead_is_swept(tmp_path: Path, monkeypatch: pyte
 def test_half_written_checkpoints_go_when_the_disk_can_be_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, said = Run(tmp_path / "run"), list[str]()
     run.path.mkdir()
-    writer = Writer(run, 2, lambda name: None, said.append)
+    writer = CheckpointWriter(run, 2, lambda name: None, said.append)
 
     def read_only(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.Writer, "_publish", read_only)
+        patch.setattr(checkpoint.CheckpointWriter, "_publish", read_only)
         patch.setattr(checkpoint.shutil, "rmtree", lambda path, ignore_errors: None)
         writer.save(1, {}, {}, None)
         writer.wait()

@@ -11,7 +11,7 @@ import torch
 
 from drivetrain.engine.log.rows import SPIKE_QUIET, Spikes
 from drivetrain.engine.state import checkpoint
-from drivetrain.engine.state.checkpoint import Writer
+from drivetrain.engine.state.checkpoint import CheckpointWriter
 from drivetrain.plan import HOST_WAITS, Plan
 from drivetrain.runs import Run
 from drivetrain.watch.pulse import PARTS
@@ -255,7 +255,7 @@ def test_a_profile_under_another_launcher_and_of_too_short_a_run(folder: Path) -
 
 def test_what_a_save_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, said = Run(tmp_path / "run"), list[str]()
-    writer = Writer(run, 2, lambda name: None, said.append)
+    writer = CheckpointWriter(run, 2, lambda name: None, said.append)
     writer.save(1, {"model/x": torch.zeros(100)}, {}, None)
     writer.wait()
     free = checkpoint.shutil.disk_usage(tmp_path)._replace(free=1_000_000)

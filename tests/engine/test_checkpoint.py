@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.engine.state.checkpoint import Damaged, Writer, newest_good, verify
-from drivetrain.engine.state.tensors import load_model, model_tensors, read_weights, shards, write_weights
+from drivetrain.engine.state import shards
+from drivetrain.engine.state.checkpoint import CheckpointWriter, Damaged, newest_good, verify
+from drivetrain.engine.state.tensors import load_model, model_tensors, read_weights, write_weights
 from drivetrain.outcomes import Problem
 from drivetrain.runs import Run
 
 TENSORS = {"model/w": torch.arange(12.0).reshape(3, 4), "optimizer/w/step": torch.tensor(3.0), "b": torch.ones(2, dtype=torch.bfloat16)}
 
 
-def writer(folder: Path, keep: int = 2) -> tuple[Writer, list[str]]:
+def writer(folder: Path, keep: int = 2) -> tuple[CheckpointWriter, list[str]]:
     notices: list[str] = []
-    return Writer(Run(folder), keep, lambda name: None, notices.append), notices
+    return CheckpointWriter(Run(folder), keep, lambda name: None, notices.append), notices
 
 
 def save(folder: Path, step: int, keep: int = 2, best: int | None = None) -> None:

@@ -196,12 +196,12 @@ def told(name: str, folder: str, settings: dict[str, Any], pins: dict[str, Any],
     pins = {"threads": 1, "workers": 0} | pins
     plan = choose(task.settings(), HARDWARE, device="cpu", world_size=group.size, local_procs=group.size, pins=pins)
     heard, run = Heard(), Run(folder)
-    job = Training(task, plan, run, group, Observers([MetricsFile(run), heard] if group.main else []), False)
+    job = Training(task, plan, run, group, Observers([MetricsFile(run), heard] if group.is_main else []), False)
     job.looks_closely = looks
     job.run_to_end()
     job.observer.close()
     notices = [text for text in heard.notices if "BatchNorm" not in text]
-    assert [e["text"] for e in run.events() if e["event"] == "depends-on-plan"] == notices or not group.main
+    assert [e["text"] for e in run.events() if e["event"] == "depends-on-plan"] == notices or not group.is_main
     return notices
 
 
@@ -281,7 +281,7 @@ def test_looking_leaves_no_trace(name: str, tmp_path: Path, monkeypatch: pytest.
         return rows(folder), weights(folder), COUNT, Tracing.kinds[0]
 
     looked = train(tmp_path / "looked")
-    monkeypatch.setattr(loop, "look_for_dependence", lambda *_: None)
+    monkeypatch.setattr(loop, "check_dependence", lambda *_: None)
     assert looked == train(tmp_path / "not")
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observer
 from drivetrain.engine.setup import _batchnorm
-from drivetrain.engine.state.tensors import Stored
+from drivetrain.engine.state.tensors import StoredTensors
 from drivetrain.engine.strategies import Replicated
 from drivetrain.engine.strategies.base import norm_of
 from drivetrain.plan import Plan
@@ -38,13 +38,13 @@ def test_gradients_are_summed_whatever_took_part(group: Group) -> None:
         (net["short"](hidden.bfloat16()).double() + net["long"](hidden.double())).sum().backward()
 
     for _ in range(2):
-        strategy.zero()
-        strategy.tail[0] = group.rank
+        strategy.zero_gradients()
+        strategy.piggyback[0] = group.rank
         backward(model, group.rank)
         backward(model, group.rank)
-        strategy.reduce()
-    strategy.scale(torch.tensor(0.5))
-    assert strategy.tail[0] == 3, "the tail is summed, and no gradient"
+        strategy.reduce_gradients()
+    strategy.scale_gradients(torch.tensor(0.5))
+    assert strategy.piggyback[0] == 3, "the tail is summed, and no gradient"
     expected = copy.deepcopy(model)
     for parameter in expected.parameters():
         parameter.grad = None
@@ -59,19 +59,19 @@ def test_gradients_are_summed_whatever_took_part(group: Group) -> None:
     for parameter in expected.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     alone = norm_of(list(expected.parameters()))
-    torch.testing.assert_close(strategy.norm(), alone, rtol=1e-2, atol=0)
+    torch.testing.assert_close(strategy.gradient_norm(), alone, rtol=1e-2, atol=0)
 
 
 @pytest.mark.world_size(2)
 def test_buffers_and_tensors_are_rank_0s(group: Group) -> None:
     model = nn.BatchNorm1d(3)
     model.running_mean.fill_(group.rank)  # type: ignore[union-attr]
-    Replicated(model, group, 8).share_buffers()
+    Replicated(model, group, 8).broadcast_buffers()
     assert (model.running_mean == 0).all()  # type: ignore[union-attr]
-    stored = Stored({"a/w": torch.arange(4), "b/s": torch.tensor(2.5)} if group.main else None, group)
+    stored = StoredTensors({"a/w": torch.arange(4), "b/s": torch.tensor(2.5)} if group.is_main else None, group)
     assert list(stored.layout) == ["a/w", "b/s"]
-    assert torch.equal(stored.part("a").take("w"), torch.arange(4))
-    assert stored.part("b").take("s") == 2.5
+    assert torch.equal(stored.subset("a").load("w"), torch.arange(4))
+    assert stored.subset("b").load("s") == 2.5
 
 
 def test_batchnorm_is_told_what_differs() -> None:

@@ -282,7 +282,7 @@ def made(hooks: Hooks, folder: Path | str, group: Group, micro: int, heard: Obse
     pins = {"threads": 1, "workers": 0, "micro_batch": micro, "eval_micro_batch": 10}
     plan = choose(task.settings(), HARDWARE, device="cpu", world_size=group.size, local_procs=group.size, pins=pins)
     run = Run(folder)
-    return Training(task, plan, run, group, Observers([MetricsFile(run), heard] if group.main else []), False)
+    return Training(task, plan, run, group, Observers([MetricsFile(run), heard] if group.is_main else []), False)
 
 
 ALONE = Group(0, 1, torch.device("cpu"))

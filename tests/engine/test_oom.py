@@ -49,7 +49,7 @@ def prepare(
     task = TASKS[name](**settings)
     plan = choose(task.settings(), HARDWARE, device="cpu", world_size=group.size, local_procs=group.size, pins=PINS | pins)
     run = Run(folder)
-    members: list[Observer] = [told or Told(), MetricsFile(run)] if group.main else []
+    members: list[Observer] = [told or Told(), MetricsFile(run)] if group.is_main else []
     injectors = [read_fault(fault, group.rank) for fault in faults.split(",") if fault]
     return Training(task, plan, run, group, Observers([*members, *(i for i in injectors if i is not None)]), False)
 
@@ -80,7 +80,7 @@ def struck(name: str, folder: str, settings: dict[str, Any], pins: dict[str, Any
     job.observer.close()
     assert result.outcome is Outcome.OK
     epochs: dict[int, list[int]] = {}
-    for rank in group.gather(seen):
+    for rank in group.gather_objects(seen):
         for (epoch, _), ids in rank.items():
             epochs.setdefault(epoch, []).extend(ids)
     return {
@@ -333,7 +333,7 @@ def repeat(folder: str, seed: int, times: int, group: Group) -> int:
         except OutOfMemory:
             assert job.plan.micro_batch <= (3 if name == "Normed" else 1), faults  # two in a row, from few on
             continue
-        samples = [ids for rank in group.gather(seen) for (epoch, _), ids in rank.items() if epoch == 0 for ids in ids]
+        samples = [ids for rank in group.gather_objects(seen) for (epoch, _), ids in rank.items() if epoch == 0 for ids in ids]
         assert name == "Walk" or sorted(samples) == list(range(job.feed.length)), faults
     return times
 

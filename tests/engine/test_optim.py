@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drivetrain.engine.fast.branches import FUSED, pieces
+from drivetrain.engine.fast.parallel_kernels import FUSED_OPTIMIZERS, split_tensors
 from drivetrain.engine.maths.optim import has_short_way, short_step
 
 PROCESSORS = 4
@@ -18,8 +18,8 @@ class Cut(TorchDispatchMode):
     longest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in FUSED:
-            args = pieces(args, PROCESSORS)
+        if func.overloadpacket.__name__ in FUSED_OPTIMIZERS:
+            args = split_tensors(args, PROCESSORS)
             self.longest = max(p.numel() for p in args[0])
         return func(*args, **(kwargs or {}))
 
@@ -58,7 +58,7 @@ def test_pieces_change_no_number(kind: str) -> None:
 
 def test_tensors_that_lie_otherwise_stay_whole() -> None:
     wide, turned = torch.randn(200, 300), torch.randn(300, 200).t()
-    [[parameter], [gradient]] = pieces([[wide], [turned]], PROCESSORS)
+    [[parameter], [gradient]] = split_tensors([[wide], [turned]], PROCESSORS)
     assert parameter is wide and gradient is turned
 
 

@@ -21,8 +21,8 @@ from drivetrain.engine.data.loader import LoaderFeed
 from drivetrain.engine.data.rand import HostRandom
 from drivetrain.engine.fast import pace
 from drivetrain.engine.fast.blocks import repeated_blocks
-from drivetrain.engine.fast.graphs import blame, form_of, opaque
-from drivetrain.engine.fast.purity import changed, marks
+from drivetrain.engine.fast.graphs import explain_failure, form_of, uncapturable_kind
+from drivetrain.engine.fast.python_state import first_change, read_python_state
 from drivetrain.engine.fast.trial import Trial
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observer, Observers
@@ -117,7 +117,7 @@ def test_compiled_code_must_be_faster(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("fault", ["fails", "differs", "is slow", ""])
 def test_what_does_not_compile_cunningly_is_compiled_simply(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "PAYS", 0.0)
-    monkeypatch.setattr(Trial, "_may_be_cunning", lambda self: True)
+    monkeypatch.setattr(Trial, "_may_use_custom_passes", lambda self: True)
     plain, wait = Plain.loss, [0.02]
 
     def loss(self: Plain, model: nn.Module, batch: Any) -> Any:
@@ -167,7 +167,7 @@ def test_forms_tell_apart_what_a_graph_cannot_change() -> None:
     assert form_of({"x": x}) != form_of({"x": x[:2]}) != form_of([x[:2]])
     bag = Bag(x, x)
     assert form_of([bag]) != form_of([bag]), "what cannot be looked into is never the same"
-    assert opaque({"x": x, "bag": bag}) == "Bag" and not opaque((None, x, ["text", 1]))
+    assert uncapturable_kind({"x": x, "bag": bag}) == "Bag" and not uncapturable_kind((None, x, ["text", 1]))
 
 
 class Lazy(dict[str, Any]):
@@ -196,10 +196,10 @@ def test_what_imports_when_it_is_looked_at_is_left_alone() -> None:
     net, task = nn.Linear(2, 2), Plain()
     lazy = Lazy(a=1)
     task.holder, task.module, task.proxy = lazy, LazyModule("late"), Proxy()  # type: ignore[attr-defined]
-    before = marks(task, net, None)
-    assert not changed(before, marks(task, net, None))
+    before = read_python_state(task, net, None)
+    assert not first_change(before, read_python_state(task, net, None))
     dict.__setitem__(lazy, "a", 2)
-    assert changed(before, marks(task, net, None)) == "holder of the task"
+    assert first_change(before, read_python_state(task, net, None)) == "holder of the task"
 
 
 def test_state_kept_in_python_is_seen() -> None:
@@ -216,7 +216,7 @@ def test_state_kept_in_python_is_seen() -> None:
     optimizer = torch.optim.AdamW(net.parameters())
 
     def look() -> dict[str, object]:
-        return marks(task, net, optimizer)
+        return read_python_state(task, net, optimizer)
 
     def train() -> None:
         net.inner(torch.randn(3, 4)).pow(2).sum().backward()
@@ -225,7 +225,7 @@ def test_state_kept_in_python_is_seen() -> None:
     train()
     before = look()
     train()
-    assert not changed(before, look()), "values of parameters, buffers and optimizer state are a graph's to change"
+    assert not first_change(before, look()), "values of parameters, buffers and optimizer state are a graph's to change"
     for change, name in (
         (lambda: setattr(net, "calls", 1), "calls of module Net"),
         (lambda: net.history.append(2), "history of module Net"),
@@ -244,7 +244,7 @@ def test_state_kept_in_python_is_seen() -> None:
     ):
         before = look()
         change()
-        assert changed(before, look()) == name
+        assert first_change(before, look()) == name
 
 
 def test_blame_names_the_users_line() -> None:
@@ -253,7 +253,7 @@ def test_blame_names_the_users_line() -> None:
 
     with pytest.raises(RuntimeError) as caught:
         user_code()
-    text = blame(caught.value)
+    text = explain_failure(caught.value)
     assert text.startswith("test_pace.py:") and "`raise RuntimeError(" in text and "cannot be done while" in text
 
 
@@ -275,29 +275,29 @@ def test_a_step_that_finds_its_number_on_the_device_is_the_same_step(
     options: dict[str, Any] = {"epochs": 4, "clip": 0.5, "warmup": 5, "log_every": 3}
     pins = {"micro_batch": micro_batch, "workers": 0, "compile": "off"}
     train(name, tmp_path / "usual", pins, **options)
-    monkeypatch.setattr(Group, "runs_ahead", True)
+    monkeypatch.setattr(Group, "device_counters", True)
     handed: list[Any] = []
 
     class Calls:
         """Stands where graphs stand, and calls."""
 
-        broken = ""
-        plain = 0
+        disabled_reason = ""
+        num_eager = 0
 
         def __call__(self, key: Any, work: Any, inputs: Any, *constants: Any) -> Any:
             handed.append(inputs)
             return work(inputs, *constants)
 
-        def holds(self, kind: str) -> bool:
+        def has_graph_of(self, kind: str) -> bool:
             return True
 
-        def forget(self) -> None:
+        def clear(self) -> None:
             pass
 
-        def settled(self, kind: Any) -> bool:
+        def only_replayed(self, kind: Any) -> bool:
             return False
 
-        def settle(self, kind: Any, plain: int) -> None:
+        def note_step(self, kind: Any, num_eager: int) -> None:
             pass
 
     monkeypatch.setattr(Step, "graphs", property(lambda self: Calls(), lambda self, value: None), raising=False)

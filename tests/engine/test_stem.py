@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from drivetrain.engine.fast import stem
-from drivetrain.engine.fast.stem import narrowed, product
+from drivetrain.engine.fast.stem import conv2d_by_product, replace_first_convolutions
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_a_product_gives_what_a_convolution_gives(
     weight = torch.randn(filters, channels, *taps, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(filters, dtype=torch.float64, requires_grad=True)
     expected = F.conv2d(images, weight, bias, stride, padding, dilation)
-    got = product(images, weight, bias, stride, padding, dilation)
+    got = conv2d_by_product(images, weight, bias, stride, padding, dilation)
     assert torch.allclose(got, expected, rtol=1e-12)
     given = torch.randn_like(expected)
     for mine, theirs in zip(
@@ -43,7 +43,7 @@ def of(images: Tensor, weight: Tensor, **options: Any) -> Any:
     for node, value in zip(nodes, (images, weight), strict=True):
         node.meta["example_value"] = value
     graph.output(graph.call_function(torch.conv2d, tuple(nodes), options))
-    return next(n for n in narrowed(fx.GraphModule({}, graph)).graph.nodes if n.op == "call_function").target
+    return next(n for n in replace_first_convolutions(fx.GraphModule({}, graph)).graph.nodes if n.op == "call_function").target
 
 
 def test_only_a_narrow_first_convolution_becomes_one() -> None:
@@ -52,8 +52,8 @@ def test_only_a_narrow_first_convolution_becomes_one() -> None:
         def tensor(*shape: int, device: str = "cuda", trained: bool = False) -> Tensor:
             return torch.empty(*shape, device=device, requires_grad=trained)
 
-        assert of(tensor(8, 1, 28, 28), tensor(32, 1, 5, 5)) is product
-        assert of(tensor(8, 3, 32, 32), tensor(64, 3, 3, 3), padding=1) is product
+        assert of(tensor(8, 1, 28, 28), tensor(32, 1, 5, 5)) is conv2d_by_product
+        assert of(tensor(8, 3, 32, 32), tensor(64, 3, 3, 3), padding=1) is conv2d_by_product
         for kept in (
             of(tensor(8, 1, 28, 28, device="cpu"), tensor(32, 1, 5, 5, device="cpu")),  # a CPU's convolutions are quick
             of(tensor(8, 1, 28, 28, trained=True), tensor(32, 1, 5, 5)),  # something before it is trained
@@ -74,7 +74,7 @@ def test_a_traced_net_trains_as_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = []
 
     def backend(graph: fx.GraphModule, inputs: Any) -> Any:
-        found.extend(n.target for n in narrowed(graph).graph.nodes)
+        found.extend(n.target for n in replace_first_convolutions(graph).graph.nodes)
         return aot_eager(graph, inputs)
 
     torch.manual_seed(0)
@@ -90,6 +90,6 @@ def test_a_traced_net_trains_as_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
         net.zero_grad()
         forward(images).square().mean().backward()
         gradients.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
-    assert product in found and torch.conv2d in found
+    assert conv2d_by_product in found and torch.conv2d in found
     for mine, expected in zip(*gradients, strict=True):
         assert torch.allclose(mine, expected, rtol=1e-4, atol=1e-6) and mine.stride() == expected.stride()

@@ -212,7 +212,7 @@ def _resumes_apart(folder: str, stop: int | None, group: Group) -> list[dict[str
     """As on machines of which only the first has the run's folder: rank 0 writes and reads all."""
     from unittest.mock import patch
 
-    mine = folder if group.main else f"{folder}-of-rank-{group.rank}"
+    mine = folder if group.is_main else f"{folder}-of-rank-{group.rank}"
     with patch.object(Group, "reach", lambda *_: False):
         return train("Transformer", mine, ADAM, FSDP, stop, group)
 
@@ -227,8 +227,8 @@ def test_processes_that_do_not_share_a_folder(curves: Any, tmp_path: Path) -> No
 
 @pytest.mark.world_size(2)
 def test_whether_all_see_a_folder_is_found_out(group: Group, tmp_path: Path) -> None:
-    assert group.reach(tmp_path / "new")
-    assert not group.reach(tmp_path / str(group.rank))
+    assert group.shares_folder(tmp_path / "new")
+    assert not group.shares_folder(tmp_path / str(group.rank))
     assert list((tmp_path / "new").iterdir()) == []
 
 

@@ -104,7 +104,7 @@ def test_processes_choose_the_same_number(tmp_path: Path, group: Group) -> None:
     task = CartPole(**SMALL | {"epochs": 1})
     plan = choose(task.settings(), replace(HARDWARE, cpu_cores=4), device="cpu", world_size=2, local_procs=2)
     run = Run(tmp_path / "run")
-    training = Training(task, plan, run, group, Observers([MetricsFile(run)] if group.main else []), False)
+    training = Training(task, plan, run, group, Observers([MetricsFile(run)] if group.is_main else []), False)
     assert torch.get_num_threads() == plan.threads == 2
     training.run_to_end()
-    assert group.gather(torch.get_num_threads()) == [1, 1]
+    assert group.gather_objects(torch.get_num_threads()) == [1, 1]

@@ -109,9 +109,9 @@ def test_every_object_collective_is_plain(group: Group, tmp_path: Path) -> None:
     values: list[Any] = [None, None]
     dist.all_gather_object(values, {"rank": group.rank, "tensor": torch.full((2,), group.rank)})
     assert [value["rank"] for value in values] == [0, 1] and values[1]["tensor"].tolist() == [1, 1]
-    assert group.share(("a", torch.float32) if group.main else None) == ("a", torch.float32)
-    box: list[Any] = [Command(tmp_path / "ran") if group.main else None]
-    with pytest.raises(NotPlain, match="a Command is not sent") if not group.main else contextlib.nullcontext():
+    assert group.broadcast_object(("a", torch.float32) if group.is_main else None) == ("a", torch.float32)
+    box: list[Any] = [Command(tmp_path / "ran") if group.is_main else None]
+    with pytest.raises(NotPlain, match="a Command is not sent") if not group.is_main else contextlib.nullcontext():
         dist.broadcast_object_list(box)  # nobody waits for what is not sent
     with pytest.raises(NotPlain):
         dist.all_gather_object([None, None], Command(tmp_path / "ran"))

@@ -210,7 +210,7 @@ def train(
     task = KINDS[name](**settings)
     plan = choose(task.settings(), detect(), device="cuda", world_size=group.size, local_procs=group.size, pins=pins)
     facts = Facts()
-    observer = Observers([MetricsFile(Run(folder)), facts] if group.main else [facts])
+    observer = Observers([MetricsFile(Run(folder)), facts] if group.is_main else [facts])
     Training(task, plan, Run(folder), group, observer, False).run_to_end(stop)
     observer.close()
     return facts

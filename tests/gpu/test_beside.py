@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drivetrain.engine.fast import compiled
-from drivetrain.engine.fast.branches import side_by_side
-from drivetrain.engine.fast.graphs import record
-from drivetrain.engine.fast.stem import product
+from drivetrain.engine.fast.graphs import capture_graph
+from drivetrain.engine.fast.parallel_kernels import parallel_optimizer_kernels
+from drivetrain.engine.fast.stem import conv2d_by_product
 from tests.gpu.kinds import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -60,14 +60,14 @@ def test_an_update_in_branches_is_exact() -> None:
             parameter.grad = None
         loss = net(inputs).square().mean()
         loss.backward()
-        with side_by_side(device):
+        with parallel_optimizer_kernels(device):
             optimizer.step()
 
     plain, branched = made(), made()
     for one in (plain, branched):
         for _ in range(3):
             step(*one)
-    replay = record(lambda: step(*branched))
+    replay = capture_graph(lambda: step(*branched))
     assert streams_of(replay) >= 2, "nothing ran beside anything"
     step(*plain)
     for seed in range(200):
@@ -96,7 +96,7 @@ def test_a_first_convolution_as_a_product_is_as_exact_as_a_librarys() -> None:
             got = run(images, weight, bias, given)
         return [float((g.double() - e).norm() / e.norm()) for g, e in zip(got, exact, strict=True)]
 
-    for mine, librarys in zip(apart(product), apart(F.conv2d), strict=True):
+    for mine, librarys in zip(apart(conv2d_by_product), apart(F.conv2d), strict=True):
         assert mine < 1.5 * librarys + 1e-3
 
 
@@ -104,6 +104,6 @@ def test_code_that_compiles_only_simply_is_compiled_so(tmp_path: Path, monkeypat
     def broken(graph: Any) -> Any:
         raise RuntimeError("not this one")
 
-    monkeypatch.setattr(compiled, "narrowed", broken)
+    monkeypatch.setattr(compiled, "replace_first_convolutions", broken)
     facts = train("Images", tmp_path, pins={"compile": "on"}, epochs=8)
     assert facts.plan["compile"] == "on" and "not this one" in facts.plan["reasons"]["compile"], facts.plan["reasons"]

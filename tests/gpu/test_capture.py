@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from drivetrain.engine.fast import pace
-from drivetrain.engine.fast.graphs import host_waits, record
+from drivetrain.engine.fast.graphs import capture_graph, watch_host_syncs
 from drivetrain.engine.group import Group
 from drivetrain.plan import HOST_WAITS
 from tests.gpu.kinds import train
@@ -187,10 +187,10 @@ def test_a_dead_graph_among_the_garbage_does_not_end_a_capture() -> None:
 
     gc.set_threshold(10**9)
     try:
-        dead: list[object] = [record(lambda: place.add_(1))]
+        dead: list[object] = [capture_graph(lambda: place.add_(1))]
         dead.append(dead)
         del dead
-        replay = record(work)
+        replay = capture_graph(work)
     finally:
         gc.set_threshold(*before)
     place.zero_()
@@ -204,11 +204,11 @@ def test_a_wait_of_another_thread_is_none_of_the_steps() -> None:
     def wait() -> None:
         torch.cuda.Stream().synchronize()
 
-    with host_waits() as waits:
+    with watch_host_syncs() as waits:
         thread = threading.Thread(target=wait)
         thread.start()
         thread.join()
     assert not waits
-    with host_waits() as waits:
+    with watch_host_syncs() as waits:
         wait()
     assert len(waits) == 1 and HOST_WAITS in waits[0]

@@ -101,7 +101,7 @@ def test_steps_that_were_captured_are_captured_anew(tmp_path: Path) -> None:
     def loss(model: nn.Module, batch: Any) -> Any:
         value = plain(model, batch)
         if job.step.number == 20 and not captured:
-            captured.append(job.step.graphs is not None and job.step.graphs.holds("step"))
+            captured.append(job.step.graphs is not None and job.step.graphs.has_graph_of("step"))
             torch.empty(1 << 50, dtype=torch.uint8, device="cuda")  # more than any card has
         return value
 
@@ -113,5 +113,5 @@ def test_steps_that_were_captured_are_captured_anew(tmp_path: Path) -> None:
     assert happened(tmp_path).count("oom") == 1
     assert "out of memory at step 21 on rank 0: micro-batch 16 -> 8" in told.plans[0]["sentence"]
     assert told.plans[-1]["capture"] == "on"
-    assert job.step.graphs is not None and job.step.graphs.holds("micro") and not job.step.graphs.holds("step")
+    assert job.step.graphs is not None and job.step.graphs.has_graph_of("micro") and not job.step.graphs.has_graph_of("step")
     assert [r["step"] for r in rows(tmp_path)] == list(range(1, 85))

@@ -52,7 +52,7 @@ def collected(world: str, capture: str) -> list[dict[str, Any]]:
         feed.begin_epoch(epoch, model)
         assert feed._data is not None and feed._data.names is not None
         found.append({k: v.clone() for k, v in (*zip(feed._data.names, feed._data.columns, strict=True), *source.state().items())})
-    assert (feed._graphs is not None and feed._graphs.holds("collect")) is (capture == "auto")
+    assert (feed._graphs is not None and feed._graphs.has_graph_of("collect")) is (capture == "auto")
     return found
 
 

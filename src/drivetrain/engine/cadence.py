@@ -93,5 +93,5 @@ class Agreement:
         self._times.append(time.perf_counter())
         if self._read in LOOKS or self._read % LOOKS[-1] == 0:
             took = statistics.median(later - sooner for sooner, later in pairwise(self._times))
-            [step] = self.group.sum_on_hosts([took if self.group.main else 0.0])
+            [step] = self.group.sum_on_hosts([took if self.group.is_main else 0.0])
             self.lag = max(1, min(MOST, math.ceil(AHEAD / max(step, 1e-9))))

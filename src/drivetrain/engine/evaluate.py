@@ -45,21 +45,21 @@ class Replay:
 
     def __call__(self, work: Callable[[Any], Any], inputs: tuple[Any, Tensor], begin: Callable[[], None]) -> Any:
         self._calls += 1
-        if self._graphs.broken:
+        if self._graphs.disabled_reason:
             return work(inputs)
         if self._calls <= 2:
             before = self._look(), host_state(True)
             output = work(inputs)
             if (self._look(), host_state(True)) != before:
-                self._graphs.broken = "metrics() changes something of Python's, or draws from the host's generators"
+                self._graphs.disabled_reason = "metrics() changes something of Python's, or draws from the host's generators"
             return output
         got = tree_map(_kept, self._graphs(("evaluate", form_of(inputs[0]), len(inputs[1])), work, inputs))
-        if not self._compared and self._graphs.holds("evaluate"):
+        if not self._compared and self._graphs.has_graph_of("evaluate"):
             self._compared = True
             begin()
             expected = work(inputs)
             if not _alike(got, expected):
-                self._graphs.give_up("evaluation: replayed, metrics() gave other values")
+                self._graphs.disable("evaluation: replayed, metrics() gave other values")
                 return expected
         return got
 

@@ -21,10 +21,10 @@ from drivetrain.engine.cadence import Agreement, Every, SupportsBool
 from drivetrain.engine.data.base import Feed, OrderedFeed
 from drivetrain.engine.data.feeds import SourceFeed, eval_feed, train_feed
 from drivetrain.engine.evaluate import Evaluation, Left, Replay, evaluate
-from drivetrain.engine.fast.graphs import Graphs, host_waits, record
+from drivetrain.engine.fast.graphs import Graphs, capture_graph, watch_host_syncs
 from drivetrain.engine.fast.pace import Pace
 from drivetrain.engine.fast.threads import Threads
-from drivetrain.engine.faults.dependence import look_for_dependence
+from drivetrain.engine.faults.dependence import check_dependence
 from drivetrain.engine.faults.out_of_memory import Short, new_start, shrink, shrink_evaluation, undoable
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.figures import FIGURES, TAIL, Figures
@@ -39,9 +39,9 @@ from drivetrain.engine.setup import build_model, prepare
 from drivetrain.engine.state import saved
 from drivetrain.engine.state import tensors as state
 from drivetrain.engine.state.best import Best
-from drivetrain.engine.state.checkpoint import Damaged, Writer, folder, verify
+from drivetrain.engine.state.checkpoint import CheckpointWriter, Damaged, folder_name, verify
 from drivetrain.engine.step import Step
-from drivetrain.engine.strategies import spread
+from drivetrain.engine.strategies import make_strategy
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.recipe import check_agreement
@@ -74,7 +74,7 @@ class Training:
         check_agreement(task.settings())
         for feed in (self.feed, self.test):
             if feed is not None:
-                feed.signs = group.main
+                feed.signs = group.is_main
         if task.best and test is None:
             raise Problem(f"best={task.best} needs an evaluation, but the task has no eval_data()")
         self.source: Source | None = data if isinstance(data, Source) else None
@@ -85,7 +85,7 @@ class Training:
             "trainable": state.count_parameters(parameters, lambda p: p.requires_grad),
         }
         make = partial(make_optimizer, task, self.model, group.device, captured=not plan.shards)
-        self.strategy = spread(self.model, make, task, plan, group, TAIL, run.path)
+        self.strategy = make_strategy(self.model, make, task, plan, group, TAIL, run.path)
         self.optimizer = self.strategy.optimizer
         per_epoch = self.feed.steps_per_epoch
         self.total = int(task.steps or task.epochs * per_epoch)
@@ -94,9 +94,9 @@ class Training:
         self.tail = TAIL
         self.step.undoable, self.step.stop = undoable(plan, self.model), stop
         self.step.moment = observer.moment if observer.watches else None
-        self.writer: Writer | None = None
-        if group.main or self.strategy.files is not None:
-            self.writer = Writer(run, task.keep, observer.moment, observer.notice, self.strategy.files, group.main)
+        self.writer: CheckpointWriter | None = None
+        if group.is_main or self.strategy.checkpoint_group is not None:
+            self.writer = CheckpointWriter(run, task.keep, observer.moment, observer.notice, self.strategy.checkpoint_group, group.is_main)
         self.log, self.evaluate_every, self.save_every = (Every(s, per_epoch) for s in (task.log_every, task.eval_every, task.save_every))
         self.compiled_from = plan.compiled_from(0, None)
         self.done = self._kept = 0
@@ -135,7 +135,7 @@ class Training:
         per_epoch = self.feed.steps_per_epoch
         # What falls due inside the epoch of a source waits for its end, where its state is whole.
         stopping = save_late = evaluate_late = False
-        ticking = self.group.main and self.group.device.type == "cpu"
+        ticking = self.group.is_main and self.group.device.type == "cpu"
         clocked = self.save_every.steps is None or self.evaluate_every.steps is None
         if self.task.eval_first and self.test is not None and self.done == 0:
             try:
@@ -145,12 +145,12 @@ class Training:
         self.feed.open(self.done)
         self.model.train()
         if self.done == 0:
-            look_for_dependence(self, self.looks_closely)
+            check_dependence(self, self.looks_closely)
         if self.rows.held(self.done) is not None and not self._evaluate_again():
             return self._stopped()
         self._kept = self.done
         self.rows.end_pause()
-        while self.done < self.total and not self.best.settled:
+        while self.done < self.total and not self.best.out_of_patience:
             if self._may_stop():
                 return self._stop_here()
             at_once = False  # whether the task's own learner takes the whole epoch
@@ -163,7 +163,7 @@ class Training:
                 elif not (at_once and self.stepper is not None and self.stepper.collects):
                     self.observer.moment("collect")
                     with self.precision.forward():
-                        self.strategy.collect(self.feed.begin_epoch, self.done // per_epoch, self.model)
+                        self.strategy.call_unevenly(self.feed.begin_epoch, self.done // per_epoch, self.model)
                     self._look_again()
             if not (at_once or clocked or save_late or evaluate_late or stop_after):
                 self._take_quiet_steps(ticking)
@@ -177,18 +177,18 @@ class Training:
             resumable = self.source is None or coming % per_epoch == 0
             evaluate_late |= self.evaluate_every.due_in(first, coming)
             evaluating = self.test is not None and (last or (evaluate_late and resumable))
-            logging = last or evaluating or self.log.due(coming) or (self.group.main and self.log.overdue())
+            logging = last or evaluating or self.log.due(coming) or (self.group.is_main and self.log.overdue())
             if at_once:
                 self._take_epoch()
             else:
-                with self.threads.counted() if self.done == 0 else nullcontext():
+                with self.threads.measure_products() if self.done == 0 else nullcontext():
                     self._take(self.done, with_norm=logging)
-                if self.done == 0 and self.threads.reason and self.group.main:
+                if self.done == 0 and self.threads.reason and self.group.is_main:
                     self.observer.planned({"reasons": {"threads": self.threads.reason}, "sentence": ""})
             self.done = coming
             ledger = self.step.ledger
             assert ledger is not None
-            asked_stop, asked_save, asked_evaluation = agreement.read(self.done, self.strategy.tail, self.step.requests)
+            asked_stop, asked_save, asked_evaluation = agreement.read(self.done, self.strategy.piggyback, self.step.requests)
             evaluate_late = (evaluate_late or asked_evaluation) and not evaluating
             saving = last or self.save_every.due_in(first, coming) or asked_save or save_late
             stopping |= asked_stop
@@ -203,7 +203,7 @@ class Training:
                     saving |= self._evaluate(self.stop if resumable else False)
                 except Left:
                     return self._stopped_evaluating()
-                last |= self.best.settled
+                last |= self.best.out_of_patience
                 saving |= last
             self.rows.emit()
             save_late = saving and not resumable
@@ -220,19 +220,29 @@ class Training:
             return self.stepper is not None
         self._sought = True
         rates, feed = self.rates.table(), self.feed
-        alone = self.strategy.whole and self.group.device.type == "cuda" and self.step.loss_scale is None and self.plan.capture != "off"
+        alone = (
+            self.strategy.is_one_piece and self.group.device.type == "cuda" and self.step.loss_scale is None and self.plan.capture != "off"
+        )
         if not alone or rates is None or not isinstance(feed, SourceFeed) or feed.steps_per_epoch > HALF:
             return False
         ledger = self.step.ledger or Ledger(known.used, self.group.device)
         context = StepperContext(
-            self.group.device, self.optimizer, rates, ledger.ring, FIGURES, feed.streams, record, host_waits, self.observer.notice
+            self.group.device,
+            self.optimizer,
+            rates,
+            ledger.ring,
+            FIGURES,
+            feed.streams,
+            capture_graph,
+            watch_host_syncs,
+            self.observer.notice,
         )
         self.stepper = feed.source.stepper(self.model, context)
         if self.stepper is not None:  # it may have moved the model's tensors
             self.step.know(known, ledger)
             feed.forget()
             if self.step.graphs is not None:
-                self.step.graphs.forget()
+                self.step.graphs.clear()
             self._replay = None
         return self.stepper is not None
 
@@ -276,8 +286,8 @@ class Training:
         """Note this rank's wishes; they reach every rank with the gradients of the coming step."""
         asked = self.step.requests
         asked[0] = bool(self.stop) or (stop_after is not None and self.done + 1 >= stop_after)
-        asked[1] = self.group.main and self.save_every.overdue()
-        asked[2] = self.group.main and self.evaluate_every.overdue()
+        asked[1] = self.group.is_main and self.save_every.overdue()
+        asked[2] = self.group.is_main and self.evaluate_every.overdue()
 
     def _may_stop(self) -> bool:
         """Whether it was asked to stop, and can do so at once: a process that is alone need not ask others."""
@@ -326,7 +336,7 @@ class Training:
             self.writer.wait()
         good = self.run.checkpoint_steps()
         where = f"the last good checkpoint is step {good[-1]:,}" if good else "no checkpoint was written before"
-        if self.group.main:
+        if self.group.is_main:
             self.run.log_event("nan", step=step + 1)
         if self.source is not None and (fault := self.source.fault()):
             return Problem(f"{fault}.\nSo the loss is not a number from step {step + 1:,} on; {where}", Outcome.NAN)
@@ -341,7 +351,7 @@ class Training:
         """What the model can before it has learned anything here."""
         self.observer.moment("evaluate")
         metrics = self.evaluation(self.stop).metrics
-        if self.group.main:
+        if self.group.is_main:
             figures = "   ".join(f"{name} {value:.4g}" for name, value in metrics.items())
             self.observer.notice(f"before the first step: {figures}   ({test.length:,} samples)")
             self.run.log_event("before", metrics=metrics)
@@ -349,11 +359,11 @@ class Training:
 
     def _remark(self) -> None:
         """Let the task say what the model makes; where that is sharded, all ranks ask it together."""
-        if not overrides(self.task, "remarks") or not (self.group.main or self.plan.shards):
+        if not overrides(self.task, "remarks") or not (self.group.is_main or self.plan.shards):
             return
         with torch.no_grad(), self.precision.forward():
-            remarks = read_remarks(self.strategy.run(self.task.remarks, self.model))
-        for remark in remarks if self.group.main else ():
+            remarks = read_remarks(self.strategy.call(self.task.remarks, self.model))
+        for remark in remarks if self.group.is_main else ():
             self.observer.notice(remark)
             self.run.log_event("remark", step=self.done, text=remark)
         self._look_again()
@@ -365,7 +375,7 @@ class Training:
         self.metrics = result.metrics
         self.rows.add(self.done, result.metrics)
         better = self.best.update(result.metrics, self.done)
-        if self.group.main and self.best.settled and self.done < self.total:
+        if self.group.is_main and self.best.out_of_patience and self.done < self.total:
             best = "" if self.best.step is None else f" than {self.best.value:.4g} of step {self.best.step:,}"
             self.observer.notice(f"{self.task.patience} evaluations without a better {self.best.name}{best}: the run ends here (patience)")
             self.run.log_event("settled", step=self.done, best=self.best.step)
@@ -377,7 +387,7 @@ class Training:
         """Raises Left where a rank was asked to stop."""
         assert self.test is not None
         self._rest()
-        self.strategy.share_buffers()
+        self.strategy.broadcast_buffers()
         if self._replay is None and self.step.graphs is not None:  # its own: a failure there shall not touch training's
             graphs = Graphs(self.group.device, self.observer.notice)
             self._replay = Replay(graphs, self.pace.marked)
@@ -393,7 +403,7 @@ class Training:
         try:
             step = self.step
             return evaluate(
-                self.task, self.model, test, self.precision, self.group, self.strategy.run, self._replay, step.moment, step.undoable, stop
+                self.task, self.model, test, self.precision, self.group, self.strategy.call, self._replay, step.moment, step.undoable, stop
             )
         except Short as short:
             ranks = short.ranks
@@ -418,7 +428,7 @@ class Training:
     def _save(self, wait: bool) -> None:
         self.observer.moment("saving")
         self.observer.flush()
-        if not self.strategy.finite():
+        if not self.strategy.weights_are_finite():
             raise self._not_a_number(self.done - 1)  # the loss was finite, but the update was not
         self.rows.sum_epoch()
         tensors, extra = saved.gather(self)
@@ -459,17 +469,17 @@ class Training:
         """Final weights (the best ones, where `best` was asked for); repeatable, should it be interrupted."""
         self.observer.moment("finish")
         self.feed.close()
-        self.strategy.share_buffers()
+        self.strategy.broadcast_buffers()
         self.observer.flush()
         self.rows.sum_epoch()
         facts = self._facts() | {"time": self.elapsed(), "peak_memory_bytes": peak_memory(self.group.device), "train": self.rows.means()}
         facts |= {"weights_step": self.done, "best": self.best.name if self.best.step == self.done else ""}
         tensors, aliases = self.strategy.model_tensors()
-        if self.group.main:
+        if self.group.is_main:
             if self.best.step is not None and self.best.step != self.done:
                 try:
-                    best = verify(self.run.checkpoints / folder(self.best.step))
-                    tensors = state.unpack(best.tensors(), "model")
+                    best = verify(self.run.checkpoints / folder_name(self.best.step))
+                    tensors = state.with_prefix(best.tensors(), "model")
                     self.metrics = best.extra["metrics"]
                     facts |= {"weights_step": best.step, "best": self.best.name, "train": best.extra["train"]}
                 except Damaged as damage:

@@ -13,7 +13,7 @@ from drivetrain.engine.data.rand import seed_everything
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observer
 from drivetrain.engine.state import tensors as state
-from drivetrain.engine.state.checkpoint import must_exist, newest_good
+from drivetrain.engine.state.checkpoint import newest_good, require_checkpoint
 from drivetrain.engine.strategies.recompute import recompute_blocks
 from drivetrain.names import private_cache
 from drivetrain.outcomes import Problem
@@ -54,10 +54,10 @@ def build_model(task: Task, plan: Plan, run: Run, group: Group, observer: Observ
     if not any(p.requires_grad for p in model.parameters()):
         raise Problem("model() has no parameter that requires a gradient: there is nothing to train")
     _spread_out_buffers(model)
-    if task.start and not group.share(bool(run.checkpoint_steps())):  # a run that goes on needs it no more
-        found = weights_of(task.start) if group.main else None  # another machine may not have the file
-        aliases = group.share(found[1] if found else None)
-        state.load_model(model, state.Stored(found[0] if found else None, group), aliases, task.start)
+    if task.start and not group.broadcast_object(bool(run.checkpoint_steps())):  # a run that goes on needs it no more
+        found = weights_of(task.start) if group.is_main else None  # another machine may not have the file
+        aliases = group.broadcast_object(found[1] if found else None)
+        state.load_model(model, state.StoredTensors(found[0] if found else None, group), aliases, task.start)
     if not plan.shards:  # which brings it there part by part, for it may not fit at once
         model = model.to(group.device)
     if plan.channels_last and any(isinstance(m, nn.Conv2d) for m in model.modules()):
@@ -67,7 +67,7 @@ def build_model(task: Task, plan: Plan, run: Run, group: Group, observer: Observ
                 parameter.data = torch.empty_like(parameter, memory_format=torch.channels_last).copy_(parameter)
     model = _batchnorm(model, task, plan, group, observer)
     if plan.activation_checkpointing:
-        recompute_blocks(model, observer, group.main)
+        recompute_blocks(model, observer, group.is_main)
     return model
 
 
@@ -75,7 +75,7 @@ def _spread_out_buffers(model: nn.Module) -> None:
     """Give every element of an expanded buffer a place of its own: what is restored or received is written into it."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is None or state.odd_form(buffer):
+            if buffer is None or state.unsavable_form(buffer):
                 continue
             if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
                 module._buffers[name] = buffer.contiguous()
@@ -104,15 +104,15 @@ def run_weights(run: Run) -> Weights:
     if run.is_finished and run.model_path.is_file():
         card = run.final_weights()
         return Weights(*state.read_weights(run.model_path), card["step"] if card else None)
-    checkpoint = must_exist(newest_good(run, lambda text: None), run)
-    return Weights(state.unpack(checkpoint.tensors(), "model"), checkpoint.extra["aliases"], checkpoint.step)
+    checkpoint = require_checkpoint(newest_good(run, lambda text: None), run)
+    return Weights(state.with_prefix(checkpoint.tensors(), "model"), checkpoint.extra["aliases"], checkpoint.step)
 
 
 def _batchnorm(model: nn.Module, task: Task, plan: Plan, group: Group, observer: Observer) -> nn.Module:
     notice = batchnorm_notice(model, task, plan)
     if notice and task.sync_batchnorm and group.device.type == "cuda" and group.size > 1:
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return]
-    if notice and group.main:
+    if notice and group.is_main:
         observer.notice(notice)
     return model
 

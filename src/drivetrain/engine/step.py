@@ -89,7 +89,7 @@ class Step:
         self._enough = torch.zeros((), device=group.device)
         """Whether a limit was passed in this epoch."""
         self.number = 0
-        self._at = torch.zeros(1, dtype=torch.int64, device=group.device) if group.runs_ahead else None
+        self._at = torch.zeros(1, dtype=torch.int64, device=group.device) if group.device_counters else None
         """The step's number on the device, where captured work reads it."""
         self._device_number = 0
         self._plain: int | None = None
@@ -101,9 +101,9 @@ class Step:
         """Begin with a strategy and the feed as it is cut now: what was captured or compiled for others is forgotten."""
         self.rest()
         self.graphs = self.compiled = None
-        self.strategy, self._tail = strategy, strategy.tail
+        self.strategy, self._tail = strategy, strategy.piggyback
         self._slots = () if self._tail is None else self._tail.unbind(0)
-        self._follows = self._at is not None and strategy.whole and self.feed.follow(self._at, 1) is not None
+        self._follows = self._at is not None and strategy.is_one_piece and self.feed.follow(self._at, 1) is not None
 
     def __call__(self, step: int, with_norm: bool = True) -> None:
         """Take step number `step` (from 0); its figures go to the ledger."""
@@ -119,8 +119,8 @@ class Step:
         if self._tail is None and self.ledger is not None:
             self._slots = self.ledger.slots(step)
         size = self.feed.size(index)
-        kind, plain = (size, with_norm, self.feed.version), 0 if self.graphs is None else self.graphs.plain
-        if self.graphs is not None and self.graphs.settled(kind):
+        kind, plain = (size, with_norm, self.feed.version), 0 if self.graphs is None else self.graphs.num_eager
+        if self.graphs is not None and self.graphs.only_replayed(kind):
             self._before.skip()
         else:
             self._before.take()
@@ -132,12 +132,12 @@ class Step:
             self.moment("fetched")  # what is on the device already is not waited for
         elif self.moment is not None:
             micros = _told(micros, self.moment)
-        if self.strategy.whole:
+        if self.strategy.is_one_piece:
             self._take_at_once(micros, size, with_norm)
         else:
             self._take_in_pieces(micros, size, with_norm)
         if self.graphs is not None:
-            self.graphs.settle(kind, plain)
+            self.graphs.note_step(kind, plain)
         assert self.ledger is not None and self.figures is not None
         self._device_number = step + 1
         if self.moment is not None:
@@ -170,14 +170,14 @@ class Step:
     def _whole_step(self, inputs: Inputs, form: Form, with_norm: bool) -> None:
         if self._follows and self._at is not None:  # which samples they are, the device knows by itself
             inputs = inputs[0], self.feed.follow(self._at, form.weight)
-        self.strategy.zero()
+        self.strategy.zero_gradients()
         counts: dict[str, Tensor] = {}
         if self.has_counts:
             batch = self.make_batch(*inputs)
             counts = self._counts([(batch, form.weight)])
             inputs, form = (batch, inputs[1]), form._replace(ready=True)
         self.backward(inputs, form, counts)
-        self.strategy.reduce()
+        self.strategy.reduce_gradients()
         self._begin_update()
         self._update(form.size, bool(counts), with_norm)
 
@@ -197,7 +197,7 @@ class Step:
         for slot, asked in enumerate(self.requests, STOP):
             if asked:
                 self._slots[slot].fill_(1.0)
-        self.strategy.reduce()
+        self.strategy.reduce_gradients()
         self._begin_update()
         if self.graphs is not None and capturable(self.optimizer, self.loss_scale is not None):
             self.graphs(("update", size, bool(counts), with_norm), self._update_step, (), size, bool(counts), with_norm)
@@ -206,7 +206,7 @@ class Step:
 
     def _take_micros(self, micros: Iterator[Micro], size: int) -> dict[str, Tensor]:
         """Forward and backward of all micro-batches; gives the counts that losses were divided by."""
-        self.strategy.zero()
+        self.strategy.zero_gradients()
         counts: dict[str, Tensor] = {}
         if self.has_counts:  # all batches must be seen before the first backward
             ready = [(m._replace(given=self.make_batch(m.given, m.ids)), m.weight) for m in micros]
@@ -278,8 +278,8 @@ class Step:
             counts = self._counts([(batch, form.weight)], over_ranks=False)
             inputs, form = (batch, inputs[1]), form._replace(ready=True)
         self.backward(inputs, form, counts)
-        if self.strategy.whole:
-            self.strategy.reduce()  # which then is only to make them whole
+        if self.strategy.is_one_piece:
+            self.strategy.reduce_gradients()  # which then is only to make them whole
 
     def rehearsed(self) -> list[float]:
         """What it left behind: all figures, and the norm of each parameter's gradient."""
@@ -291,11 +291,11 @@ class Step:
     def rest(self) -> None:
         """Before anything else uses the model: its blocks run as they were written."""
         if self.compiled is not None:
-            self.compiled.switch(False)
+            self.compiled.set_enabled(False)
 
     def clear(self) -> None:
         """Gradients and figures of nothing."""
-        self.strategy.zero()
+        self.strategy.zero_gradients()
         if self._tail is None:
             for slot in self._slots:
                 slot.zero_()
@@ -316,7 +316,7 @@ class Step:
         """Add a micro-batch's gradients, and its figures to the tail."""
         with shortages:
             if self.compiled is None:
-                value = self.strategy.run(self.loss_value, *inputs, form.ready)
+                value = self.strategy.call(self.loss_value, *inputs, form.ready)
             else:
                 value = self.compiled(form, *inputs, form.ready)
             if self.moment is not None:
@@ -380,7 +380,7 @@ class Step:
         if missing or unknown:
             raise Problem(f"counts() gave {list(counts)}, but the parts of the loss with a count of their own are {own}")
         self.agree()
-        everyone = self.group.gather((figures.names, sorted(figures.count)))
+        everyone = self.group.gather_objects((figures.names, sorted(figures.count)))
         if any(other != everyone[0] for other in everyone):
             raise Problem(f"loss() gave other names on other processes: {everyone}; they must be the same in every batch")
         self.know(figures, Ledger(figures.used, self.group.device))

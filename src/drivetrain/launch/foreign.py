@@ -109,17 +109,17 @@ def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tup
     screen.quiet |= rank != 0
     machine = _machine(request, local_world)
 
-    from drivetrain.engine.group import join
+    from drivetrain.engine.group import join_group
     from drivetrain.engine.log.observe import Observers
     from drivetrain.launch.recorder import Recorder
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # while torch waits for the others, no handler of Python's runs
-    group = join(machine.device, "nccl" if machine.device == "cuda" else "gloo")
+    group = join_group(machine.device, "nccl" if machine.device == "cuda" else "gloo")
     stop = StopFlag()
     stop.install()
     opened: Opened | None = None
     told: dict[str, Any] = {}
-    if group.main:
+    if group.is_main:
         try:
             opened = _open(recipe, request)
             if opened.finished:
@@ -138,21 +138,21 @@ def train(recipe: Recipe, request: Request, screen: Screen, started: str) -> tup
             told = {"problem": str(problem), "outcome": problem.outcome}
             if opened is not None:
                 opening.discard(opened)
-    told = group.share(told)
+    told = group.broadcast_object(told)
     if "problem" in told:
-        raise Problem(told["problem"] if group.main else "rank 0 said why", Outcome(told["outcome"]))
+        raise Problem(told["problem"] if group.is_main else "rank 0 said why", Outcome(told["outcome"]))
     if "finished" in told:
         return Run(told["finished"]), Ended(Outcome.OK)
     job, run = told["job"], Run(told["job"]["run"])
     try:
-        watchers = Observers([screen, Recorder(run)]) if group.main else screen
+        watchers = Observers([screen, Recorder(run)]) if group.is_main else screen
         result = work(job | {"task": _task_here(job, told["code"], recipe)}, group, watchers, stop)
     except Problem as problem:
         result = {"outcome": problem.outcome, "message": str(problem)}
     if result.get("smaller"):  # whichever rank it is: the others may wait for it until the launcher ends them
         record_shortage(run, result["smaller"])
     result = _cause(result, group)
-    if group.main and result.get("smaller"):
+    if group.is_main and result.get("smaller"):
         record_shortage(run, result["smaller"])
     screen.close()
     ended = Ended(Outcome(result["outcome"]), result.get("message", ""), result)
@@ -193,7 +193,7 @@ def _cause(result: dict[str, Any], group: Group) -> dict[str, Any]:
         return result
     store = dist.distributed_c10d._get_default_store()
     with contextlib.suppress(RuntimeError):  # the store is gone where its machine is
-        if not group.main:
+        if not group.is_main:
             told_by_me = {key: result.get(key) for key in ("outcome", "message", "smaller")}
             store.set(f"drivetrain/{group.rank}", json.dumps(told_by_me))
         elif result["outcome"] == Outcome.INFRA:

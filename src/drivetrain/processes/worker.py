@@ -103,12 +103,12 @@ def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag, wa
         from drivetrain.engine.inference import evaluate_run
 
         return {"outcome": Outcome.OK} | evaluate_run(task, plan, run, group)
-    files: list[Observer] = [MetricsFile(run), TensorBoard(run.path / "tensorboard"), screen] if group.main else []
-    if looks.get("profile") and group.main:
+    files: list[Observer] = [MetricsFile(run), TensorBoard(run.path / "tensorboard"), screen] if group.is_main else []
+    if looks.get("profile") and group.is_main:
         from drivetrain.watch.profile import Profile
 
         files.append(Profile(run, looks["profile"], screen.notice, group.device.type == "cuda"))
-    if job.get("end") and group.main:  # what one rank asks for, all do
+    if job.get("end") and group.is_main:  # what one rank asks for, all do
         files.append(Deadline(job["end"], stop.timer()))
     observer = Observers([*files, *watchers, *injectors(run)])
 
@@ -122,9 +122,9 @@ def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag, wa
         begun.run_to_end(stop_after=SMOKE_STEPS // 2)
     training = Training(task, plan, run, group, observer, stop)
     if looks.get("nan_step"):
-        from drivetrain.engine.faults.nonfinite import Finder, nothing_found
+        from drivetrain.engine.faults.nonfinite import NonFiniteFinder, nothing_found
 
-        Finder(training, looks["nan_step"])
+        NonFiniteFinder(training, looks["nan_step"])
     if os.environ.get(SAMPLES_VARIABLE):
         SampleLog(training, run.path / "logs" / f"samples-{group.rank}.jsonl")
     if job["mode"] == "verify":
@@ -132,7 +132,7 @@ def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag, wa
             task.steps = max(training.total, 2 * training.feed.steps_per_epoch)
             training = Training(task, plan, run, group, observer, stop)
         training.looks_closely = not job["fingerprint"]  # which shall have the steps alone
-        if group.main and job["fingerprint"]:
+        if group.is_main and job["fingerprint"]:
             Fingerprint(training, Path(job["fingerprint"]), name_operations=job["look"] == "operations")
     try:
         result = training.run_to_end()
@@ -261,7 +261,7 @@ def main() -> None:
         multiprocessing.current_process()._config["tempdir"] = job["scratch"]  # type: ignore[attr-defined]
     os.chdir(job["folder"]) if os.path.isdir(job["folder"]) else None
 
-    from drivetrain.engine.group import join
+    from drivetrain.engine.group import join_group
     from drivetrain.engine.log.deviceclock import DeviceClock
     from drivetrain.watch.pulse import PARTS, Heart
     from drivetrain.watch.screen import Wire
@@ -270,7 +270,7 @@ def main() -> None:
     if int(os.environ["WORLD_SIZE"]) > 1:
         answer_about_collectives(file.parent, int(os.environ["RANK"]))
     try:
-        group = join(job["plan"]["device"], job["plan"]["backend"], own_port=True)
+        group = join_group(job["plan"]["device"], job["plan"]["backend"], own_port=True)
     except Problem as problem:
         result: dict[str, Any] = {"outcome": problem.outcome, "message": str(problem)}
     except Exception as error:  # of the machine: a busy GPU, a process that died meanwhile
@@ -279,7 +279,7 @@ def main() -> None:
             "message": f"could not join the other processes: {str(error).splitlines()[0]}",
         }  # fmt: skip
     else:
-        if group.runs_ahead:
+        if group.device_counters:
             heart.device = DeviceClock(len(PARTS))
         result = work(job, group, wire, stop, [heart])
     wire.send("result", result)

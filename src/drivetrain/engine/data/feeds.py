@@ -37,7 +37,7 @@ class TensorFeed(OrderedFeed):
         self._digests: list[str | None] | None = None
         self._table: Tensor | None = None
         """Where the host runs ahead: the order as rows of a global batch each, always at the same place."""
-        if self.group.runs_ahead and not self._move:
+        if self.group.device_counters and not self._move:
             self._table = torch.zeros(self.steps_per_epoch, self.batch, dtype=torch.int64, device=self._device)
 
     def signature(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class SourceFeed(Feed):
     def forget(self) -> None:
         """The model's tensors have moved: nothing that was captured holds any more."""
         if self._graphs is not None:
-            self._graphs.forget()
+            self._graphs.clear()
 
     def _total(self, value: Tensor) -> Tensor:
         result = value.clone()

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, default_collate
 from drivetrain.engine.data import signature
 from drivetrain.engine.data.base import Micro, OrderedFeed, placed, tensors_in, to_device
 from drivetrain.engine.data.rand import key, seed_everything
-from drivetrain.engine.fast.graphs import opaque
+from drivetrain.engine.fast.graphs import uncapturable_kind
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
 from drivetrain.runs import die_with_parent
@@ -161,7 +161,9 @@ class LoaderFeed(OrderedFeed):
 
     def _arrive(self, batch: Any) -> Any:
         """The batch on the device, copied beside the step that is still running there."""
-        if self._side is None or opaque(batch):  # what is inside of other libraries' batches cannot be guarded on a second stream
+        if self._side is None or uncapturable_kind(
+            batch
+        ):  # what is inside of other libraries' batches cannot be guarded on a second stream
             return to_device(batch, self.group.device)
         now = torch.cuda.current_stream()
         with torch.cuda.stream(self._side):

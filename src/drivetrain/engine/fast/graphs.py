@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from drivetrain.engine.fast.purity import PLAIN
+from drivetrain.engine.fast.python_state import PLAIN_TYPES
 from drivetrain.plan import HOST_WAITS
 from drivetrain.settings import PACKAGE
 
-WARM = 2  # times a form is seen before it is worth a graph
+WARM_UP_CALLS = 2  # times a form is seen before it is worth a graph
 MOST = 24  # forms kept as graphs
 COUNTED = 1000  # forms looked at: beyond them, batches have no common form
 
@@ -43,16 +43,16 @@ def form_of(given: Any) -> Hashable:
 
 
 def _constant(leaf: Any) -> Hashable:
-    return leaf if isinstance(leaf, PLAIN) else object()  # like nothing else
+    return leaf if isinstance(leaf, PLAIN_TYPES) else object()  # like nothing else
 
 
-def opaque(given: Any) -> str:
+def uncapturable_kind(given: Any) -> str:
     """The kind of something in a batch that a graph cannot be handed anew, or nothing."""
     for leaf in tree_flatten(given)[0]:
         if isinstance(leaf, Tensor):
             if leaf.layout is not torch.strided or leaf.is_nested:
                 return "tensor that is sparse or nested"
-        elif not isinstance(leaf, PLAIN):
+        elif not isinstance(leaf, PLAIN_TYPES):
             return type(leaf).__name__
     return ""
 
@@ -77,17 +77,17 @@ class Graphs:
         self._captured: dict[Hashable, Captured] = {}
         self._seen: Counter[Hashable] = Counter()
         self._said = False
-        self.plain = 0
+        self.num_eager = 0
         """Calls that were no replays."""
         self._settled: set[Hashable] = set()
-        self.broken = ""
+        self.disabled_reason = ""
         """Why nothing is captured any more."""
 
     def __call__(self, key: tuple[Hashable, ...], work: Callable[..., Any], inputs: Any, *constants: Any) -> Any:
         """`work(inputs, *constants)`; its output stands until the next call."""
         found = self._captured.get(key)
         if found is None:
-            self.plain += 1
+            self.num_eager += 1
             turn = self._turn(key)
             if turn < 0:
                 return work(inputs, *constants)
@@ -96,25 +96,25 @@ class Graphs:
             try:
                 found = self._captured[key] = self.capture(work, inputs, *constants)
             except Exception as error:
-                self.give_up(f"{key[0]}: {blame(error)}")
+                self.disable(f"{key[0]}: {explain_failure(error)}")
                 return work(inputs, *constants)
         for place, value in zip(found.places, _tensors(inputs), strict=True):
             place.copy_(value)
         found.graph.replay()
         return found.output
 
-    def holds(self, kind: str) -> bool:
+    def has_graph_of(self, kind: str) -> bool:
         return any(isinstance(key, tuple) and key[0] == kind for key in self._captured)
 
-    def settle(self, kind: Hashable, plain: int) -> None:
+    def note_step(self, kind: Hashable, plain: int) -> None:
         """A step of this kind was taken, and `plain` calls had been made before: whether it was all replays."""
-        (self._settled.add if self.plain == plain else self._settled.discard)(kind)
+        (self._settled.add if self.num_eager == plain else self._settled.discard)(kind)
 
-    def settled(self, kind: Hashable) -> bool:
+    def only_replayed(self, kind: Hashable) -> bool:
         """Whether the last step of this kind was all replays: such a one needs no memory."""
         return kind in self._settled
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """What was captured no longer holds: begin anew."""
         self._settled.clear()
         self._captured.clear()
@@ -122,22 +122,22 @@ class Graphs:
 
     def _turn(self, key: tuple[Hashable, ...]) -> int:
         """What to do with a form that is not captured: 0 capture it, 1 run it under watch, -1 just run it."""
-        if self.broken or len(self._seen) >= COUNTED or len(self._captured) >= MOST:
-            if not self.broken and not self._said:
+        if self.disabled_reason or len(self._seen) >= COUNTED or len(self._captured) >= MOST:
+            if not self.disabled_reason and not self._said:
                 self._said = True
                 self._notice("batches come in many forms (shapes, or values that are no tensors): those beyond the first few run eager")
             return -1
         self._seen[key] += 1
-        warm = 0 if self._tight and self.holds(str(key[0])) else WARM
+        warm = 0 if self._tight and self.has_graph_of(str(key[0])) else WARM_UP_CALLS
         seen = self._seen[key]
         return 0 if seen == warm + 1 else 1 if seen == warm else -1
 
     def _watch(self, key: Hashable, work: Callable[..., Any], inputs: Any, *constants: Any) -> Any:
         """Run it once more plainly; if the host waits in it, it is never captured."""
-        with host_waits() as waits:
+        with watch_host_syncs() as waits:
             output = work(inputs, *constants)
         if waits:
-            self._seen[key] += WARM  # past its turn
+            self._seen[key] += WARM_UP_CALLS  # past its turn
             self._notice(f"a part of the work is not captured: {waits[0]}")
         return output
 
@@ -153,8 +153,8 @@ class Graphs:
             raise
         return Captured(graph, [f for f in fixed if isinstance(f, Tensor)], output)
 
-    def give_up(self, why: str) -> None:
-        self.broken = why
+    def disable(self, why: str) -> None:
+        self.disabled_reason = why
         self._settled.clear()
         self._captured.clear()  # they were captured with the generator's old state
         self._notice(f"nothing is captured from here on: {why}")
@@ -182,7 +182,7 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
             gc.enable()
 
 
-def record(work: Callable[[], object]) -> Callable[[], None]:
+def capture_graph(work: Callable[[], object]) -> Callable[[], None]:
     """Work that needs no inputs, as a graph: what to call to replay it."""
     graph = torch.cuda.CUDAGraph()
     with capturing(graph):
@@ -200,7 +200,7 @@ def _tensors(inputs: Any) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def host_waits() -> Iterator[list[str]]:
+def watch_host_syncs() -> Iterator[list[str]]:
     """Collects a sentence for each operation inside for which this thread waits for the device.
 
     Others, such as the one that writes checkpoints, may wait: torch warns of them, too.
@@ -228,7 +228,7 @@ def host_waits() -> Iterator[list[str]]:
             torch.cuda.set_sync_debug_mode(before)
 
 
-def blame(error: BaseException) -> str:
+def explain_failure(error: BaseException) -> str:
     """One sentence about why code could not be captured or compiled, with the user's line where there is one."""
     while error.__context__ is not None and "capture" in str(error):  # the end of a failed capture hides its cause
         error = error.__context__

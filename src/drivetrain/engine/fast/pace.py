@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from drivetrain.engine.data.loader import LoaderFeed
-from drivetrain.engine.fast.purity import changed, marks
+from drivetrain.engine.fast.python_state import first_change, read_python_state
 from drivetrain.engine.fast.trial import Findings, Trial
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observer
@@ -66,7 +66,7 @@ class Pace:
         elif self._count == UNTIMED - 1:
             self._marks = self.marked()
         elif self._count == UNTIMED:
-            self._impure = changed(self._marks, self.marked())
+            self._impure = first_change(self._marks, self.marked())
         elif self._count == UNTIMED + 1:
             self._start_clock()
         elif not self._chosen_at and self._count > UNTIMED + TIMED and full and not waiting:
@@ -86,12 +86,12 @@ class Pace:
         if self.step.graphs is None:
             return False
         now = self.marked()
-        what = changed(self._marks, now)
+        what = first_change(self._marks, now)
         if not what:
             return False
         self._marks = now
         self._renewals += 1
-        self.step.graphs.forget()
+        self.step.graphs.clear()
         if self._renewals == RENEWALS:
             self.step.graphs = None
             self.observer.notice(f"steps are no longer captured: {what} changed again and again between epochs")
@@ -124,7 +124,7 @@ class Pace:
             self.step.moment("choose")
         # All ranks take one way, for what is tried out may talk to the others.
         self.step.agree()
-        obstacle = next((why for why in self.group.gather(self._obstacle()) if why), "")
+        obstacle = next((why for why in self.group.gather_objects(self._obstacle()) if why), "")
         off = self.plan.capture == "off" and self._pinned("capture")
         captured = trial.capture("pinned" if off else obstacle) if self.cuda else None
         if self.compiled_from is None and self._compile_is_worth_it(captured, obstacle):
@@ -135,8 +135,8 @@ class Pace:
 
     def _obstacle(self) -> str:
         """What neither a graph nor a compiler could follow, if there is such a thing."""
-        if self.step.strategy.obstacle:
-            return self.step.strategy.obstacle
+        if self.step.strategy.capture_obstacle:
+            return self.step.strategy.capture_obstacle
         if self.step.host_random.used:
             return "the loss draws from the host's random generators (Python's, numpy's or torch's for the CPU: draw on the device)"
         if any(isinstance(m, nn.SyncBatchNorm) for m in self.step.model.modules()):
@@ -151,10 +151,10 @@ class Pace:
             self.found.reasons["compile"] = self.plan.reasons.get("compile", "pinned")
             return False
         step = next(iter(self.found.step_seconds.values())) if captured is None else captured * self.plan.accumulation
-        left = float(self.group.share(step * (self.total - self._last)))
+        left = float(self.group.broadcast_object(step * (self.total - self._last)))
         if left < PAYS:
             obstacle = f"the run takes only {max(1.0, left):,.0f} s more"
-        elif not obstacle and max(self.group.gather(len(self._layouts))) > 1:
+        elif not obstacle and max(self.group.gather_objects(len(self._layouts))) > 1:
             obstacle = "batches come in several shapes"
         if obstacle:
             self.found.reject("compile=on", f"not tried: {obstacle}")
@@ -185,10 +185,10 @@ class Pace:
 
     def marked(self) -> dict[str, object]:
         step = self.step
-        if step.strategy.obstacle:
+        if step.strategy.capture_obstacle:
             return {}
         captured = self.cuda and capturable(step.optimizer, step.loss_scale is not None)
-        return marks(step.task, step.model, step.optimizer if captured else None)
+        return read_python_state(step.task, step.model, step.optimizer if captured else None)
 
     # --- the clock, and the end ---
 
@@ -224,7 +224,7 @@ class Pace:
 
     def _captures(self) -> bool:
         graphs = self.step.graphs
-        return graphs is not None and (graphs.holds("step") or graphs.holds("micro"))
+        return graphs is not None and (graphs.has_graph_of("step") or graphs.has_graph_of("micro"))
 
     def _kind(self) -> str:
         names = [n for n, on in (("compiled", self.step.compiled is not None), ("captured", self._captures())) if on]
@@ -232,11 +232,11 @@ class Pace:
 
     def _conclude(self) -> None:
         if self.cuda and self.step.graphs is not None and not self._captures():
-            self.found.reject("capture=on", self.step.graphs.broken or "the host waits within the step")
+            self.found.reject("capture=on", self.step.graphs.disabled_reason or "the host waits within the step")
             self.step.graphs = None
-        whole = "one graph a step" if self.step.strategy.whole else "a graph a micro-batch"
-        self.found.reasons.setdefault("capture", self.step.strategy.obstacle or (whole if self.cuda else "graphs are a GPU's"))
-        if self.group.main:
+        whole = "one graph a step" if self.step.strategy.is_one_piece else "a graph a micro-batch"
+        self.found.reasons.setdefault("capture", self.step.strategy.capture_obstacle or (whole if self.cuda else "graphs are a GPU's"))
+        if self.group.is_main:
             self.observer.planned(self.facts())
         self.step.pace = None
 

@@ -17,11 +17,11 @@ from torch.nn import functional as F
 MOST = 32  # numbers of one place's surroundings: beyond that, libraries' convolutions are quick
 
 
-def narrowed(graph: fx.GraphModule) -> fx.GraphModule:
+def replace_first_convolutions(graph: fx.GraphModule) -> fx.GraphModule:
     """The same graph, with products for its first convolutions."""
     for node in graph.graph.nodes:
         if node.op == "call_function" and node.target is torch.conv2d and _fits(*node.args, **node.kwargs):
-            node.target = product
+            node.target = conv2d_by_product
     graph.recompile()
     return graph
 
@@ -41,7 +41,7 @@ def _room(filters: Tensor) -> int:
     return -(-math.prod(filters.shape[1:]) // 8) * 8
 
 
-def product(
+def conv2d_by_product(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
 ) -> Tensor:  # fmt: skip
     """What `torch.conv2d` gives, whose names these are."""

@@ -42,29 +42,29 @@ class Threads:
 
     def __init__(self, plan: Plan, group: Group) -> None:
         self.plan, self.group = plan, group
-        self.useful: int | None = None
+        self.num_useful: int | None = None
         """Threads that the products of a step keep busy; None while that is not known."""
         self.reason = ""
         self._chooses = plan.threads > 1 and group.device.type == "cpu" and not plan.shards and plan.reasons.get("threads") != "pinned"
 
     @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
+    def measure_products(self) -> Iterator[None]:
         """Around the first step of a run; one that is compiled already is not looked into."""
         if not self._chooses or (self.plan.compile == "on" and self.plan.reasons.get("compile") == "pinned"):
             yield
             return
         with Products() as products:
             yield
-        typical = self.group.share(products.typical())  # ranks may have micro-batches of other sizes
+        typical = self.group.broadcast_object(products.typical())  # ranks may have micro-batches of other sizes
         if typical:
-            self.use(max(1, int(typical / FLOPS_PER_THREAD)))
+            self.set_useful(max(1, int(typical / FLOPS_PER_THREAD)))
             self.reason = (
                 f"{torch.get_num_threads()} of {self.plan.threads} used after the first step: its matrix products have"
                 f" {typical / 1e6:,.1f} million operations, and less than {FLOPS_PER_THREAD / 1e6:.0f} million are no work for a thread"
             )
 
-    def use(self, useful: int | None) -> None:
+    def set_useful(self, useful: int | None) -> None:
         """Take so many, as the first step showed or a checkpoint tells."""
         if self._chooses and useful is not None:
-            self.useful = useful
+            self.num_useful = useful
             torch.set_num_threads(min(self.plan.threads, useful))

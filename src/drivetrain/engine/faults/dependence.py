@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.engine.data.rand import generator_of, seed_host, seed_model
-from drivetrain.engine.fast.purity import PLAIN
+from drivetrain.engine.fast.python_state import PLAIN_TYPES
 from drivetrain.engine.faults.out_of_memory import undoable
 from drivetrain.engine.faults.snapshot import Snapshot
 from drivetrain.engine.maths.losses import read_loss
@@ -64,14 +64,14 @@ class Look:
         budget.agree()
         training.observer.moment("fetched")  # a sign of life: what was tried may have taken its time
         for finding in findings:
-            if training.group.main:
+            if training.group.is_main:
                 training.run.log_event("depends-on-plan", cause=finding.cause, text=finding.text)
                 training.observer.notice(finding.text)
         if self.pace is not None:
             self.pace(seed, inputs, form)
 
 
-def look_for_dependence(training: Training, always: bool = False) -> None:
+def check_dependence(training: Training, always: bool = False) -> None:
     """Have the first step look whether the result depends on the plan: where this plan cuts its batches, or always.
 
     All ranks compute the loss equally often, for some losses talk to each other.
@@ -159,10 +159,10 @@ class _Trial:
             torch.default_generator.manual_seed(seed)
         batch = self.batch(part)
         if self.exact:  # in the weights' own format, where rounding is no excuse
-            value = self.step.strategy.run(self.step.task.loss, self.step.model, batch)
+            value = self.step.strategy.call(self.step.task.loss, self.step.model, batch)
         else:
             with self.step.precision.forward():
-                value = self.step.strategy.run(self.step.task.loss, self.step.model, batch)
+                value = self.step.strategy.call(self.step.task.loss, self.step.model, batch)
         parts, _ = read_loss(value)
         return {p.name: (float(p.value.detach()), None if p.count is None else float(p.count)) for p in parts}
 
@@ -283,7 +283,7 @@ def _rows(batch: Any, part: slice, samples: int) -> Any:
     if isinstance(batch, dict):
         return {key: _rows(value, part, samples) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        if len(batch) == samples and all(isinstance(item, PLAIN) for item in batch):
+        if len(batch) == samples and all(isinstance(item, PLAIN_TYPES) for item in batch):
             return batch[part]
         items = [_rows(item, part, samples) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)

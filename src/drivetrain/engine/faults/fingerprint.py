@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.engine.data.base import tensors_in
-from drivetrain.engine.state.tensors import local
+from drivetrain.engine.state.tensors import local_tensor
 
 
 def digest(tensors: Any) -> str:
     found = hashlib.sha256()
     for tensor in tensors_in(tensors):
-        found.update(local(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found.update(local_tensor(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
 
 

@@ -16,7 +16,7 @@ def _bad(value: Any) -> bool:
     return any(t.is_floating_point() and not bool(torch.isfinite(t).all()) for t in tensors_in(value))
 
 
-class Finder:
+class NonFiniteFinder:
     """Stops a training at the first module whose outputs, or whose gradients, are not numbers; and names it."""
 
     def __init__(self, training: Any, until: int) -> None:

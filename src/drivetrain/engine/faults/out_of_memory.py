@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from drivetrain.engine.data.base import Feed
 from drivetrain.engine.setup import batchnorm_notice, has_batchnorm
-from drivetrain.engine.state.tensors import odd_form
+from drivetrain.engine.state.tensors import unsavable_form
 from drivetrain.engine.strategies.replicate import Replicated
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan, Smaller, half
@@ -51,7 +51,7 @@ class Before:
             (module._buffers, name)
             for module in model.modules()
             for name, buffer in module._buffers.items()
-            if buffer is not None and not odd_form(buffer) and buffer.nbytes <= LARGEST
+            if buffer is not None and not unsavable_form(buffer) and buffer.nbytes <= LARGEST
         ]
         self._then: list[Tensor] = []
         self._kept: list[Tensor] = []
@@ -100,12 +100,12 @@ def shrink(training: Training, ranks: list[int], possible: bool) -> None:
         raise OutOfMemory(f"out of memory {where}, in a step that cannot be undone here", smaller.facts(at, ranks[0], "step"))
     training.step.undo()
     training._replay = None
-    if training.step.strategy.whole:
+    if training.step.strategy.is_one_piece:
         for parameter in training.model.parameters():
             parameter.grad = None
         _free(training)
         training.strategy = Replicated(training.model, training.group, training.tail)
-        training.strategy.adopt(training.optimizer)
+        training.strategy.set_optimizer(training.optimizer)
     training.plan = Plan.from_json(training.plan.to_json() | smaller.changes)
     training.feed.cut(training.plan.micro_batch)
     training.step.renew(training.strategy)
@@ -114,7 +114,7 @@ def shrink(training: Training, ranks: list[int], possible: bool) -> None:
     training.set_pace()
     _free(training)
     _tell(training, smaller, at, ranks, "step", f"out of memory {where}: {smaller.sentence()}; the step is taken again")
-    if training.group.main and (notice := batchnorm_notice(training.model, training.task, training.plan)):
+    if training.group.is_main and (notice := batchnorm_notice(training.model, training.task, training.plan)):
         training.observer.notice(notice)
 
 
@@ -133,7 +133,7 @@ def shrink_evaluation(training: Training, ranks: list[int]) -> None:
 
 
 def _tell(training: Training, smaller: Smaller, step: int, ranks: list[int], during: str, sentence: str) -> None:
-    if not training.group.main:
+    if not training.group.is_main:
         return
     for rank in ranks:
         training.run.log_event("oom", step=step, rank=rank, was=smaller.was, now=smaller.now, during=during)

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from drivetrain.engine.fast.purity import PLAIN
-from drivetrain.engine.state.tensors import is_sharded, odd_form
+from drivetrain.engine.fast.python_state import PLAIN_TYPES
+from drivetrain.engine.state.tensors import is_sharded, unsavable_form
 from drivetrain.project import is_users
 
 DEPTH = 3  # objects within objects that are looked into
@@ -109,7 +109,7 @@ class Snapshot:
             self._walk(f"{prefix}{key}", value, depth - 1)
 
     def _walk(self, name: str, value: Any, depth: int) -> None:
-        if isinstance(value, (*PLAIN, type)) or id(value) in self._seen:
+        if isinstance(value, (*PLAIN_TYPES, type)) or id(value) in self._seen:
             return
         if isinstance(value, nn.Module):  # the model's own have had, or will have, their turn
             for module in value.modules():
@@ -148,7 +148,7 @@ class Snapshot:
         trained = {id(p): p.requires_grad for p in model.parameters()}
         room = LARGEST[any(p.device.type != "cpu" for p in model.parameters())]
         for name, tensor in sorted(self._met, key=lambda one: (id(one[1]) in trained) + trained.get(id(one[1]), False)):
-            if is_sharded(tensor) or odd_form(tensor) or tensor.is_meta or tensor.nbytes > room:
+            if is_sharded(tensor) or unsavable_form(tensor) or tensor.is_meta or tensor.nbytes > room:
                 continue
             room -= tensor.nbytes
             self._tensors.append((name, tensor, tensor.detach().clone()))
@@ -167,11 +167,11 @@ def _same(now: Any, then: Any, tensors: dict[int, Tensor]) -> bool:
         return True
     if isinstance(now, Tensor) and isinstance(then, Tensor):
         return now.shape == then.shape and now.dtype == then.dtype and _equal(now, tensors.get(id(then), then))
-    return isinstance(now, PLAIN) and type(now) is type(then) and now == then
+    return isinstance(now, PLAIN_TYPES) and type(now) is type(then) and now == then
 
 
 def _equal(one: Tensor, two: Tensor) -> bool:
     one, two = one.detach(), two.detach()
-    if odd_form(one) or one.is_meta or one.device != two.device:
+    if unsavable_form(one) or one.is_meta or one.device != two.device:
         return False
     return torch.equal(one, two) or (one.is_floating_point() and bool(((one == two) | (one.isnan() & two.isnan())).all()))

@@ -29,7 +29,7 @@ class Group:
     rank: int
     size: int
     device: torch.device
-    side: dist.ProcessGroup | None = None
+    host_group: dist.ProcessGroup | None = None
     """Where the ranks' devices talk to each other: another way, from host to host."""
 
     def __post_init__(self) -> None:
@@ -37,12 +37,12 @@ class Group:
             use_plain_objects()
 
     @property
-    def runs_ahead(self) -> bool:
+    def device_counters(self) -> bool:
         """Whether the host runs ahead of the device: then a step finds its number and all that follows from it there."""
         return self.device.type == "cuda"
 
     @property
-    def main(self) -> bool:
+    def is_main(self) -> bool:
         return self.rank == 0
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -54,7 +54,7 @@ class Group:
         if self.size == 1:
             return list(values)
         told = torch.tensor(values)
-        dist.all_reduce(told, group=self.side)
+        dist.all_reduce(told, group=self.host_group)
         return [float(value) for value in told.tolist()]
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
@@ -67,7 +67,7 @@ class Group:
                     dist.broadcast(whole, source)
                     tensor.copy_(whole)
 
-    def share(self, value: Any, source: int = 0) -> Any:
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """The source rank's value, on every rank."""
         if self.size == 1:
             return value
@@ -75,7 +75,7 @@ class Group:
         dist.broadcast_object_list(box, source, device=self.device)
         return box[0]
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
         if self.size == 1:
             return [value]
@@ -83,29 +83,29 @@ class Group:
         dist.all_gather_object(values, value)
         return values
 
-    def reach(self, folder: Path) -> bool:
+    def shares_folder(self, folder: Path) -> bool:
         """Whether every process sees the same folder."""
-        token = folder / self.share(f".reach-{uuid.uuid4().hex}")
-        if self.main:
+        token = folder / self.broadcast_object(f".reach-{uuid.uuid4().hex}")
+        if self.is_main:
             folder.mkdir(parents=True, exist_ok=True)
             token.touch()
-        self.gather(None)
-        seen = all(self.gather(token.exists()))
-        if self.main:
+        self.gather_objects(None)
+        seen = all(self.gather_objects(token.exists()))
+        if self.is_main:
             token.unlink(missing_ok=True)
         return seen
 
-    def open(self, backend: str) -> None:
+    def ensure_initialized(self, backend: str) -> None:
         """Make the group of a process that is alone, for what works on a group only."""
         if not dist.is_initialized():
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
-    def leave(self) -> None:
+    def destroy(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def join(device: str, backend: str, own_port: bool = False) -> Group:
+def join_group(device: str, backend: str, own_port: bool = False) -> Group:
     """Join the group that RANK, WORLD_SIZE and MASTER_ADDR describe; alone where they do not. With `own_port` the address
     is one that drivetrain chose: it is bound there alone, and where it is taken that is bad luck, not a mistake."""
     rank, size, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))

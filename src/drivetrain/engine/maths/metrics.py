@@ -61,7 +61,7 @@ class Metrics:
     def finish(self, task: Task, group: Group) -> tuple[dict[str, float], dict[str, Any]]:
         """(means over all samples of all ranks, what `summary` gave that is no single number); a collective call."""
         mine = {name: torch.cat(parts).cpu() for name, parts in self.values.items()}
-        everyone = group.gather((self._forms, mine, {name: pair.cpu() for name, pair in self.sums.items()}))
+        everyone = group.gather_objects((self._forms, mine, {name: pair.cpu() for name, pair in self.sums.items()}))
         if any(forms != self._forms for forms, _, _ in everyone):
             raise Problem(f"metrics() gave other names or shapes on other processes: {[forms for forms, _, _ in everyone]}")
         whole = {name: torch.cat([values[name] for _, values, _ in everyone]) for name in mine}

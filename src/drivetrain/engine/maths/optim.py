@@ -175,7 +175,7 @@ class Rates:
         self._factors: list[float] = []
         self._tables: list[tuple[Tensor, Tensor]] = []
         """Of each group on a GPU: all its rates, and the place from which the optimizer's kernel reads the present one."""
-        if on_device and group.runs_ahead and capturable(optimizer, False):
+        if on_device and group.device_counters and capturable(optimizer, False):
             self._factors = [factor(step) for step in range(steps)]
             factors = torch.tensor(self._factors, device=group.device)
             for options, peak in zip(self.groups, self.peaks, strict=True):

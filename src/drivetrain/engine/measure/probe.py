@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from drivetrain.engine.data.feeds import train_feed
-from drivetrain.engine.fast.graphs import WARM, record
+from drivetrain.engine.fast.graphs import WARM_UP_CALLS, capture_graph
 from drivetrain.engine.fast.pace import TIMED, UNTIMED, Pace
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.figures import TAIL
@@ -22,7 +22,7 @@ from drivetrain.engine.maths.optim import Rates, make_optimizer, schedule_of
 from drivetrain.engine.maths.precision import Precision
 from drivetrain.engine.setup import build_model, prepare
 from drivetrain.engine.step import Step
-from drivetrain.engine.strategies import spread
+from drivetrain.engine.strategies import make_strategy
 from drivetrain.plan import Plan
 from drivetrain.plan.fit import Point
 from drivetrain.runs import Run
@@ -73,7 +73,7 @@ class Probe:
         self.optimizer.zero_grad(set_to_none=True)
         self.empty()
         feed = train_feed(self.task, self.data, plan, self.group)
-        strategy = spread(self.model, lambda: self.optimizer, self.task, plan, self.group, TAIL, Path())
+        strategy = make_strategy(self.model, lambda: self.optimizer, self.task, plan, self.group, TAIL, Path())
         total = 100_000  # more than are taken; their rates lie on the device
         rates = Rates(self.optimizer, schedule_of(self.task, total, feed.steps_per_epoch), total, self.group)
         step = Step(self.task, self.model, feed, strategy, rates, self.precision, self.group)
@@ -102,12 +102,12 @@ class Probe:
             kind, update = "eager", lambda: strategy.update(None, 0.0, False, False)
             if seconds < SHORT and self.device.type == "cuda" and plan.capture != "off":
                 step.pace = Pace(step, plan, self.group, total, Observer(), None)
-                for _ in range(UNTIMED + TIMED + 1 + WARM + 1):  # the choice, and the steps until the graph is made
+                for _ in range(UNTIMED + TIMED + 1 + WARM_UP_CALLS + 1):  # the choice, and the steps until the graph is made
                     take()
                 if step.graphs is not None:
                     times = max(EAGER, int(ENOUGH / seconds))
                     seconds, kind = min(self._seconds(take, times) for _ in range(2)), "captured"
-                    update = record(update)  # as it is within a captured step: without the host's part
+                    update = capture_graph(update)  # as it is within a captured step: without the host's part
                     update()
             return Point(micro_batch, True, peak, seconds, min(0.5 * seconds, self._seconds(update, EAGER)), kind)
         finally:

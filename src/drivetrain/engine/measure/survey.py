@@ -25,7 +25,7 @@ from drivetrain.engine.maths.losses import read_loss
 from drivetrain.engine.maths.optim import make_optimizer
 from drivetrain.engine.maths.precision import Precision
 from drivetrain.engine.measure.trace import ShapesOnly, trace, trace_evaluation, without_values
-from drivetrain.engine.state.tensors import odd_form
+from drivetrain.engine.state.tensors import unsavable_form
 from drivetrain.outcomes import Problem
 from drivetrain.plan.profile import REAL_LIMIT, Profile
 from drivetrain.runs import die_with_parent
@@ -160,7 +160,7 @@ def _facts(task: Task, model: nn.Module, data: Any) -> dict[str, Any]:
         "trained": sum(p.numel() for p in trained),
         "trained_bytes": sum(p.nbytes for p in trained),
         "largest_bytes": max(p.nbytes for p in trained),
-        "buffer_bytes": sum(b.nbytes for b in model.buffers() if not odd_form(b)),
+        "buffer_bytes": sum(b.nbytes for b in model.buffers() if not unsavable_form(b)),
         "blocks": len(blocks),
         "block_bytes": max((sum(p.nbytes for p in b.parameters()) for b in blocks), default=0),
         "samples": len(data),

@@ -1,1 +1,8 @@
-"""What is saved of a training: tensors and JSON, checkpoints, the best evaluation."""
+"""The saved state of a training.
+
+- `tensors`: a training's state as named tensors and JSON
+- `checkpoint`: writes, publishes and verifies a checkpoint
+- `shards`: the files of a checkpoint's tensors, by torch.distributed.checkpoint
+- `saved`: what a checkpoint holds of a training, and how a training is restored from one
+- `best`: the best evaluation of a run
+"""

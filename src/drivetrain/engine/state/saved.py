@@ -11,7 +11,7 @@ from drivetrain.data import Source
 from drivetrain.engine.data.base import Feed
 from drivetrain.engine.data.feeds import SourceFeed
 from drivetrain.engine.state import tensors as state
-from drivetrain.engine.state.checkpoint import Checkpoint, folder, newest_good
+from drivetrain.engine.state.checkpoint import Checkpoint, folder_name, newest_good
 from drivetrain.outcomes import Problem
 
 if TYPE_CHECKING:
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 def gather(training: Training) -> tuple[dict[str, Any], dict[str, Any]]:
     """All that a resume needs; a collective call, for rank 0's buffers and everybody's groups."""
     strategy, step, rows = training.strategy, training.step, training.rows
-    strategy.share_buffers()
-    parted = strategy.files is not None
+    strategy.broadcast_buffers()
+    parted = strategy.checkpoint_group is not None
     model, aliases = strategy.model_tensors(parted)
     optimizer, plain = strategy.optimizer_tensors(parted)
     parts = {"model": model, "optimizer": optimizer}
     if step.loss_scale is not None:
         parts["scale"] = step.loss_scale.tensors()
     if training.source is not None:
-        everyone = training.group.gather(_source_state(training.source))
+        everyone = training.group.gather_objects(_source_state(training.source))
         parts["source"] = {k: torch.cat([one[k] for one in everyone]) for k in everyone[0]}
     extra = {
         "aliases": aliases,
@@ -37,7 +37,7 @@ def gather(training: Training) -> tuple[dict[str, Any], dict[str, Any]]:
         "time": training.elapsed(),
         "metrics": training.metrics,
         "compiled_from": training.pace.compiled_from,
-        "threads": training.threads.useful,
+        "threads": training.threads.num_useful,
         "figures": step.figures.to_json() if step.figures else None,
         "best": training.best.to_json(),
         "epoch_sums": rows.epoch_sums,
@@ -46,7 +46,7 @@ def gather(training: Training) -> tuple[dict[str, Any], dict[str, Any]]:
         "world_size": training.group.size,
         "data": {hook: feed.signature() for hook, feed in _feeds(training)},
     }
-    return state.pack(parts), extra
+    return state.add_prefixes(parts), extra
 
 
 def _feeds(training: Training) -> list[tuple[str, Feed]]:
@@ -84,7 +84,7 @@ def _source_state(source: Source) -> dict[str, Tensor]:
     if not isinstance(kept, dict) or not all(isinstance(value, Tensor) for value in kept.values()):
         raise Problem("state() of the source gave something else than a dict of tensors, whose rows are this rank's groups")
     for name, value in kept.items():
-        state.check_state(value, "the source's", name)
+        state.check_savable(value, "the source's", name)
     return {name: value.cpu() for name, value in kept.items()}
 
 
@@ -93,37 +93,39 @@ def restore(training: Training) -> None:
     group, strategy, run = training.group, training.strategy, training.run
     training.observer.moment("restore")
     found: Checkpoint | None = None
-    if group.main:
+    if group.is_main:
         found = newest_good(run, training.damage)
-    facts = group.share(None if found is None else (found.step, found.extra))
+    facts = group.broadcast_object(None if found is None else (found.step, found.extra))
     training.observer.resumed(0 if facts is None else facts[0])
     if facts is None:
-        strategy.begin()
+        strategy.broadcast_weights()
         return
     step, extra = facts
     if step > training.total:
         raise Problem(f"the run is at step {step:,} already; {training.total:,} steps were asked for (epochs or steps)")
-    if strategy.files is not None:
-        stored: state.Stored = state.StoredFiles(run.checkpoints / folder(step))
+    if strategy.checkpoint_group is not None:
+        from drivetrain.engine.state.shards import StoredShards
+
+        stored: state.StoredTensors = StoredShards(run.checkpoints / folder_name(step))
     else:
-        stored = state.Stored(found.tensors() if found else None, group)
-    strategy.load_model(stored.part("model"), extra["aliases"], f"checkpoint {step}")
-    strategy.load_optimizer(stored.part("optimizer"), extra["optimizer"])
+        stored = state.StoredTensors(found.tensors() if found else None, group)
+    strategy.load_model(stored.subset("model"), extra["aliases"], f"checkpoint {step}")
+    strategy.load_optimizer(stored.subset("optimizer"), extra["optimizer"])
     if training.step.loss_scale is not None:
-        scale = stored.part("scale")
+        scale = stored.subset("scale")
         for name in scale.layout:
-            training.step.loss_scale.tensors()[name].copy_(scale.take(name))
+            training.step.loss_scale.tensors()[name].copy_(scale.load(name))
     if training.source is not None:
         assert isinstance(training.feed, SourceFeed)
         rows = slice(training.feed.low, training.feed.high)
-        kept = stored.part("source")
-        training.source.load({name: kept.take(name)[rows].to(group.device) for name in kept.layout})
+        kept = stored.subset("source")
+        training.source.load({name: kept.load(name)[rows].to(group.device) for name in kept.layout})
     training.done, training.before, training.metrics = step, extra["time"], extra["metrics"]
     training.best.load(extra["best"])
     training.compiled_from = training.plan.compiled_from(step, extra.get("compiled_from"))
-    training.threads.use(extra.get("threads"))
+    training.threads.set_useful(extra.get("threads"))
     training.rows.load(step, extra["epoch_sums"], extra["train"], extra.get("held"))
     training.figures = extra.get("figures")
     _check_data(training, extra.get("data") or {})
-    if group.main:
+    if group.is_main:
         run.log_event("resumed", step=step, world_size=group.size, was=extra["world_size"])

@@ -1,6 +1,6 @@
-"""Tensors to and from torch.distributed.checkpoint's files, without trusting them.
+"""The files of a checkpoint's tensors: written and read by torch.distributed.checkpoint (DCP), without trusting them.
 
-Apart from `checkpoint` because importing DCP takes most of a second, which a run should not wait for
+Import it in the function that needs it: importing DCP takes most of a second, for which a run should not wait
 before its first step.
 """
 
@@ -14,23 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from drivetrain.engine.state.tensors import Part
+from drivetrain.engine.state.tensors import Layout, StoredTensors, is_sharded, local_tensor
 
 INDEX = ".metadata"
-_ALLOWED = {
+_ALLOWED_CLASSES = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in [
         "Metadata",
@@ -52,34 +46,37 @@ _ALLOWED = {
 
 
 class Refused(Exception):
-    """The index asks for something that no checkpoint needs, or is none."""
+    """The index is none, or names a class that no checkpoint needs."""
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if (module, name) in _ALLOWED_CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise Refused(f"its index asks for {module}.{name}, which no checkpoint needs: it was refused, not run")
 
 
 def read_index(path: Path) -> Metadata:
+    """Returns DCP's pickled index of a checkpoint's files; raises Refused for anything else."""
     try:
         with open(path / INDEX, "rb") as file:
-            metadata = _Unpickler(file).load()
+            index = _Unpickler(file).load()
     except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError, TypeError, KeyError) as error:
         raise Refused(f"its index cannot be read ({error})") from None
-    if not isinstance(metadata, Metadata):
+    if not isinstance(index, Metadata):
         raise Refused("its index is not one")
-    for name, entry in metadata.state_dict_metadata.items():
+    for name, entry in index.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise Refused(f"{name} in it is no tensor")
-    for place in (metadata.storage_data or {}).values():
-        if os.sep in place.relative_path:
-            raise Refused(f"its index points outside of it, to {place.relative_path}")
-    return metadata
+    for storage in (index.storage_data or {}).values():
+        if os.sep in storage.relative_path:
+            raise Refused(f"its index points outside of it, to {storage.relative_path}")
+    return index
 
 
 class _Reader(FileSystemReader):
+    """Reads with an index that is read already."""
+
     def __init__(self, path: Path, index: Metadata) -> None:
         super().__init__(path)
         self._index = index
@@ -88,71 +85,56 @@ class _Reader(FileSystemReader):
         return self._index
 
 
-def layout_of(index: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """The shape and format of each tensor."""
+def _layout_of(index: Metadata) -> Layout:
     entries: dict[str, Any] = index.state_dict_metadata
     return {name: (entry.size, entry.properties.dtype) for name, entry in entries.items()}
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """All tensors, on the CPU."""
+    """Returns all tensors of a checkpoint, on the CPU."""
     index = read_index(path)
-    state = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in layout_of(index).items()}
-    _load(path, index, state)
-    return state
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in _layout_of(index).items()}
+    _read_into(tensors, path, index)
+    return tensors
 
 
-def read_part(path: Path, index: Metadata, name: str, part: Part) -> Tensor:
-    """A box of one tensor, on the CPU: of the files, what overlaps with it is read."""
-    entry: Any = index.state_dict_metadata[name]
-    place = _Boxed.of(torch.empty(part.plain.shape, dtype=entry.properties.dtype), part)
-    if place.numel():
-        _load(path, index, {name: place})
-    return place.plain
-
-
-def _load(path: Path, index: Metadata, state: Mapping[str, Tensor]) -> None:
+def _read_into(targets: Mapping[str, Tensor], path: Path, index: Metadata) -> None:
+    """Fills tensors from the files; of a sharded one, this rank reads its own shard."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it wonders aloud whether one process was meant: it was
-        load(dict(state), storage_reader=_Reader(path, index), no_dist=True)
+        warnings.simplefilter("ignore")  # it warns of a single process, which is meant
+        load(dict(targets), storage_reader=_Reader(path, index), no_dist=True)
 
 
-def write(path: Path, tensors: Mapping[str, Tensor | Part], group: Any = None) -> None:
-    """Write tensors by one process, or by each of a group its parts: then a collective call, which fails on all or none."""
-    state = {name: _Boxed.of(t.plain, t) if isinstance(t, Part) else t for name, t in tensors.items()}
+def write(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Writes tensors from one process, or from each rank of a group its shards: a collective call, which fails on all or none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         writer = FileSystemWriter(path, sync_files=True)
-        save(state, storage_writer=writer, process_group=group, no_dist=group is None)
+        save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
 
 
-class _Boxed(Tensor):
-    """A part of a tensor, as DCP asks such things what they are."""
+class StoredShards(StoredTensors):
+    """The tensors of a checkpoint whose files every rank can read: each rank reads only its own shards."""
 
-    plain: Tensor
-    part: Part
+    def __init__(self, path: Path, prefix: str = "", index: Metadata | None = None) -> None:
+        self._path, self._prefix = path, prefix
+        self._index = index or read_index(path)
+        self.layout = {n[len(prefix) :]: form for n, form in _layout_of(self._index).items() if n.startswith(prefix)}
 
-    @staticmethod
-    def of(plain: Tensor, part: Part) -> _Boxed:
-        boxed: _Boxed = Tensor._make_subclass(_Boxed, plain)
-        boxed.plain, boxed.part = plain, part
-        return boxed
+    def load(self, name: str) -> Tensor:
+        shape, dtype = self.layout[name]
+        return self._read(name, torch.empty(shape, dtype=dtype))
 
-    def size(self, *_: Any) -> torch.Size:  # type: ignore[override]
-        return self.part.size
+    def load_like(self, name: str, like: Tensor) -> Tensor:
+        shape, dtype = self.layout[name]
+        if not is_sharded(like) or like.shape != shape:
+            return super().load_like(name, like)
+        return self._read(name, torch.empty_like(like, dtype=dtype, requires_grad=False))
 
-    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        if not self.plain.numel():
-            return []
-        properties = TensorProperties.create_from_tensor(self.plain)
-        data = TensorWriteData(chunk=self._chunk(), properties=properties, size=self.part.size)
-        return [WriteItem(index=MetadataIndex(name, self.part.offsets), type=WriteItemType.SHARD, tensor_data=data)]
+    def subset(self, prefix: str) -> StoredTensors:
+        return StoredShards(self._path, f"{self._prefix}{prefix}/", self._index)
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return self.plain
-
-    def _chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(offsets=self.part.offsets, sizes=self.plain.shape)
+    def _read(self, name: str, target: Tensor) -> Tensor:
+        if local_tensor(target).numel():
+            _read_into({self._prefix + name: target}, self._path, self._index)
+        return target

@@ -1,4 +1,4 @@
-"""How a model is spread over processes."""
+"""How a model is distributed over processes."""
 
 from __future__ import annotations
 
@@ -16,28 +16,34 @@ from drivetrain.engine.strategies.single import Single
 from drivetrain.plan import Plan
 from drivetrain.task import Task
 
-__all__ = ["Replicated", "Single", "Strategy", "spread"]
+__all__ = ["Replicated", "Single", "Strategy", "make_strategy"]
 
 
-def spread(
-    model: nn.Module, make: Callable[[], torch.optim.Optimizer], task: Task, plan: Plan, group: Group, tail: int, folder: Path
+def make_strategy(
+    model: nn.Module,
+    make_optimizer: Callable[[], torch.optim.Optimizer],
+    task: Task,
+    plan: Plan,
+    group: Group,
+    piggyback_size: int,
+    folder: Path,
 ) -> Strategy:
-    """Spread a model as the plan says, and make its optimizer: after sharding, which gives it other parameters."""
+    """Distributes a model as the plan says, and makes its optimizer: after sharding, which replaces the parameters."""
     if plan.strategy == "fsdp":
         from drivetrain.engine.strategies.sharded import Sharded
 
-        strategy: Strategy = Sharded(model, plan, group, tail, folder)
-        optimizer = make()
-    elif plan.strategy == "deepspeed":  # shards the parameters of an optimizer that it is given
+        strategy: Strategy = Sharded(model, plan, group, piggyback_size, folder)
+        optimizer = make_optimizer()
+    elif plan.strategy == "deepspeed":  # shards the parameters of an optimizer that it is handed
         from drivetrain.engine.strategies.zero import Zero
 
-        optimizer = make()
-        strategy = Zero(model, optimizer, task, plan, group, tail, folder)
+        optimizer = make_optimizer()
+        strategy = Zero(model, optimizer, task, plan, group, piggyback_size, folder)
     else:
-        optimizer = make()
-        # One piece of work where nothing comes between backward and update: no further micro-batch, rank, or host.
-        ready = not group.runs_ahead or capturable(optimizer, plan.precision == "fp16")
-        at_once = group.size == plan.accumulation == 1 and ready
-        strategy = Single(model, group, tail) if at_once else Replicated(model, group, tail)
-    strategy.adopt(optimizer)
+        optimizer = make_optimizer()
+        # A step is one piece of work where nothing comes between backward and update: no further micro-batch, rank, or host.
+        update_needs_host = group.device_counters and not capturable(optimizer, plan.precision == "fp16")
+        is_one_piece = group.size == plan.accumulation == 1 and not update_needs_host
+        strategy = (Single if is_one_piece else Replicated)(model, group, piggyback_size)
+    strategy.set_optimizer(optimizer)
     return strategy

@@ -1,8 +1,8 @@
-"""Every process holds the whole model, and gradients are summed over micro-batches and processes.
+"""Every process holds the full model; gradients are summed over micro-batches and ranks.
 
-Gradients live in flat buffers with a fixed layout, so that a resumed run sums in the same order (torch's
-DDP rebuilds its buckets after the first step). The tail of the last one carries the step's figures and
-requests, which therefore cost no message of their own.
+Gradients live in flat buffers with a fixed layout, so that a resumed run sums in the same order (torch's DDP rebuilds
+its buckets after the first step). The last buffer ends with the piggyback: the step's metrics and requests, which
+therefore need no all-reduce of their own.
 """
 
 from __future__ import annotations
@@ -14,56 +14,57 @@ from torch import Tensor, nn
 from drivetrain.engine.group import Group
 from drivetrain.engine.strategies.base import Strategy
 
-ALIGN = 32  # elements: kernels read vectors
+ALIGNMENT = 32  # elements: kernels read vectors
 
 
 class Replicated(Strategy):
-    tail: Tensor
+    """Data parallelism over any number of ranks, one included, and micro-batches."""
 
-    def __init__(self, model: nn.Module, group: Group, tail: int) -> None:
+    piggyback: Tensor
+
+    def __init__(self, model: nn.Module, group: Group, piggyback_size: int) -> None:
         super().__init__(model, group)
-        self.flats: list[Tensor] = []
+        self._flat_gradients: list[Tensor] = []
         for dtype in sorted({p.dtype for p in self.parameters} - {torch.float32}, key=str):
-            self._lay_out(dtype, 0)
-        self.tail = self._lay_out(torch.float32, tail)
+            self._make_flat_gradient(dtype, 0)
+        self.piggyback = self._make_flat_gradient(torch.float32, piggyback_size)
 
-    def _lay_out(self, dtype: torch.dtype, tail: int) -> Tensor:
-        """Make the flat buffer of one dtype, its parameters' gradients views of it; gives the tail."""
+    def _make_flat_gradient(self, dtype: torch.dtype, num_extra: int) -> Tensor:
+        """Makes the flat buffer of one type, of which the gradients become views; returns the extra elements at its end."""
         members = [p for p in self.parameters if p.dtype == dtype]
-        sizes = [-(-p.numel() // ALIGN) * ALIGN for p in members]
-        flat = torch.zeros(sum(sizes) + tail, dtype=dtype, device=self.group.device)
-        self.flats.append(flat)
+        sizes = [-(-p.numel() // ALIGNMENT) * ALIGNMENT for p in members]
+        flat = torch.zeros(sum(sizes) + num_extra, dtype=dtype, device=self.group.device)
+        self._flat_gradients.append(flat)
         offset = 0
         for parameter, size in zip(members, sizes, strict=True):
-            parameter.grad = _view(flat, offset, parameter)
+            parameter.grad = _view_like(parameter, flat, offset)
             offset += size
         return flat[offset:]
 
-    def zero(self) -> None:
-        for flat in self.flats:
+    def zero_gradients(self) -> None:
+        for flat in self._flat_gradients:
             flat.zero_()
 
-    def reduce(self) -> None:
-        """Sum gradients and tail over all ranks."""
+    def reduce_gradients(self) -> None:
         if self.group.size == 1:
             return
-        for work in [dist.all_reduce(flat, async_op=True) for flat in self.flats]:
+        for work in [dist.all_reduce(flat, async_op=True) for flat in self._flat_gradients]:
             work.wait()
 
-    def scale(self, factor: Tensor) -> None:
-        *others, last = self.flats
-        for flat in (*others, last[: len(last) - len(self.tail)]):  # the tail is no gradient
+    def scale_gradients(self, factor: Tensor) -> None:
+        *others, last = self._flat_gradients
+        for flat in (*others, last[: len(last) - len(self.piggyback)]):
             flat.mul_(factor)
 
 
-def _view(flat: Tensor, offset: int, parameter: nn.Parameter) -> Tensor:
-    """A gradient laid out in memory as its parameter is."""
-    part = flat[offset : offset + parameter.numel()]
+def _view_like(parameter: nn.Parameter, flat: Tensor, offset: int) -> Tensor:
+    """Returns a view of a flat buffer in the parameter's shape and, where its elements lie without gaps, its strides."""
+    view = flat[offset : offset + parameter.numel()]
     if parameter.is_contiguous():
-        return part.view(parameter.shape)
-    expected = 1
+        return view.view(parameter.shape)
+    dense_stride = 1
     for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return part.view(parameter.shape)  # overlapping or with gaps
-        expected *= size
-    return part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
+        if size > 1 and stride != dense_stride:
+            return view.view(parameter.shape)  # overlapping or with gaps
+        dense_stride *= size
+    return view.as_strided(parameter.shape, parameter.stride(), view.storage_offset())

@@ -1,4 +1,4 @@
-"""What the strategies that shard have in common: the module around the task's own, and the model before it is sharded."""
+"""What the strategies that shard share: the module around the task's own, and the preparation of a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drivetrain.engine.group import Group
 
 
 class Root(nn.Module):
-    """The module around the task's own: its forward pass is whatever uses the model."""
+    """The module around the task's own: its forward pass is a call of any function that uses the model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -23,19 +23,19 @@ class Root(nn.Module):
         return function(*args)
 
 
-def dense_gradients(model: nn.Module) -> None:
-    """Sparse gradients cannot be scattered: embeddings give dense ones, which are the same numbers."""
+def use_dense_gradients(model: nn.Module) -> None:
+    """Lets embeddings give dense gradients, which are the same numbers: sparse ones cannot be scattered."""
     for module in model.modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             module.sparse = False
 
 
-def share_weights(model: nn.Module, group: Group) -> None:
-    """Rank 0's weights on every rank, tensor by tensor: all of them may not fit the device."""
+def broadcast_model(model: nn.Module, group: Group) -> None:
+    """Gives every rank rank 0's weights, one tensor at a time: together they may not fit on the device."""
     if group.size == 1:
         return
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            place = tensor.detach().to(group.device).contiguous()
-            dist.broadcast(place, 0)
-            tensor.copy_(place)
+            on_device = tensor.detach().to(group.device).contiguous()
+            dist.broadcast(on_device, 0)
+            tensor.copy_(on_device)

@@ -1,7 +1,7 @@
-"""Every process holds a part of each parameter, of its gradient and of its optimizer state (torch's fully_shard).
+"""Every process holds a shard of each parameter, of its gradient and of its optimizer state (torch's fully_shard).
 
-The unit that gathers the parameters outside of blocks is the call of the loss itself, not the model's forward: so the
-task may use its module as it likes, its methods and attributes included.
+Parameters outside of blocks are gathered for the call of the loss, not for the model's forward: so the task may use its
+module as it likes, its methods and attributes included.
 """
 
 from __future__ import annotations
@@ -21,211 +21,221 @@ from drivetrain.engine.maths.optim import is_torchs, takes_factor
 from drivetrain.engine.maths.precision import HALF
 from drivetrain.engine.state import tensors as state
 from drivetrain.engine.strategies.base import Strategy
-from drivetrain.engine.strategies.root import Root, dense_gradients, share_weights
+from drivetrain.engine.strategies.root import Root, broadcast_model, use_dense_gradients
 from drivetrain.plan import Plan
 
-# torch's optimizers in which no number of a parameter's state depends on another
-BY_NUMBER = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+ELEMENTWISE_OPTIMIZERS = (
+    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
+"""torch's optimizers in which no element of a parameter's state depends on another."""
 
 
 class Sharded(Strategy):
-    obstacle = "parameters come and go under fsdp"
-    tail: Tensor
+    """torch's FSDP2. DTensors are called sharded, and parameters that it leaves out are called replicated."""
 
-    def __init__(self, model: nn.Module, plan: Plan, group: Group, tail: int, folder: Path) -> None:
+    capture_obstacle = "parameters come and go under fsdp"
+    piggyback: Tensor
+
+    def __init__(self, model: nn.Module, plan: Plan, group: Group, piggyback_size: int, folder: Path) -> None:
+        group.ensure_initialized(plan.backend)
+        if group.shares_folder(folder):
+            self.checkpoint_group = dist.new_group(backend="gloo")
+        use_dense_gradients(model)
+        broadcast_model(model, group)
+        self._reshards = plan.zero_stage == 3
+        self._blocks: list[Any] = _unshared_blocks(model)
+        self._root: Any = Root(model)
+        self._shard(plan, group)
+        super().__init__(model, group)
+        self._replicated = [p for p in self.parameters if not state.is_sharded(p)]
+        self._sharded = [p for p in self.parameters if state.is_sharded(p)]
+        # What all ranks sum in one all-reduce: the piggyback, and the sum of squares of this rank's gradients.
+        self._message = torch.zeros(piggyback_size + 1, device=group.device)
+        self.piggyback = self._message[:-1]
+        self._local_parameters: dict[nn.Parameter, nn.Parameter] = {}
+        """Sharded parameter -> this rank's shard of it, where the optimizer holds that."""
+
+    def _shard(self, plan: Plan, group: Group) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        group.open(plan.backend)
-        if group.reach(folder):
-            self.files = dist.new_group(backend="gloo")
-        dense_gradients(model)
-        share_weights(model, group)
         half = HALF.get(plan.precision)
-        self.blocks: list[Any] = _own_blocks(model)
-        whole = _unshardable(model) | (_norms(self.blocks) if half else set())
-        for parameter in whole:
+        replicated = _unshardable(self._root.model) | (_norm_parameters(self._blocks) if half else set())
+        for parameter in replicated:
             parameter.data = parameter.data.to(group.device)
-        self.root: Any = Root(model)
-        self._reshards = plan.zero_stage == 3
         mesh = init_device_mesh(group.device.type, (group.size,))
-        options: dict[str, Any] = {"mesh": mesh, "ignored_params": whole}
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=group.runs_ahead) if plan.offload == "all" else OffloadPolicy()
-        # Blocks' matrices are gathered in the format that autocast multiplies them in; norms stay whole, in full precision.
+        options: dict[str, Any] = {"mesh": mesh, "ignored_params": replicated}
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=group.device_counters) if plan.offload == "all" else OffloadPolicy()
+        # Blocks' matrices are gathered in the format that autocast multiplies them in; norms stay replicated, in full precision.
         # Outside of blocks all is gathered in full: an embedding would else hand on, and blocks add up, in half precision.
         policy = MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False) if half else MixedPrecisionPolicy()
-        for block in self.blocks:
+        for block in self._blocks:
             fully_shard(block, reshard_after_forward=self._reshards, mp_policy=policy, **options)
-        fully_shard(self.root, reshard_after_forward=False, **options)
-        modules: list[Any] = [*self.blocks, self.root]
-        for module in modules:
+        fully_shard(self._root, reshard_after_forward=False, **options)
+        for module in (*self._blocks, self._root):
             module.set_gradient_divide_factor(1.0)  # the objective is divided by global counts: gradients are summed
             module.set_force_sum_reduction_for_comms(True)
             if hasattr(module, "set_reduce_scatter_unused_params"):
-                module.set_reduce_scatter_unused_params(True, recurse=False)  # one rank's samples may use others than another's
-        super().__init__(model, group)
-        self.replicated = [p for p in self.parameters if not state.is_sharded(p)]
-        self.sharded = [p for p in self.parameters if state.is_sharded(p)]
-        # What all ranks sum in one message: figures and requests, and the squares of this rank's gradients.
-        self._message = torch.zeros(tail + 1, device=group.device)
-        self._parts: dict[nn.Parameter, nn.Parameter] = {}
-        self.tail = self._message[:-1]
+                module.set_reduce_scatter_unused_params(True, recurse=False)  # ranks' samples may use different parameters
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Optimizers that treat each number by itself get this rank's parts as plain tensors, which all their kernels
-        know; others see the sharded parameters."""
+    def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hands elementwise optimizers this rank's shards as plain tensors, which all their kernels take; others keep the DTensors."""
         self.optimizer = optimizer
-        if not (is_torchs(optimizer) and type(optimizer).__name__ in BY_NUMBER):
+        if not (is_torchs(optimizer) and type(optimizer).__name__ in ELEMENTWISE_OPTIMIZERS):
             return
-        self._parts = {p: nn.Parameter(state.local(p), p.requires_grad) for p in self.model.parameters() if state.is_sharded(p)}
+        self._local_parameters = {
+            p: nn.Parameter(state.local_tensor(p), p.requires_grad) for p in self.model.parameters() if state.is_sharded(p)
+        }
         for group in optimizer.param_groups:
-            group["params"] = [self._parts.get(p, p) for p in group["params"]]
-        for parameter, part in self._parts.items():
-            kept = optimizer.state.pop(parameter, None)
-            if kept:
-                optimizer.state[part] = {k: state.local(v) if isinstance(v, Tensor) else v for k, v in kept.items()}
+            group["params"] = [self._local_parameters.get(p, p) for p in group["params"]]
+        for parameter, local in self._local_parameters.items():
+            values = optimizer.state.pop(parameter, None)
+            if values:
+                optimizer.state[local] = {k: state.local_tensor(v) if isinstance(v, Tensor) else v for k, v in values.items()}
         # A kernel on the host would read a factor of the device before it has come.
-        apart = any(p.device != self.group.device for p in self.parameters)
-        self._takes_factor = takes_factor(optimizer) and not apart
+        offloaded = any(p.device != self.group.device for p in self.parameters)
+        self._optimizer_scales = takes_factor(optimizer) and not offloaded
 
-    # --- the model's forward and backward passes ---
+    # --- forward and backward ---
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        result = self.root(function, *args)
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        result = self._root(function, *args)
         if not torch.is_grad_enabled():
-            self.root.reshard()  # no backward pass will
+            self._root.reshard()  # no backward pass will
         return result
 
-    def collect(self, function: Callable[..., Any], *args: Any) -> Any:
-        """All of the model is gathered once, for ranks may call it unequally often."""
-        return self.run(self._with_blocks, function, *args)
+    def call_unevenly(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Gathers the full model once, because ranks may call it unequally often."""
+        return self.call(self._with_gathered_blocks, function, *args)
 
-    def _with_blocks(self, function: Callable[..., Any], *args: Any) -> Any:
-        for block in self.blocks:
+    def _with_gathered_blocks(self, function: Callable[..., Any], *args: Any) -> Any:
+        for block in self._blocks:
             block.set_reshard_after_forward(False, recurse=False)
             block.unshard()
         try:
             return function(*args)
         finally:
-            for block in self.blocks:
+            for block in self._blocks:
                 block.reshard()
                 block.set_reshard_after_forward(self._reshards, recurse=False)
 
     # --- gradients ---
 
-    def zero(self) -> None:
+    def zero_gradients(self) -> None:
         self._message.zero_()
         for parameter in self.parameters:
             parameter.grad = None
 
-    def reduce(self) -> None:
-        """Each backward pass has summed the shards; what is left are parameters without a shard, figures and the norm."""
+    def reduce_gradients(self) -> None:
+        """Sums replicated parameters' gradients, the piggyback and the norm; each backward pass has summed the shards' gradients."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        self._message[-1:].copy_(self._squares(self.sharded))
+        self._message[-1:].copy_(self._sum_of_squares(self._sharded))
         self.group.all_reduce(self._message)
         if self.group.size > 1:
-            for dtype in {p.dtype for p in self.replicated}:
-                gradients = [p.grad for p in self.replicated if p.dtype == dtype and p.grad is not None]
-                summed = _flatten_dense_tensors(gradients)
-                self.group.all_reduce(summed)
-                torch._foreach_copy_(gradients, list(_unflatten_dense_tensors(summed, gradients)))
+            for dtype in {p.dtype for p in self._replicated}:
+                gradients = [p.grad for p in self._replicated if p.dtype == dtype and p.grad is not None]
+                flat = _flatten_dense_tensors(gradients)
+                self.group.all_reduce(flat)
+                torch._foreach_copy_(gradients, list(_unflatten_dense_tensors(flat, gradients)))
 
-    def _squares(self, parameters: list[nn.Parameter]) -> Tensor:
-        """The sum of the squares of this rank's gradients."""
+    def _sum_of_squares(self, parameters: list[nn.Parameter]) -> Tensor:
+        """Returns the sum of the squares of this rank's gradients."""
         if not parameters:
             return torch.zeros((), device=self.group.device)
-        norms = torch._foreach_norm([state.local(p.grad) for p in parameters])
+        norms = torch._foreach_norm(_local_gradients(parameters))
         return torch.stack([n.float() for n in norms]).square().sum().to(self.group.device)
 
-    def norm(self) -> Tensor:
-        return (self._message[-1] + self._squares(self.replicated)).sqrt()
+    def gradient_norm(self) -> Tensor:
+        return (self._message[-1] + self._sum_of_squares(self._replicated)).sqrt()
 
-    def scale(self, factor: Tensor) -> None:
-        for place in {p.device for p in self.parameters}:
-            gradients = [state.local(p.grad) for p in self.parameters if p.device == place]
-            torch._foreach_mul_(gradients, factor.to(place))
+    def scale_gradients(self, factor: Tensor) -> None:
+        for device in {p.device for p in self.parameters}:
+            gradients = _local_gradients([p for p in self.parameters if p.device == device])
+            torch._foreach_mul_(gradients, factor.to(device))
 
-    def update(self, factor: Tensor | None, clip: float, with_norm: bool, guarded: bool, enough: Tensor | None = None) -> Tensor | None:
-        for parameter, part in self._parts.items():
+    def update(
+        self, factor: Tensor | None, clip: float, with_norm: bool, skip_nonfinite: bool, skip: Tensor | None = None
+    ) -> Tensor | None:
+        for parameter, local in self._local_parameters.items():
             if parameter.grad is not None:
-                part.data, part.grad = state.local(parameter), state.local(parameter.grad)
-        return super().update(factor, clip, with_norm, guarded, enough)
+                local.data, local.grad = state.local_tensor(parameter), state.local_tensor(parameter.grad)
+        return super().update(factor, clip, with_norm, skip_nonfinite, skip)
 
     # --- state ---
 
-    def begin(self) -> None:
-        """Weights were shared before they were sharded."""
+    def broadcast_weights(self) -> None:
+        """Weights were broadcast before they were sharded."""
 
-    def finite(self) -> bool:
-        return all(self.group.gather(state.all_finite(self.parameters)))
+    def weights_are_finite(self) -> bool:
+        return all(self.group.gather_objects(state.all_finite(self.parameters)))
 
-    def model_tensors(self, parts: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
-        return state.model_tensors(self.model, _part if parts else self._whole)
+    def model_tensors(self, sharded: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
+        return state.model_tensors(self.model, Tensor.detach if sharded else self._full)
 
-    def optimizer_tensors(self, parts: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-        owners = self._owners()
-        give = _part if parts else self._whole
-
-        def take(value: Tensor, owner: Tensor) -> Any:
-            sharded = owners.get(owner)
-            return give(value if sharded is None or value.shape != owner.shape else _rejoined(value, sharded))
-
-        return state.optimizer_tensors(self._held(), self.optimizer, take)
-
-    def load_optimizer(self, stored: state.Stored, plain: dict[str, Any]) -> None:
+    def optimizer_tensors(self, sharded: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
         owners = self._owners()
 
-        def take(name: str, owner: Tensor) -> Tensor:
-            sharded, (shape, _) = owners.get(owner), stored.layout[name]
-            if not shape or (sharded is not None and shape != sharded.shape):
-                return stored.take(name)
-            return stored.take_like(name, owner) if sharded is None else state.local(stored.take_like(name, sharded))
+        def read(value: Tensor, parameter: Tensor) -> Tensor:
+            owner = owners.get(parameter)
+            if owner is not None and value.shape == parameter.shape:
+                value = _as_dtensor(value, owner)
+            return value.detach() if sharded else self._full(value)
 
-        state.load_optimizer(self._held(), self.optimizer, stored, plain, take)
+        return state.optimizer_tensors(self._optimizer_parameters(), self.optimizer, read)
 
-    def _held(self) -> dict[str, Tensor]:
-        """By name, what the optimizer holds of each parameter."""
-        return {name: self._parts.get(p, p) for name, p in self.model.named_parameters()}
+    def load_optimizer(self, stored: state.StoredTensors, values: dict[str, Any]) -> None:
+        owners = self._owners()
+
+        def load(name: str, parameter: Tensor) -> Tensor:
+            owner, (shape, _) = owners.get(parameter), stored.layout[name]
+            if not shape or (owner is not None and shape != owner.shape):
+                return stored.load(name)
+            return stored.load_like(name, parameter) if owner is None else state.local_tensor(stored.load_like(name, owner))
+
+        state.load_optimizer(self._optimizer_parameters(), self.optimizer, stored, values, load)
+
+    def _optimizer_parameters(self) -> dict[str, Tensor]:
+        """Returns by name the tensor that the optimizer holds for each parameter."""
+        return {name: self._local_parameters.get(p, p) for name, p in self.model.named_parameters()}
 
     def _owners(self) -> dict[Tensor, nn.Parameter]:
-        return {part: parameter for parameter, part in self._parts.items()}
+        """Returns the sharded parameter of each shard that the optimizer holds."""
+        return {local: parameter for parameter, local in self._local_parameters.items()}
 
-    def _whole(self, tensor: Tensor) -> Tensor:
-        """On rank 0 the whole tensor, in the host's memory; gathered by all, one at a time."""
+    def _full(self, tensor: Tensor) -> Tensor:
+        """Returns on rank 0 the full tensor, in the host's memory; a collective call, one tensor at a time."""
         tensor = tensor.detach()
         if not state.is_sharded(tensor):
             return tensor
-        whole: Tensor = tensor.to(self.group.device).full_tensor()  # type: ignore[attr-defined]
-        return whole.cpu() if self.group.main else torch.empty(0)
+        full: Tensor = tensor.to(self.group.device).full_tensor()  # type: ignore[attr-defined]
+        return full.cpu() if self.group.is_main else torch.empty(0)
 
 
-def _part(tensor: Tensor) -> Any:
-    """What this rank writes of a tensor."""
-    tensor = tensor.detach()
-    return state.part_of(tensor) if state.is_sharded(tensor) else tensor
+def _local_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    return [state.local_tensor(p.grad) for p in parameters if p.grad is not None]
 
 
-def _rejoined(part: Tensor, like: Any) -> Tensor:
-    """This rank's part as the sharded tensor it is of."""
+def _as_dtensor(local: Tensor, like: Any) -> Tensor:
+    """Returns the sharded tensor of which `local` is this rank's shard."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 # --- before sharding ---------------------------------------------------------------------------
 
 
 def _unshardable(model: nn.Module) -> set[nn.Parameter]:
-    """Single numbers, and trained parameters in another format than most: they stay whole everywhere."""
-    formats = [p.dtype for p in model.parameters() if p.requires_grad]
-    usual = max(set(formats), key=lambda dtype: sum(p.numel() for p in model.parameters() if p.requires_grad and p.dtype == dtype))
+    """Returns parameters that stay replicated: single numbers, and trained ones of another type than most."""
+    dtypes = [p.dtype for p in model.parameters() if p.requires_grad]
+    usual = max(set(dtypes), key=lambda dtype: sum(p.numel() for p in model.parameters() if p.requires_grad and p.dtype == dtype))
     return {p for p in model.parameters() if p.dim() == 0 or (p.requires_grad and p.dtype != usual)}
 
 
-def _own_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks, unless they share parameters with each other or the rest: then only the whole can be gathered."""
+def _unshared_blocks(model: nn.Module) -> list[nn.Module]:
+    """Returns the repeated blocks; none if they share parameters with each other or the rest, for then only the full model can be gathered."""
     blocks = repeated_blocks(model)
     owners: dict[nn.Parameter, set[int]] = {}
     for number, block in enumerate(blocks):
@@ -240,7 +250,7 @@ def _own_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks if all(len(users) == 1 for users in owners.values()) else []
 
 
-def _norms(blocks: list[Any]) -> set[nn.Parameter]:
-    """The parameters of blocks' normalisations: small, and autocast computes with them in full precision."""
+def _norm_parameters(blocks: list[Any]) -> set[nn.Parameter]:
+    """Returns the parameters of blocks' normalisations: small, and autocast computes with them in full precision."""
     kinds = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
     return {p for block in blocks for m in block.modules() if isinstance(m, kinds) for p in m.parameters(recurse=False)}

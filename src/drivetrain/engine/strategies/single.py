@@ -10,23 +10,23 @@ from drivetrain.engine.strategies.base import Strategy
 
 
 class Single(Strategy):
-    """The strategy of a process on its own; `Replicated` does the same for many."""
+    """One process that takes a whole global batch at once; `Replicated` does the same for several micro-batches or ranks."""
 
-    whole = True
+    is_one_piece = True
 
-    def __init__(self, model: nn.Module, group: Group, tail: int) -> None:
+    def __init__(self, model: nn.Module, group: Group, piggyback_size: int) -> None:
         super().__init__(model, group)
-        # There is nobody to send figures to; but a captured step needs one place for them.
-        self.tail = torch.zeros(tail, device=group.device) if group.runs_ahead else None
+        # No rank receives these metrics; but a captured step needs one fixed place for them.
+        self.piggyback = torch.zeros(piggyback_size, device=group.device) if group.device_counters else None
 
-    def zero(self) -> None:
-        if self.tail is not None:
-            self.tail.zero_()
+    def zero_gradients(self) -> None:
+        if self.piggyback is not None:
+            self.piggyback.zero_()
         for parameter in self.parameters:
-            parameter.grad = None  # backward then need not add to zeros
+            parameter.grad = None  # then backward need not add to zeros
 
-    def reduce(self) -> None:
-        """Make gradients whole: a parameter that took no part has a gradient of zeros, whatever the plan."""
+    def reduce_gradients(self) -> None:
+        """Gives a dense gradient to each parameter: zeros where backward made none, whatever the plan."""
         for parameter in self.parameters:
             gradient = parameter.grad
             if gradient is None:
@@ -34,8 +34,8 @@ class Single(Strategy):
             elif gradient.is_sparse:
                 parameter.grad = gradient.to_dense()
 
-    def scale(self, factor: Tensor) -> None:
+    def scale_gradients(self, factor: Tensor) -> None:
         torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
 
-    def share_buffers(self) -> None:
-        """There is nobody to share with."""
+    def broadcast_buffers(self) -> None:
+        """There is no other rank."""

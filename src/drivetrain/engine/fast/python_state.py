@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-PLAIN = (int, float, str, bool, bytes, type(None))
+PLAIN_TYPES = (int, float, str, bool, bytes, type(None))
 LIBRARIES = ("torch", "numpy", "builtins", "drivetrain", "collections", "random", "functools", "types", "typing")
 HOLDERS: tuple[Any, ...] = (dict, list, tuple, set, deque)
 DEPTH = 3  # objects within objects that are looked into
@@ -36,7 +36,7 @@ class Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-def marks(task: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, object]:
+def read_python_state(task: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, object]:
     """Names and marks of everything that Python code may change, of a task, a model and an optimizer that is captured."""
     found: dict[str, object] = {}
     on_gpu = any(p.device.type != "cpu" for p in model.parameters())
@@ -71,7 +71,7 @@ def _is_library(kind: type) -> bool:
 def _mark(value: Any, depth: int, on_gpu: bool) -> object:
     """By types alone, and past overridden methods: libraries have mappings, modules and proxies that import when they are looked at."""
     kind = type(value)
-    if issubclass(kind, PLAIN):
+    if issubclass(kind, PLAIN_TYPES):
         return value
     if issubclass(kind, Tensor):
         host = value._version if on_gpu and value.device.type == "cpu" else None  # kernels get a single number by value
@@ -104,13 +104,13 @@ def _is_library_object(value: Any) -> bool:
     return _is_library(kind) and kind.__name__ != "SimpleNamespace"
 
 
-def changed(before: dict[str, object], after: dict[str, object]) -> str:
+def first_change(before: dict[str, object], after: dict[str, object]) -> str:
     """The name of something that is not as it was, or nothing."""
     names = [*after, *(name for name in before if name not in after)]
     return next((name for name in names if name not in before or name not in after or before[name] != after[name]), "")
 
 
-def kept_tensors(task: Any, model: nn.Module) -> list[Tensor]:
+def untrained_tensors(task: Any, model: nn.Module) -> list[Tensor]:
     """Tensors that training does not change by itself: frozen parameters, and attributes that are tensors."""
     found: list[Tensor] = [p for p in model.parameters() if not p.requires_grad]
     for owner in (task, *model.modules()):

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_")
+FUSED_OPTIMIZERS = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_")
 PIECE = 4096  # numbers: the least that is worth a processor of its own
 BRANCHES = 8  # at once: more launches than these fill the GPU anyway
 LAUNCHED = 30  # tensors of each list that one launch of a fused optimizer takes, of however many lists
 
 
-def side_by_side(device: torch.device) -> AbstractContextManager[object]:
+def parallel_optimizer_kernels(device: torch.device) -> AbstractContextManager[object]:
     """Around an optimizer's step, captured or not."""
-    return Beside(device) if device.type == "cuda" and torch.cuda.is_current_stream_capturing() else nullcontext()
+    return ParallelFusedOptimizer(device) if device.type == "cuda" and torch.cuda.is_current_stream_capturing() else nullcontext()
 
 
-class Beside(TorchDispatchMode):
+class ParallelFusedOptimizer(TorchDispatchMode):
     """A fused optimizer gives 65,536 numbers to each of the GPU's processors, and 30 to 36 tensors to a launch, so that most
     processors have nothing to do with a small model. Pieces of parameters, launched beside each other, keep all busy."""
 
@@ -35,18 +35,18 @@ class Beside(TorchDispatchMode):
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ not in FUSED:
+        if func.overloadpacket.__name__ not in FUSED_OPTIMIZERS:
             return func(*args, **(kwargs or {}))
-        lists = pieces(args, self.processors)
+        lists = split_tensors(args, self.processors)
         firsts = range(0, len(lists[0]), LAUNCHED)
-        together([partial(func, *(some[first:][:LAUNCHED] for some in lists), **(kwargs or {})) for first in firsts])
+        run_in_parallel([partial(func, *(some[first:][:LAUNCHED] for some in lists), **(kwargs or {})) for first in firsts])
         return None
 
 
 _STREAMS: list[torch.cuda.Stream] = []  # of high priority: no other stream of the process is one of those
 
 
-def together(works: Sequence[Callable[[], object]]) -> None:
+def run_in_parallel(works: Sequence[Callable[[], object]]) -> None:
     """Do these beside each other: all begin after what the stream at hand holds, and it goes on after all of them."""
     main = torch.cuda.current_stream()
     while len(_STREAMS) < min(len(works), BRANCHES) - 1:
@@ -61,7 +61,7 @@ def together(works: Sequence[Callable[[], object]]) -> None:
         main.wait_stream(stream)
 
 
-def pieces(lists: Sequence[Sequence[Tensor]], processors: int) -> list[list[Tensor]]:
+def split_tensors(lists: Sequence[Sequence[Tensor]], processors: int) -> list[list[Tensor]]:
     """The lists of a fused optimizer (parameters, gradients, state, counts), with long tensors as views of their parts."""
     each = max(PIECE, sum(p.numel() for p in lists[0]) // processors) // 8 * 8
     cut: list[list[Tensor]] = [[] for _ in lists]
