@@ -15,7 +15,7 @@ import pytest
 
 from drivetrain import Problem
 from drivetrain.launch import rendezvous
-from drivetrain.launch.foreign import first_host, tasks_per_node
+from drivetrain.launch.launchers import first_host, tasks_per_node
 from drivetrain.launch.rendezvous.messages import StartAttempt
 from drivetrain.plan import Plan
 from tests.launching import STEPS, events, free_port, info, is_training, losses, only_run, run, start, write_task

@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 
-from drivetrain.launch import start as launch
+from drivetrain.launch.job import make_job
+from drivetrain.launch.machine import cluster_of, detect_machine
+from drivetrain.launch.opening import open_run, record_start
+from drivetrain.launch.planning import plan_run
+from drivetrain.launch.request import Request
 from drivetrain.outcomes import Outcome
 from drivetrain.plan import Plan
 from drivetrain.recipe import load
@@ -58,11 +62,11 @@ def test_a_plan_made_in_a_hurry_is_made_again(folder: Path, monkeypatch: pytest.
     """Without a look at the task a plan may be hopeless: before micro-batches are halved, the plan is made anew, once."""
     write_task()
     monkeypatch.setenv("DRIVETRAIN_FAULTS", "oom@update:5,oom@update:6")
-    request = launch.Request(procs=1, name="hurried")
-    recipe, machine = load("small.py", [])[0], launch.look_at_machine(request)
-    opened = launch.open_run(recipe, request)
-    hurried = launch.make_plan(recipe, machine, local_place(1), 1, None, request)
-    launch.record(recipe, opened, hurried, machine)
+    request = Request(procs=1, name="hurried")
+    recipe, machine = load("small.py", [])[0], detect_machine(request)
+    opened = open_run(recipe, request)
+    hurried = plan_run(recipe, request, cluster_of(machine), None)
+    record_start(opened, recipe, hurried, machine)
     better = replace(hurried, micro_batch=20, accumulation=5)
     asked = []
 
@@ -70,7 +74,7 @@ def test_a_plan_made_in_a_hurry_is_made_again(folder: Path, monkeypatch: pytest.
         asked.append(1)
         return better
 
-    job = launch.make_job(recipe, opened.run, hurried, "train")
+    job = make_job(recipe, opened.run, hurried, "train")
     ended = run_workers(job, hurried, local_place(1), Screen(quiet=True), [], replan=replan)
     assert ended.outcome is Outcome.OK and asked == [1]
     assert kinds("hurried") == ["oom", "replanned", "restarted"] * 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain.launch import planning
+from drivetrain.launch import plan_cache
 from tests.command import TASK, bad, good, write_task
 
 CACHE = {"XDG_CACHE_HOME": ""}
@@ -139,9 +139,9 @@ def test_what_is_remembered_of_a_task_goes_with_its_modules_and_data(folder: Pat
 
     assert parameters(3200) > 50 * parameters(32)
     Path("rows/train").mkdir(parents=True)
-    before = planning._files({"data_dir": "rows", "hidden": 3})
+    before = plan_cache.file_stamps({"data_dir": "rows", "hidden": 3})
     Path("rows/train/new").mkdir()
-    assert planning._files({"data_dir": "rows", "hidden": 3}) != before
+    assert plan_cache.file_stamps({"data_dir": "rows", "hidden": 3}) != before
 
 
 def test_a_model_that_cannot_be_traced_is_said_so() -> None:

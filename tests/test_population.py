@@ -22,9 +22,9 @@ from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observers
 from drivetrain.engine.loop import Training
 from drivetrain.hardware import Hardware
-from drivetrain.launch import ending
-from drivetrain.launch import start as launch
-from drivetrain.launch.start import Machine
+from drivetrain.launch.ending import record_end
+from drivetrain.launch.machine import LocalMachine
+from drivetrain.launch.opening import OpenedRun, record_start
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan.choose import choose as plan_of
 from drivetrain.recipe import Recipe, make
@@ -196,16 +196,16 @@ def begin(
     place = folders.open_folder("study", "cartpole", folders.identity(recipe, space, GOAL))
     place.write(**folders.identity(recipe, space, GOAL), status="running")
     study = Study(place.path, space, "max", "tpe", 0, "none", trials)
-    machine = Machine(HARDWARE, "cpu", [], 1)
+    machine = LocalMachine(HARDWARE, "cpu", [], 1)
 
     def plan(own: Recipe) -> Any:
         return plan_of(own.settings, HARDWARE, device="cpu", world_size=1, local_procs=1, pins={"threads": 1})
 
     def record(own: Recipe, run: Run, plan: Any) -> None:
-        launch.record(own, launch.Opened(run, None, None), plan, machine)
+        record_start(OpenedRun(run), own, plan, machine)
 
     monkeypatch.setattr(population, "run_workers", worker or here)
-    way = Way(size, [], plan, record, ending.conclude)
+    way = Way(size, [], plan, record, record_end)
     return Generations(Order(recipe, GOAL, trials, [[]]), place, study, Table(Screen(quiet=True), space, GOAL.metric), way)
 
 

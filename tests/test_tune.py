@@ -15,7 +15,7 @@ import pytest
 from drivetrain.cli import tune
 from drivetrain.describe import task_search, task_settings
 from drivetrain.hardware import Hardware
-from drivetrain.launch.start import Machine
+from drivetrain.launch.machine import LocalMachine
 from drivetrain.outcomes import Problem
 from drivetrain.recipe import make
 from drivetrain.runs import Run, read_lines
@@ -339,7 +339,7 @@ def test_help_teaches(folder: Path) -> None:
     ],
 )
 def test_each_trial_gets_its_share_of_the_machine(words: list[str], gpus: int, slots: list[list[str]]) -> None:
-    machine = Machine(Hardware(8, 2**34, gpu_note="a test"), "cuda" if gpus else "cpu", [str(i) for i in range(gpus)], max(1, gpus))
+    machine = LocalMachine(Hardware(8, 2**34, gpu_note="a test"), "cuda" if gpus else "cpu", [str(i) for i in range(gpus)], max(1, gpus))
     recipe = make(find_task("digits"), {}, {})
     assert tune._slots(tune._parser().parse(["digits", *words]), machine, recipe) == slots
     if gpus:

@@ -1,4 +1,4 @@
-"""The Python interface: `drivetrain.train` does what the command does; `drivetrain.load` gives the model."""
+"""The Python front door: each function does what the verb of its name does, and raises Problem where the command would fail."""
 
 from __future__ import annotations
 
@@ -6,23 +6,31 @@ import hashlib
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.launch import ending, opening
-from drivetrain.launch import start as launch
+from drivetrain.launch import start
+from drivetrain.launch.ending import raise_failure
+from drivetrain.launch.local import train_locally
+from drivetrain.launch.machine import cluster_of, detect_machine
+from drivetrain.launch.planning import Measure, make_plan
+from drivetrain.launch.recorded import recorded_recipe, recorded_task, task_in_run
+from drivetrain.launch.request import Request
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.project import package_of
 from drivetrain.recipe import Recipe, make
 from drivetrain.runs import Run, find
 from drivetrain.settings_reader.live import class_text, settings_of_class
-from drivetrain.supervise import local_place
+from drivetrain.supervise import Ended
 from drivetrain.task import Task
 from drivetrain.task_ref import TaskRef, find_task, instantiate
 from drivetrain.watch.screen import Screen
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from drivetrain.plan import Plan
 
 
 def train(
@@ -36,75 +44,110 @@ def train(
     quiet: bool = False,
     **settings: Any,
 ) -> Run:
-    """Train a task (or a built-in by name) and give its Run. Raises Problem where the command would fail.
+    """Trains a task, or a built-in by its name, and returns the run. `plan__KEY=VALUE` pins a choice of the plan.
 
-    A task whose class lives in a notebook or a script is sent to the workers by value and kept in the run.
+    A task whose class is defined in a notebook or a script reaches the workers as a pickle, which the run keeps.
     """
-    request = launch.Request(procs=procs, device=device, gpus=gpus, name=name, run_dir=None if run_dir is None else str(run_dir))
+    request = Request(procs=procs, device=device, gpus=gpus, name=name, run_dir=None if run_dir is None else str(run_dir), quiet=quiet)
     screen = Screen(quiet=quiet)
     recipe = _recipe(task, settings)
     if recipe.task.pickled:
         assert isinstance(task, Task)
-        run, ended = _train_by_value(task, recipe, request, screen)
+        store_task = partial(_store_pickled, task, recipe)
+        run, ended = train_locally(recipe, request, detect_machine(request), screen, store_task)
     else:
-        run, ended = launch.train_recipe(recipe, request, screen)
-    ending.raise_failure(ended, run)
+        run, ended = start.train(recipe, request, screen)
+    return _checked(run, ended)
+
+
+def resume(
+    run: Run | str | os.PathLike[str], *, procs: int | None = None, device: str | None = None, gpus: str | None = None, quiet: bool = False,
+    **settings: Any,
+) -> Run:  # fmt: skip
+    """Goes on with a run where its last good checkpoint is, with the code and settings it began with. `settings` are those that may
+    change, such as `epochs`."""
+    found = _find(run)
+    request = Request(verb="resume", procs=procs, device=device, gpus=gpus, quiet=quiet)
+    words = [f"{key}={value}" for key, value in _dotted(settings).items()]
+    return _checked(*start.resume(found, recorded_recipe(found, words), request, Screen(quiet=quiet)))
+
+
+def plan(
+    task: Task | str,
+    *,
+    procs: int | None = None,
+    device: str | None = None,
+    gpus: str | None = None,
+    measure: bool = False,
+    **settings: Any,
+) -> Plan:
+    """Returns how a task would run on this machine, and why. Nothing is trained; with `measure`, a few micro-batches are timed."""
+    recipe = _recipe(task, settings)
+    if recipe.task.pickled:
+        raise Problem(f"{recipe.task.label} is defined in a notebook or a script: put its class into a file of its own to plan it")
+    machine = detect_machine(Request(procs=procs, device=device, gpus=gpus))
+    return make_plan(recipe, cluster_of(machine), Screen(quiet=True), measure=Measure.ALWAYS if measure else Measure.NEVER)
+
+
+def load(run: Run | str | os.PathLike[str]) -> nn.Module:
+    """Returns the trained model of a run in evaluation mode: final weights, or those of the last good checkpoint."""
+    from drivetrain.engine.inference import trained_model
+
+    found = _find(run)
+    return trained_model(instantiate(recorded_task(found), found.read()["recipe"]["settings"]), found)
+
+
+# --- from Python's objects to recipes and runs -------------------------------------------------
+
+
+def _find(run: Run | str | os.PathLike[str]) -> Run:
+    return run if isinstance(run, Run) else find(run)
+
+
+def _checked(run: Run, ended: Ended) -> Run:
+    """Returns the run; raises what a failed or interrupted command shows."""
+    raise_failure(ended, run)
     if ended.interrupted and ended.outcome is not Outcome.OK:
         raise KeyboardInterrupt
     return run
 
 
+def _dotted(settings: dict[str, Any]) -> dict[str, Any]:
+    """plan__KEY is plan.KEY, which Python cannot write as a keyword."""
+    return {k.replace("__", ".", 1) if k.startswith("plan__") else k: v for k, v in settings.items()}
+
+
 def _recipe(task: Task | str, settings: dict[str, Any]) -> Recipe:
-    plain = {k.replace("__", ".", 1) if k.startswith("plan__") else k: v for k, v in settings.items()}
+    values = _dotted(settings)
     if isinstance(task, str):
-        return make(find_task(task), {}, plain)
+        return make(find_task(task), {}, values)
     known = settings_of_class(type(task))
-    given = task.chosen_settings() | plain
+    values = task.chosen_settings() | values
     module, name = type(task).__module__, type(task).__name__
     file = getattr(sys.modules.get(module), "__file__", None)
     if module == "__main__" or file is None or "<locals>" in type(task).__qualname__:
         ref = TaskRef(name.lower(), "task.pkl", name, pickled=True, code=_digest(task))
-        return make(ref, {}, given, known=known)
+        return make(ref, {}, values, known=known)
     path = Path(file).resolve()
-    return make(TaskRef(name.lower(), str(path), name, package=package_of(path)), {}, given, known=known)
+    return make(TaskRef(name.lower(), str(path), name, package=package_of(path)), {}, values, known=known)
 
 
-def _train_by_value(task: Task, recipe: Recipe, request: launch.Request, screen: Screen) -> tuple[Run, Any]:
-    """Keep the pickled class in the run, then train as ever."""
+def _store_pickled(task: Task, recipe: Recipe, run: Run) -> Recipe:
+    """Writes the pickled task into the run, with its source for people to read; returns the recipe that has it there."""
     import cloudpickle
 
-    machine = launch.look_at_machine(request)
-    opened = opening.open_run(recipe, request)
-    if opened.finished:
-        return opened.run, launch.already_finished(opened, screen)
-    with opening.held(opened):
-        place = local_place(machine.procs)
-        file = opened.run.path / "task" / "task.pkl"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "wb") as stream:
-            cloudpickle.dump(task, stream)
-        if text := class_text(type(task)):
-            file.with_name("task.py").write_text(text + "\n")  # for people to read
-        kept = replace(recipe, task=launch.task_in_run(recipe.task, opened.run))
-        plan = launch.make_plan(kept, machine, place, 1, opened.before, request, screen)
-        return opened.run, launch.train_opened(recipe, request, opened, machine, place, plan, screen)
+    file = run.path / "task" / "task.pkl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "wb") as stream:
+        cloudpickle.dump(task, stream)
+    if text := class_text(type(task)):
+        file.with_name("task.py").write_text(text + "\n")
+    return replace(recipe, task=task_in_run(recipe.task, run))
 
 
 def _digest(task: Task) -> str:
-    """Tells one version of a class from the next; by its text, since pickles of equal classes may differ."""
+    """Returns the digest of a class's source; pickles of equal classes may differ."""
     import cloudpickle
 
     text = class_text(type(task))
     return hashlib.sha256(text.encode() if text else cloudpickle.dumps(type(task))).hexdigest()
-
-
-def load(run: Run | str | os.PathLike[str]) -> nn.Module:
-    """The trained model of a run: final weights, or the last good checkpoint's, in evaluation mode."""
-    from drivetrain.engine.inference import trained_model
-
-    found = run if isinstance(run, Run) else find(run)
-    told = found.read()["recipe"]
-    ref = launch.task_in_run(TaskRef.from_json(told["task"]), found)
-    if not Path(ref.path).is_file():
-        raise Problem(f"{found.name} lacks its task's code ({ref.path})")
-    return trained_model(instantiate(ref, told["settings"]), found)

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from drivetrain.hardware import detect
-from drivetrain.launch import planning
+from drivetrain.launch import planning, profiling
+from drivetrain.launch.machine import Cluster
+from drivetrain.launch.planning import Measure, make_plan
 from drivetrain.plan import Plan
 from drivetrain.recipe import load
 from drivetrain.watch.screen import Screen
@@ -21,7 +23,7 @@ MODELS = Path(__file__).parent.parent.parent / "benchmarks" / "plan_models.py"
 def planned(name: str, steps: int) -> tuple[Plan, float]:
     [recipe] = load(f"{MODELS}:{name}", [f"steps={steps}"])
     begun = time.monotonic()
-    plan = planning.plan_for(recipe, planning.Place(detect(), "cuda", 1, 1, 1), Screen(quiet=True), measure=None)
+    plan = make_plan(recipe, Cluster(detect(), "cuda", 1, 1), Screen(quiet=True), measure=Measure.IF_WORTHWHILE)
     return plan, time.monotonic() - begun
 
 
@@ -48,12 +50,12 @@ def test_a_training_waits_for_its_plan_no_longer_than_it_may(name: str, tmp_path
 
 def test_measuring_that_finds_its_end_leaves_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(planning, "LEAST", 60.0)
+    monkeypatch.setattr(profiling, "MIN_SECONDS", 60.0)
     plan, _ = planned("VitB", 10)
-    monkeypatch.setattr(planning, "PROBES", 1.0)
+    monkeypatch.setattr(planning, "MIN_MEASURING_SECONDS", 1.0)
     steps = int(2 / 0.05 / plan.predicted["step_seconds"])
     plan, seconds = planned("VitB", steps)
     assert seconds < 3, "2 s, of which a process with CUDA takes most"
-    monkeypatch.setattr(planning, "_Child", None)
+    monkeypatch.setattr(profiling, "SurveyProcess", None)
     again, seconds = planned("VitB", steps)
     assert again.measured == plan.measured and seconds < 0.5

@@ -19,7 +19,7 @@ from drivetrain.outcomes import Outcome, Problem
 from drivetrain.runs import Run
 
 if TYPE_CHECKING:
-    from drivetrain.launch.start import Request
+    from drivetrain.launch.request import Request
     from drivetrain.recipe import Recipe
     from drivetrain.watch.screen import Screen
 
@@ -93,21 +93,24 @@ class Verification:
 
     def _train(self, name: str, kill: bool = False, detail: Detail = Detail.NONE) -> Path:
         """Trains in child processes, as the command does. With `kill`, all are killed after the first checkpoint, and resumed."""
-        from drivetrain.launch import ending, opening
-        from drivetrain.launch import start as launch
+        from drivetrain.launch.ending import raise_failure
+        from drivetrain.launch.job import make_job
+        from drivetrain.launch.machine import cluster_of, detect_machine
+        from drivetrain.launch.opening import open_run, record_start
+        from drivetrain.launch.planning import plan_run
         from drivetrain.supervise import local_place, run_workers
         from drivetrain.watch.screen import Screen
 
         folder = self.folder / name
         request = replace(self.request, run_dir=str(folder / "run"))
-        machine = launch.look_at_machine(request)
-        opened = opening.open_run(self.recipe, request)
-        plan = launch.make_plan(self.recipe, machine, local_place(machine.procs), 1, None, request)
+        machine = detect_machine(request)
+        opened = open_run(self.recipe, request)
+        plan = plan_run(self.recipe, request, cluster_of(machine), None)
         if detail is not Detail.NONE:
             plan = replace(plan, capture="off", compile="off")  # nothing inside a CUDA graph can be recorded
-        launch.record(self.recipe, opened, plan, machine)
+        record_start(opened, self.recipe, plan, machine)
         fingerprint = folder / "fingerprint.jsonl"
-        job = launch.make_job(self.recipe, opened.run, plan, "verify") | {
+        job = make_job(self.recipe, opened.run, plan, "verify") | {
             "fingerprint": str(fingerprint) if detail is not Detail.NONE else "",
             "look": detail.value,
         }
@@ -116,15 +119,15 @@ class Verification:
             if detail is not Detail.NONE:
                 fingerprint.rename(folder / "before.jsonl")
         ended = run_workers(job, plan, local_place(machine.procs), Screen(quiet=True), machine.gpus)
-        ending.raise_failure(ended, Run(opened.run.path))
+        raise_failure(ended, Run(opened.run.path))
         return folder
 
 
 def verify(recipe: Recipe, request: Request, steps: int | None, screen: Screen) -> bool:
     """Verifies a task in a temporary folder; prints the verdict and returns whether resume is exact."""
-    from drivetrain.launch import start as launch
+    from drivetrain.launch.machine import detect_machine
 
-    machine = launch.look_at_machine(request)
+    machine = detect_machine(request)
     steps = steps or (GPU_STEPS if machine.device == "cuda" else STEPS)
     changes = {"steps": steps, "log_every": 1, "save_every": steps // 2} | _allowed(recipe, best=None, patience=0, keep=1000)
     recipe = replace(recipe, settings=recipe.settings | changes, name=None)

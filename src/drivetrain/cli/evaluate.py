@@ -25,21 +25,25 @@ def run(verb: str, words: list[str]) -> int:
 
     from drivetrain import runs
     from drivetrain.launch import ending
-    from drivetrain.launch import start as launch
+    from drivetrain.launch.job import make_job
+    from drivetrain.launch.machine import cluster_of, detect_machine
+    from drivetrain.launch.planning import plan_run
+    from drivetrain.launch.recorded import recorded_recipe
+    from drivetrain.launch.report import report_code, shown
+    from drivetrain.launch.request import Request
     from drivetrain.supervise import local_place, run_workers
     from drivetrain.watch.screen import Screen, number
 
     found = runs.find(args.target)
-    recipe = launch.recipe_of_run(found, [])
-    request = launch.Request(procs=args.procs, gpus=args.gpus, device=args.device, verbose=args.verbose)
-    machine = launch.look_at_machine(request)
+    recipe = recorded_recipe(found)
+    request = Request(procs=args.procs, gpus=args.gpus, device=args.device, verbose=args.verbose)
+    machine = detect_machine(request)
     place = local_place(machine.procs)
     info = found.read()
-    plan = launch.make_plan(recipe, machine, place, 1, info, replace(request, planner="off"))
+    plan = plan_run(recipe, replace(request, planner="off"), cluster_of(machine), info)
     screen = Screen(quiet=args.quiet or args.json)
-    if not recipe.task.built_in:
-        screen.notice(f"running the code kept in {ending.shown(found)}/task")
-    job = launch.make_job(recipe, found, plan, "eval", info["folder"])
+    report_code(recipe, found, screen)
+    job = make_job(recipe, found, plan, "eval", info["folder"])
     ended = run_workers(job, plan, place, screen, machine.gpus, args.verbose)
     ending.raise_failure(ended, found)
     if ended.outcome is not Outcome.OK:
@@ -55,7 +59,7 @@ def run(verb: str, words: list[str]) -> int:
     if "confusion" in result["figures"]:
         path = found.path / "confusion.png"
         draw_confusion(result["figures"]["confusion"], result["classes"], str(path), found.name)
-        screen.line("", f"confusion matrix: {ending.shown(found)}/{path.name}")
+        screen.line("", f"confusion matrix: {shown(found)}/{path.name}")
     return 0
 
 

@@ -28,14 +28,14 @@ def run(verb: str, words: list[str]) -> int:
 
     from drivetrain import runs
     from drivetrain.export import describe, export, told_of
-    from drivetrain.launch.trained import trained, users_code
+    from drivetrain.launch.trained import load_trained, user_code
     from drivetrain.watch.screen import Screen, size
 
     screen = Screen(quiet=args.quiet or args.json)
     found = runs.find(args.target)
     usual = "merged" if args.merge else "model" if found.is_finished else "export"
     folder = Path(args.out) if args.out else found.path / usual
-    task, model = trained(found, screen)
+    task, model = load_trained(found, screen)
     with told_of(folder):
         facts = {"run": folder.name, "metrics": {}}
         files = task.model_files(model.state_dict(), folder, facts, merge=model if args.merge else None)
@@ -51,7 +51,7 @@ def run(verb: str, words: list[str]) -> int:
     if args.merge:
         raise Problem(f"{type(task).__name__} has no adapters to merge: leave --merge out")
     screen.busy("making graphs ...")
-    with users_code(found):
+    with user_code(found):
         written = export(task, model, found, folder)
     if args.json:
         print(json.dumps({"folder": str(folder), "graphs": {name: asdict(graph) for name, graph in written.items()}}))

@@ -15,7 +15,7 @@ from drivetrain import runs
 from drivetrain.cli import cleanup
 from drivetrain.cli.cleanup import disk_size
 from drivetrain.cli.flags import Parser, whole_number
-from drivetrain.launch import ending
+from drivetrain.launch.report import bottleneck
 from drivetrain.outcomes import Problem
 from drivetrain.runs import Run, rows_backwards
 from drivetrain.terminal import one_line, show
@@ -118,7 +118,7 @@ def _spent(found: Run) -> dict[str, Any] | None:
     """Where its time went, as far as that was noted."""
     try:
         spent = Spent(**json.loads(found.time_breakdown_path.read_text()))
-        return spent.to_json() | {"shares": spent.shares, "bottleneck": ending.bottleneck(found, spent), "sentence": spent.sentence()}
+        return spent.to_json() | {"shares": spent.shares, "bottleneck": bottleneck(found, spent), "sentence": spent.sentence()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 

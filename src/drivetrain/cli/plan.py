@@ -55,18 +55,19 @@ def run(verb: str, words: list[str]) -> int:
 
 def _plan(recipe: Any, args: Namespace, screen: Any) -> dict[str, Any]:
     from drivetrain import __version__
-    from drivetrain.launch import planning
-    from drivetrain.launch import start as launch
+    from drivetrain.launch.planning import Measure, make_plan
+    from drivetrain.launch.profiling import profile_task
+    from drivetrain.launch.start import check_start
 
     place = _place(args)
     if args.hardware is None and recipe.settings["start"] is not None:
-        launch.check_start(recipe.settings["start"])
-    plan = planning.plan_for(recipe, place, screen, args.planner, measure=args.measure, fresh=args.fresh)
-    profile = planning.profile_of(recipe, plan, screen) if plan.predicted else None
+        check_start(recipe.settings["start"])
+    plan = make_plan(recipe, place, screen, args.planner, Measure.ALWAYS if args.measure else Measure.NEVER, fresh=args.fresh)
+    profile = profile_task(recipe, plan, screen) if plan.predicted else None
     samples = profile.samples if profile is not None else None
     total = _total(recipe, plan, samples, args.price, place.world_size)
     told = {"format": 1, "task": recipe.task.label, "hardware": place.hardware.to_json(), "plan": plan.to_json(), "total": total}
-    other = planning.plan_for(recipe, place, screen, "table") if args.compare else None
+    other = make_plan(recipe, place, screen, "table") if args.compare else None
     if other is not None:
         told["table"] = other.to_json()
     screen.close()
@@ -85,15 +86,13 @@ def _price(text: str) -> float:
 
 
 def _place(args: Namespace) -> Any:
-    from drivetrain.launch.planning import Place
+    from drivetrain.launch.machine import Cluster, cluster_of, detect_machine
+    from drivetrain.launch.request import Request
     from drivetrain.outcomes import Problem
 
     if args.hardware is None:
-        from drivetrain.launch import start as launch
-
-        machine = launch.look_at_machine(launch.Request(procs=args.procs, nodes=args.nodes[1], gpus=args.gpus, device=args.device))
-        gpu = machine.gpus[0] if machine.gpus else ""
-        return Place(machine.hardware, machine.device, machine.procs * args.nodes[1], machine.procs, args.nodes[1], gpu)
+        machine = detect_machine(Request(procs=args.procs, gpus=args.gpus, device=args.device))
+        return cluster_of(machine, nodes=args.nodes[1])
     from drivetrain.hardware.described import parse
 
     if args.measure:
@@ -106,11 +105,11 @@ def _place(args: Namespace) -> Any:
         raise Problem(f"--nodes {args.nodes[1]} and {args.hardware!r} do not agree: leave out one of them")
     nodes = max(args.nodes[1], hardware.nodes)
     device = args.device or ("cuda" if hardware.gpus else "cpu")
-    return Place(hardware, device, procs * nodes, procs, nodes)
+    return Cluster(hardware, device, procs * nodes, procs, nodes)
 
 
 def _total(recipe: Any, plan: Any, samples: int | None, price: float | None, world_size: int) -> dict[str, Any]:
-    from drivetrain.launch.planning import total_steps
+    from drivetrain.launch.profiling import total_steps
 
     if samples is None or "step_seconds" not in plan.predicted:
         return {}
@@ -125,7 +124,6 @@ def _total(recipe: Any, plan: Any, samples: int | None, price: float | None, wor
 
 def _show(plan: Any, total: dict[str, Any], place: Any) -> None:
     from drivetrain.hardware import format_bytes, format_need
-    from drivetrain.launch.planning import parts_text
     from drivetrain.plan.search import rate_text
 
     _line("plan", plan.sentence())
@@ -135,8 +133,8 @@ def _show(plan: Any, total: dict[str, Any], place: Any) -> None:
         need = sum(figures["memory_bytes"].values())
         scale, unit = (2**30, "GiB") if need >= 2**30 else (2**20, "MiB")
         room = format_need(need, figures["usable_bytes"], format_bytes)
-        _line("memory", f"{room} {how}: {parts_text(figures['memory_bytes'], scale, 1)} {unit}")
-        parts = parts_text(figures["seconds_by_part"], 1e-3, 2)
+        _line("memory", f"{room} {how}: {_parts_text(figures['memory_bytes'], scale, 1)} {unit}")
+        parts = _parts_text(figures["seconds_by_part"], 1e-3, 2)
         _line("time", f"{figures['step_seconds'] * 1e3:,.1f} ms a step {how} ({parts} ms), {rate_text(figures['samples_per_second'])}")
     if total:
         cost = f", ${total['cost']:,.2f} at ${total['price']:g} a GPU-hour" if "cost" in total else ""
@@ -186,6 +184,11 @@ def _compare(recipe: Any, plan: Any, other: Any, place: Any, profile: Any) -> No
     show(
         f"  predicted                 {rate_text(rated.rate)}, {format_gib(rated.bytes)}{fits}: the plan above is {faster:.2f} times as fast"
     )
+
+
+def _parts_text(parts: dict[str, float], scale: float, digits: int) -> str:
+    shown = [(name, value / scale) for name, value in parts.items() if value / scale >= 0.5 * 10**-digits]
+    return ", ".join(f"{name} {value:.{digits}f}" for name, value in shown)
 
 
 def _line(label: str, text: str) -> None:

@@ -77,10 +77,10 @@ def agent_of(target: str, screen: Screen) -> Agent:
 def _export(found: Run, agent: Agent, screen: Screen) -> None:
     from drivetrain import play
     from drivetrain.export import export
-    from drivetrain.launch.trained import trained, users_code
+    from drivetrain.launch.trained import load_trained, user_code
 
-    task, model = trained(found, screen)
-    with users_code(found):
+    task, model = load_trained(found, screen)
+    with user_code(found):
         if not play.playable(task.exports(model) or {}):
             raise play.unplayable(found.name, type(task).__name__)
         export(task, model, found, agent.folder)

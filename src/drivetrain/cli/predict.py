@@ -27,14 +27,14 @@ def run(verb: str, words: list[str]) -> int:
     args = parser.parse(words)
 
     from drivetrain import runs
-    from drivetrain.launch.trained import trained, users_code
+    from drivetrain.launch.trained import load_trained, user_code
     from drivetrain.watch.screen import Screen
 
     found = runs.find(args.target)
-    task, model = trained(found, Screen(sys.stderr, args.quiet))
+    task, model = load_trained(found, Screen(sys.stderr, args.quiet))
     given = _standard_input() if args.given == "-" else args.given
     options = _options(task.predict, args.options)
-    with users_code(found):
+    with user_code(found):
         pieces = task.predict(model, given, **options)
         if not isinstance(pieces, Iterable):
             raise Problem(f"{type(task).__name__}.predict gave a {type(pieces).__name__}: yield pieces of text")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import textwrap
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from drivetrain.task_ref import BUILT_IN, TaskRef, find_task
 from drivetrain.terminal import show
 
 if TYPE_CHECKING:
-    from drivetrain.launch.start import Request
+    from drivetrain.launch.request import Request
     from drivetrain.watch.screen import Screen
 
 TRAIN = f"""\
@@ -67,96 +67,71 @@ def run(verb: str, words: list[str]) -> int:
         if task is not None:
             print_settings(task)
         return 0
-    args = parser.parse(words)
 
-    from drivetrain.launch import foreign, plan_file
-    from drivetrain.launch import start as launch
-    from drivetrain.supervise import Policy
+    from drivetrain.launch import start
+    from drivetrain.launch.ending import exit_code
+    from drivetrain.launch.launchers import detect_launcher, with_accelerate_choices
+    from drivetrain.launch.plan_file import apply_plan_file
     from drivetrain.watch.screen import Screen
 
-    request = launch.Request(
-        args.procs, args.nodes[1], args.nodes[0], args.rendezvous, args.node_rank, args.gpus, args.device,
-        getattr(args, "run_dir", None), getattr(args, "name", None), args.verbose, args.planner,
-        policy=Policy(args.restarts, args.hang_after), end=None if args.time_limit is None else time.time() + args.time_limit,
-        looks={"find_nan": args.find_nan, "profile": args.profile, "check_collectives": args.check_collectives},
-    )  # fmt: skip
-    screen = Screen(quiet=args.quiet)
-    started = foreign.launcher(os.environ)
+    request = request_of(verb, parser.parse(words))
+    screen = Screen(quiet=request.quiet)
+    launcher = detect_launcher(os.environ)
     if verb == "resume":
-        from drivetrain import runs
-
-        found = runs.find(args.target)
-        recipe = launch.recipe_of_run(found, args.settings)
-        request = replace(request, run_dir=str(found.path))
-        return _resume(recipe, request, screen, started)
-    recipes = load(args.target, args.settings)
-    recipes = [foreign.accelerate_choices(r, os.environ, started) for r in recipes]
-    if args.plan:
-        recipes, request = plan_file.apply(args.plan, recipes, request, screen)
-    if args.dry_run:
+        return _resume(request, screen, launcher)
+    recipes = load(request.target, list(request.settings))
+    recipes = [with_accelerate_choices(recipe, os.environ, launcher) for recipe in recipes]
+    recipes, request = apply_plan_file(recipes, request, screen)
+    if request.dry_run:
         for recipe in recipes:
-            dry_run(recipe, of_stage(recipe, recipes, request))
+            dry_run(recipe, start.request_of_stage(recipe, recipes, request))
         return 0
-    if args.smoke:
+    if request.smoke:
         return smoke(recipes[0], request, screen)
-    return train_stages(recipes, request, screen, started)
+    _, ended = start.train_stages(recipes, request, screen, launcher)
+    return exit_code(ended)
 
 
-def train_stages(recipes: list[Recipe], request: Request, screen: Screen, started: str | None) -> int:
-    """One run after another, each from the weights of the one before; finished ones are not run again."""
+def read_request(words: list[str]) -> Request:
+    """Returns the request in the words after `drivetrain`; Request.command() gives them back."""
+    verb, *rest = words
+    return request_of(verb, _parser(verb).parse(rest))
+
+
+def request_of(verb: str, args: argparse.Namespace) -> Request:
+    from drivetrain.launch.request import Request
+
+    values = dict(vars(args))
+    low, high = values.pop("nodes")
+    return Request(
+        verb="resume" if verb == "resume" else "train", settings=tuple(values.pop("settings")), nodes=high, min_nodes=None if low == high else low,
+        plan_file=values.pop("plan", None), **values,
+    )  # fmt: skip
+
+
+def _resume(request: Request, screen: Screen, launcher: str | None) -> int:
     from drivetrain import runs
-    from drivetrain.launch import ending, foreign
-    from drivetrain.launch import start as launch
+    from drivetrain.launch import start
+    from drivetrain.launch.ending import exit_code, raise_failure
+    from drivetrain.launch.recorded import recorded_recipe
 
-    before: runs.Run | None = None
-    for recipe in recipes:
-        if before is not None and recipe.settings["start"] is None:
-            recipe = replace(
-                recipe, settings=recipe.settings | {"start": str(before.path.resolve())},
-                origin=recipe.origin | {"start": "the stage before"},
-            )  # fmt: skip
-        where = of_stage(recipe, recipes, request)
-        train = launch.train_recipe if started is None else lambda r, q, s: foreign.train(r, q, s, str(started))
-        before, ended = train(recipe, where, screen)
-        ending.raise_failure(ended, before)
-        if ended.outcome is not Outcome.OK:
-            return ending.exit_code(ended)
-    return 0
-
-
-def of_stage(recipe: Recipe, recipes: list[Recipe], request: Request) -> Request:
-    """Returns the request for one stage of several: its folder lies in the one that was asked for."""
-    from drivetrain import runs
-
-    if len(recipes) == 1 or not recipe.name or not (request.name or request.run_dir):
-        return request
-    base = Path(request.run_dir) if request.run_dir else runs.RUNS / str(request.name)
-    return replace(request, name=None, run_dir=str(base / recipe.name.rpartition("/")[2]))
-
-
-def _resume(recipe: Recipe, request: Request, screen: Screen, started: str | None) -> int:
-    from drivetrain.launch import ending, foreign
-    from drivetrain.launch import start as launch
-
-    if started is not None:
-        found, ended = foreign.train(recipe, request, screen, started)
-    else:
-        found, ended = launch.resume_run(recipe, request, screen)
-    ending.raise_failure(ended, found)
-    return ending.exit_code(ended)
+    run = runs.find(request.target)
+    _, ended = start.resume(run, recorded_recipe(run, request.settings), request, screen, launcher)
+    raise_failure(ended, run)
+    return exit_code(ended)
 
 
 def dry_run(recipe: Recipe, request: Request) -> None:
-    from drivetrain.launch import start as launch
-    from drivetrain.supervise import Place
+    from drivetrain.launch.machine import cluster_of, detect_machine
+    from drivetrain.launch.planning import plan_run, with_global_batch_of
+    from drivetrain.launch.start import check_request, check_start
 
-    machine = launch.look_at_machine(request)
-    place = Place(0, machine.procs, machine.procs * request.nodes, ("", 0))
-    plan = launch.make_plan(recipe, machine, place, request.nodes, None, request)
-    recipe = launch.with_batch_of(recipe, plan)
-    launch.check_request(recipe, request)
+    machine = detect_machine(request)
+    plan = plan_run(recipe, request, cluster_of(machine, nodes=request.nodes), None)
+    recipe = with_global_batch_of(plan, recipe)
+    check_request(recipe, request)
     if recipe.settings["start"] is not None:
-        launch.check_start(recipe.settings["start"])
+        check_start(recipe.settings["start"])
     width = max(map(len, recipe.settings))
     show(f"task      {recipe.task.label} ({recipe.task.class_name})")
     show(f"hardware  {machine.hardware.sentence()}")
@@ -176,13 +151,16 @@ def smoke(recipe: Recipe, request: Request, screen: Screen) -> int:
     import tempfile
 
     from drivetrain.launch import ending, opening
-    from drivetrain.launch import start as launch
+    from drivetrain.launch.job import make_job
+    from drivetrain.launch.machine import cluster_of, detect_machine
+    from drivetrain.launch.planning import plan_run
+    from drivetrain.launch.report import report_start
     from drivetrain.processes.worker import SMOKE_BATCH, SMOKE_STEPS
     from drivetrain.supervise import local_place, run_workers
 
-    machine = launch.look_at_machine(request)
+    machine = detect_machine(request)
     request = replace(request, planner="off")  # a few samples need no plan
-    whole_plan = launch.make_plan(recipe, machine, local_place(machine.procs), 1, None, request)
+    whole_plan = plan_run(recipe, request, cluster_of(machine), None)
     whole = {"global_batch": recipe.settings["global_batch"], "plan": whole_plan.to_json()}
     batch = min(SMOKE_BATCH, recipe.settings["global_batch"])
     few = {"global_batch": batch, "steps": SMOKE_STEPS, "log_every": 1, "eval_every": SMOKE_STEPS, "save_every": SMOKE_STEPS // 2}
@@ -191,10 +169,10 @@ def smoke(recipe: Recipe, request: Request, screen: Screen) -> int:
     try:
         opened = opening.open_run(recipe, replace(request, name=None, run_dir=str(Path(folder) / "smoke")))
         place = local_place(machine.procs)
-        plan = launch.make_plan(recipe, machine, place, 1, None, request)
-        launch.header(recipe, machine, plan, screen)
-        launch.record(recipe, opened, plan, machine)
-        job = launch.make_job(recipe, opened.run, plan, "smoke") | {"limit": SMOKE_STEPS * batch, "whole": whole}
+        plan = plan_run(recipe, request, cluster_of(machine), None)
+        report_start(recipe, machine, plan, screen)
+        opening.record_start(opened, recipe, plan, machine)
+        job = make_job(recipe, opened.run, plan, "smoke") | {"limit": SMOKE_STEPS * batch, "whole": whole}
         ended = run_workers(job, plan, place, screen, machine.gpus, request.verbose)
         ending.raise_failure(ended, opened.run)
         if ended.outcome is Outcome.OK:

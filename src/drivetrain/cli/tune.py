@@ -12,7 +12,7 @@ from drivetrain.outcomes import Outcome, Problem
 from drivetrain.terminal import show
 
 if TYPE_CHECKING:
-    from drivetrain.launch.start import Machine
+    from drivetrain.launch.machine import LocalMachine
     from drivetrain.recipe import Recipe
     from drivetrain.task_ref import TaskRef
     from drivetrain.tune.folder import Folder, Goal
@@ -49,7 +49,8 @@ def run(verb: str, words: list[str]) -> int:
 
     from drivetrain import runs
     from drivetrain.describe import task_search, task_settings
-    from drivetrain.launch import start as launch
+    from drivetrain.launch.machine import detect_machine
+    from drivetrain.launch.request import Request
     from drivetrain.recipe import load, split_words
     from drivetrain.tune import folder as folders
     from drivetrain.tune import population
@@ -72,7 +73,7 @@ def run(verb: str, words: list[str]) -> int:
     recipe = recipes[0]
     space = make_space(task_settings(recipe.task), task_search(recipe.task), args.search, split_words(args.settings), recipe.task.label)
     goal = _goal(recipe, args)
-    machine = launch.look_at_machine(launch.Request(gpus=args.gpus, device=args.device))
+    machine = detect_machine(Request(gpus=args.gpus, device=args.device))
     size, why = population.choose(args.population, recipe, space, args.trials, machine.device, bool(args.jobs or args.procs))
     if size and args.prune not in (None, "none"):
         why += f"; --prune {args.prune} stops none of them early"
@@ -108,11 +109,10 @@ def run(verb: str, words: list[str]) -> int:
     return _end(found, study, goal, table, args.json, status)
 
 
-def _tune(order: Order, found: Folder, study: Study, table: Table, machine: Machine, size: int, by_itself: bool) -> bool:
+def _tune(order: Order, found: Folder, study: Study, table: Table, machine: LocalMachine, size: int, by_itself: bool) -> bool:
     """Try until enough were tried: as populations of a size, or (0) as ordinary runs."""
-    from drivetrain.launch import ending
-    from drivetrain.launch import start as launch
-    from drivetrain.launch.opening import Opened
+    from drivetrain.launch.ending import record_end
+    from drivetrain.launch.opening import OpenedRun, record_start
     from drivetrain.plan.choose import choose
     from drivetrain.tune.population import Generations, NoPopulation, Way
     from drivetrain.tune.tuner import Tuner
@@ -123,8 +123,8 @@ def _tune(order: Order, found: Folder, study: Study, table: Table, machine: Mach
             plan=lambda recipe: choose(
                 recipe.settings, machine.hardware, device=machine.device, world_size=1, local_procs=1, pins=recipe.pins
             ),
-            record=lambda recipe, run, plan: launch.record(recipe, Opened(run, None, None), plan, machine),
-            conclude=ending.conclude,
+            record=lambda recipe, run, plan: record_start(OpenedRun(run), recipe, plan, machine),
+            conclude=record_end,
         )  # fmt: skip
         try:
             return Generations(order, found, study, table, way).run()
@@ -193,7 +193,7 @@ def _goal(recipe: Recipe, args: argparse.Namespace) -> Goal:
     return Goal(f"eval/{judged.name}", args.direction or ("max" if judged.sign > 0 else "min"))
 
 
-def _slots(args: argparse.Namespace, machine: Machine, recipe: Recipe) -> list[list[str]]:
+def _slots(args: argparse.Namespace, machine: LocalMachine, recipe: Recipe) -> list[list[str]]:
     """The words that give each of the trials at a time its share of the GPUs, or of the cores."""
     where = [*(["--device", args.device] if args.device else []), *(["--procs", str(args.procs)] if args.procs else [])]
     procs, count = args.procs or 1, len(machine.gpus)
@@ -218,7 +218,7 @@ def _shown(found: Folder) -> str:
 
 
 def _begin(
-    found: Folder, study: Study, recipe: Recipe, machine: Machine, goal: Goal, space: Space, args: argparse.Namespace, jobs: int, table: Table,
+    found: Folder, study: Study, recipe: Recipe, machine: LocalMachine, goal: Goal, space: Space, args: argparse.Namespace, jobs: int, table: Table,
     population: int, why: str,
 ) -> None:  # fmt: skip
     from drivetrain import __version__

@@ -31,7 +31,7 @@ def run(verb: str, words: list[str]) -> int:
     args = parser(verb).parse(words)
 
     from drivetrain.chaos.verify_resume import verify
-    from drivetrain.launch.start import Request
+    from drivetrain.launch.request import Request
     from drivetrain.recipe import load
     from drivetrain.watch.screen import Screen
 

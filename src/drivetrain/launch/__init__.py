@@ -1,1 +1,10 @@
-"""From a request to a run that has ended."""
+"""The journey of one command, from a request to a run that has ended.
+
+request    what was asked
+machine    the part of this machine that is used
+planning   the plan: profiling (in a survey_process) and plan_cache below it, plan_file beside it
+opening    the run's directory, new or to go on; recorded: the recipe it has
+local      training on this machine alone; nodes and rendezvous: on several; launchers and foreign: under another launcher
+ending     what is written at the end: summary, report
+start      which of these ways a command takes
+"""

@@ -1,32 +1,35 @@
-"""How a run ends: what is written, what is shown, and the exit code."""
+"""How a run ends: what is written, and what becomes of the command."""
 
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 from drivetrain import runs
+from drivetrain.launch.opening import OpenedRun, discard
+from drivetrain.launch.report import report_end
+from drivetrain.launch.summary import summary
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.recipe import Recipe
 from drivetrain.runs import Run
 from drivetrain.supervise import Ended
-from drivetrain.watch.screen import Screen, duration, number, size
-from drivetrain.watch.spent import Spent
+from drivetrain.watch.screen import Screen
 
 
-def finish(run: Run, before: dict[str, Any] | None, recipe: Recipe, plan: Plan, ended: Ended, screen: Screen) -> None:
-    """Note and show how the run ended; a mistaken resume leaves it as it was."""
-    if ended.outcome is Outcome.USAGE and before is not None:
-        run.write(before)
+def finish(opened: OpenedRun, recipe: Recipe, plan: Plan, ended: Ended, screen: Screen) -> None:
+    """Writes and shows how the run ended. Of a start that was refused nothing stays: a new directory goes, an old run is as it was."""
+    if ended.outcome is Outcome.USAGE and discard(opened):
         return
-    conclude(run, recipe, plan, ended)
-    footer(run, ended, screen)
+    if ended.outcome is Outcome.USAGE and opened.previous is not None:
+        opened.run.write(opened.previous)
+        return
+    record_end(opened.run, recipe, plan, ended)
+    report_end(opened.run, ended, screen)
 
 
-def conclude(run: Run, recipe: Recipe, plan: Plan, ended: Ended) -> None:
-    """Write how the run ended: run.json, events, and for a finished one its summary."""
+def record_end(run: Run, recipe: Recipe, plan: Plan, ended: Ended) -> None:
+    """Writes the outcome into run.json and the events; of a finished run also task.json and summary.txt."""
     try:
         run.update(**runs.stop_info(ended.outcome, ended.message))
         if ended.spent is not None:
@@ -50,76 +53,13 @@ def _model_card(recipe: Recipe, ended: Ended) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _whose_weights(facts: dict[str, Any]) -> str:
-    """Which weights a finished run keeps."""
-    return f"weights of step {facts['weights_step']:,}" + (f", the best by {facts['best']}" if facts["best"] else "")
-
-
-def summary(recipe: Recipe, plan: Plan, ended: Ended) -> str:
-    """The fields people note of a run, as plain text."""
-    facts, metrics, values = ended.result["facts"], ended.result["metrics"], recipe.settings
-    train = facts["train"]
-
-    def percent(value: float | None) -> str:
-        return "not measured" if value is None else f"{100 * value:.2f} %"
-
-    rows = {
-        **({"Dataset": recipe.task.label, "Model": facts["model"]} | facts["summary"]),
-        "Training Accuracy": percent(train.get("accuracy")),
-        "Test Accuracy": percent(metrics.get("accuracy")),
-        "Test Loss": f"{metrics['loss']:.4f}" if "loss" in metrics else "not measured",
-        "Epochs": facts["epochs"],
-        "Batch Size": plan.global_batch,
-        "Learning Rate": values["learning_rate"],
-        "Mixed Precision": plan.precision if plan.precision in ("bf16", "fp16") else f"no ({plan.precision})",
-        "World Size": plan.world_size,
-        "Device": facts["device"],
-        "Total Parameters": f"{facts['parameters']:,}",
-        "Steps": f"{ended.result['step']:,}",
-        "Weights": _whose_weights(facts).removeprefix("weights "),
-        "Training Time": duration(facts["time"]),
-        "Peak Memory": size(facts["peak_memory_bytes"]),
-    }
-    return "".join(f"{name + ':':<20}{value}\n" for name, value in rows.items())
-
-
-def footer(run: Run, ended: Ended, screen: Screen) -> None:
-    result = ended.result
-    if ended.outcome is Outcome.OK:
-        metrics, facts = result["metrics"], result["facts"]
-        if metrics:
-            whose = f"; {_whose_weights(facts)}" if facts["best"] else ""
-            figures = "   ".join(number(k, v) for k, v in metrics.items())
-            screen.line("eval", f"{figures}   ({facts['test_samples']:,} samples{whose})")
-        screen.line("done", f"{result['step']:,} steps in {duration(facts['time'])}, peak memory {size(facts['peak_memory_bytes'])}")
-        if held_up := bottleneck(run, ended.spent):
-            screen.line("time", held_up)
-        screen.line("run", f"{shown(run)}   next: drivetrain eval {run.name} | drivetrain status {run.name}")
-    elif ended.outcome is Outcome.PREEMPTED:
-        where = f"after step {result['step']:,}, saved" if result["step"] else "before its first step"
-        screen.line("stopped", f"{where}; go on with: drivetrain resume {run.name}")
-    elif ended.interrupted:
-        screen.line("stopped", f"at once; go on with: drivetrain resume {run.name}")
-
-
-def bottleneck(run: Run, spent: Spent | None) -> str:
-    """What held a run up, if anything did."""
-    if spent is None:
-        return ""
-    return spent.bottleneck(Plan.from_json(run.read()["plan"]), os.cpu_count() or 1)
-
-
-def shown(run: Run) -> str:
-    return os.path.relpath(run.path)
-
-
 def exit_code(ended: Ended) -> int:
-    """130 for Ctrl-C, as shells expect; else the outcome's."""
+    """Returns 130 for Ctrl-C, as shells expect; else the outcome's code."""
     return 130 if ended.interrupted and ended.outcome is not Outcome.OK else ended.outcome.code
 
 
 def raise_failure(ended: Ended, run: Run) -> None:
-    """Turn a failed end into the one message that the user sees."""
+    """Raises a failed run's message as a Problem; does nothing if the run is finished, preempted or interrupted."""
     if ended.outcome in (Outcome.OK, Outcome.PREEMPTED) or ended.interrupted:
         return
     hint = f"\nGo on with: drivetrain resume {run.name}" if ended.outcome.retryable and "resume" not in ended.message else ""

@@ -1,4 +1,4 @@
-"""Training on several machines: one leads, and keeps the run; the others follow."""
+"""Training on several machines: the leader keeps the run, the members take part in its attempts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from drivetrain import runs
-from drivetrain.launch import opening, rendezvous
-from drivetrain.launch import start as launch
-from drivetrain.launch.rendezvous import Leader, Membership
+from drivetrain.launch import rendezvous
+from drivetrain.launch.ending import finish
+from drivetrain.launch.job import make_job
+from drivetrain.launch.machine import LocalMachine, cluster_of
+from drivetrain.launch.opening import OpenedRun, locked, open_run, record_start
+from drivetrain.launch.planning import plan_run
+from drivetrain.launch.rendezvous import Leader, Member, Membership
 from drivetrain.launch.rendezvous.messages import StartAttempt
-from drivetrain.launch.start import Machine, Request
+from drivetrain.launch.report import report_already_finished, report_start
+from drivetrain.launch.request import Request
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.recipe import Recipe
@@ -20,73 +25,63 @@ from drivetrain.supervise import Ended, Place, Supervisor, supervised
 from drivetrain.watch.screen import Screen
 
 
-def train(recipe: Recipe, request: Request, machine: Machine, own: Plan, screen: Screen) -> tuple[Run, Ended]:
-    """`own` is the plan that this machine made by itself: a member takes no paths from the leader's."""
+def train_on_nodes(recipe: Recipe, request: Request, machine: LocalMachine, own_plan: Plan, screen: Screen) -> tuple[Run, Ended]:
+    """Joins the other machines and trains with them. `own_plan` is the plan that this machine made by itself."""
     assert request.rendezvous is not None, "check_request asks for it"
-    same = recipe.identity()
-    same["settings"] = {k: v for k, v in same["settings"].items() if k != "start"}  # stages put a path of this machine there
-    nodes = (request.least_nodes or request.nodes, request.nodes)
-    me = rendezvous.join(
-        rendezvous.parse(request.rendezvous), nodes, machine.procs, request.node_rank, lambda text: screen.line("nodes", text), same
-    )
-    if isinstance(me, Leader):
-        return _lead(me, recipe, request, machine, screen)
+    identity = recipe.identity()
+    # A recipe with stages starts each from the stage before, which is a path of this machine.
+    identity["settings"] = {k: v for k, v in identity["settings"].items() if k != "start"}
+    node = rendezvous.join(
+        rendezvous.parse(request.rendezvous), request.node_range, machine.procs, request.node_rank,
+        lambda text: screen.line("nodes", text), identity,
+    )  # fmt: skip
+    if isinstance(node, Leader):
+        return _lead(node, recipe, request, machine, screen)
+    return _follow(node, recipe, request, machine, own_plan, screen)
+
+
+# --- a member ----------------------------------------------------------------------------------
+
+
+def _follow(member: Member, recipe: Recipe, request: Request, machine: LocalMachine, own_plan: Plan, screen: Screen) -> tuple[Run, Ended]:
+    """Takes part in the leader's attempts until the run has ended."""
     run = Run("")
 
-    def supervisor_of(start: StartAttempt, place: Place) -> Supervisor:
+    def make_supervisor(start: StartAttempt, place: Place) -> Supervisor:
         nonlocal run
         run = _own_run(start.run, request)
-        job = launch.make_job(recipe, run, start.plan, "train", request=request)
-        job["task"] = asdict(recipe.task)  # the same code, and surely here
+        job = make_job(recipe, run, start.plan, "train", request=request)
+        job["task"] = asdict(recipe.task)  # this machine may have no copy in the run; the digests of the code are equal
         return stack.enter_context(supervised(job, start.plan, place, screen, machine.gpus, request.verbose, policy=request.policy))
 
     with contextlib.ExitStack() as stack:
-        ended = rendezvous.follow(me, supervisor_of, lambda plan: replace(plan, deepspeed_config=own.deepspeed_config))
+        # A member takes no paths from the leader: its DeepSpeed file is its own.
+        ended = rendezvous.follow(member, make_supervisor, lambda plan: replace(plan, deepspeed_config=own_plan.deepspeed_config))
     return run, ended
 
 
 def _own_run(name: str, request: Request) -> Run:
-    """Where this machine keeps the run: its own --run-dir, or that name in its own folder of runs. The leader names no path."""
+    """Returns this machine's directory of the run: its own --run-dir, or the leader's name in this machine's runs/."""
     return Run(Path(request.run_dir) if request.run_dir else runs.RUNS / name)
 
 
-def _lead(leader: Leader, recipe: Recipe, request: Request, machine: Machine, screen: Screen) -> tuple[Run, Ended]:
-    """On the machine that owns the rendezvous: open the run, plan each attempt, and write how it all ended."""
+# --- the leader --------------------------------------------------------------------------------
+
+
+def _lead(leader: Leader, recipe: Recipe, request: Request, machine: LocalMachine, screen: Screen) -> tuple[Run, Ended]:
+    """Opens the run, leads its attempts, and tells the members how it ended."""
     ended = Ended(Outcome.INFRA, "the machine that led the run stopped")
     try:
         members = leader.gather()
-        opened = opening.open_run(recipe, request)
+        opened = open_run(recipe, request)
         leader.event = opened.run.log_event
-        with opening.held(opened):
-            if opened.finished:
-                ended = launch.already_finished(opened, screen)
-                return opened.run, ended
-
-            def plan_for(members: Membership) -> Plan:
-                """The plan of the run so far, where the machines are the same; else a new one."""
-                place = Place(0, machine.procs, members.world_size, ("", 0))
-                before = opened.run.read()
-                plan = launch.make_plan(recipe, machine, place, members.nodes, before, request, screen)
-                if before["plan"]["world_size"] != members.world_size:
-                    screen.line("plan", plan.sentence())
-                    with contextlib.suppress(OSError):  # a full disk
-                        opened.run.update(plan=plan.to_json())
-                return plan
-
-            place = Place(0, machine.procs, members.world_size, ("", 0))
-            plan = launch.make_plan(recipe, machine, place, members.nodes, opened.before, request, screen)
-            launch.header(recipe, machine, plan, screen, opened.why)
-            launch.record(recipe, opened, plan, machine)
-            opened.run.log_event("started", world_size=members.world_size, device=plan.device)
-            folder = opened.before["folder"] if opened.before else None
-            job = launch.make_job(recipe, opened.run, plan, "train", folder, request)
-            with supervised(job, plan, place, screen, machine.gpus, request.verbose, policy=request.policy) as supervisor:
-                supervisor.leads = True
-                try:
-                    ended = rendezvous.lead(leader, supervisor, members, plan_for, run_name(opened.run))
-                except Problem as problem:  # machines that did not come back
-                    ended = Ended(problem.outcome, str(problem), {"step": opened.run.last_checkpoint_step})
-            launch.finish(opened, recipe, supervisor.plan, ended, screen)
+        with locked(opened):
+            if opened.is_finished:
+                report_already_finished(opened.run, screen)
+                ended = Ended(Outcome.OK)
+            else:
+                ended, plan = _lead_opened(leader, members, opened, recipe, request, machine, screen)
+                finish(opened, recipe, plan, ended, screen)
             return opened.run, ended
     except Problem as problem:
         ended = Ended(problem.outcome, str(problem))
@@ -95,6 +90,37 @@ def _lead(leader: Leader, recipe: Recipe, request: Request, machine: Machine, sc
         leader.end(ended.outcome, ended.message)
 
 
-def run_name(run: Run) -> str:
-    """The run's name for other machines: its place in the folder of runs, or its folder's own name where it is elsewhere."""
+def _lead_opened(
+    leader: Leader, members: Membership, opened: OpenedRun, recipe: Recipe, request: Request, machine: LocalMachine, screen: Screen
+) -> tuple[Ended, Plan]:
+    """Leads attempts until the run has ended; returns the plan of the last one with it."""
+
+    def plan_attempt(members: Membership) -> Plan:
+        """Returns the run's plan; a new one if the number of processes has changed."""
+        current = opened.run.read()
+        plan = plan_run(recipe, request, cluster_of(machine, members.world_size, members.nodes), current, screen)
+        if current["plan"]["world_size"] != members.world_size:
+            screen.line("plan", plan.sentence())
+            with contextlib.suppress(OSError):  # a full disk
+                opened.run.update(plan=plan.to_json())
+        return plan
+
+    place = Place(0, machine.procs, members.world_size, ("", 0))
+    plan = plan_run(recipe, request, cluster_of(machine, members.world_size, members.nodes), opened.previous, screen)
+    report_start(recipe, machine, plan, screen, opened.note)
+    record_start(opened, recipe, plan, machine)
+    opened.run.log_event("started", world_size=members.world_size, device=plan.device)
+    folder = opened.previous["folder"] if opened.previous else None
+    job = make_job(recipe, opened.run, plan, "train", folder, request)
+    with supervised(job, plan, place, screen, machine.gpus, request.verbose, policy=request.policy) as supervisor:
+        supervisor.leads = True
+        try:
+            ended = rendezvous.lead(leader, supervisor, members, plan_attempt, _name_for_members(opened.run))
+        except Problem as problem:  # lost machines did not come back
+            ended = Ended(problem.outcome, str(problem), {"step": opened.run.last_checkpoint_step})
+    return ended, supervisor.plan
+
+
+def _name_for_members(run: Run) -> str:
+    """Returns the run's path below runs/; the name of its folder if it lies elsewhere."""
     return run.path.name if Path(run.name).is_absolute() or ".." in Path(run.name).parts else run.name

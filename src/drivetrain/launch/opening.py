@@ -1,4 +1,4 @@
-"""Where a run lives: its directory, opened anew or to go on, and given back where a start is refused."""
+"""The run's directory: made anew or opened to go on, locked meanwhile, and removed again if the start is refused."""
 
 from __future__ import annotations
 
@@ -8,142 +8,168 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drivetrain import runs
+from drivetrain.launch.machine import LocalMachine
+from drivetrain.launch.request import Request
 from drivetrain.outcomes import Outcome, Problem
+from drivetrain.plan import Plan
 from drivetrain.recipe import MAY_CHANGE, Recipe
 from drivetrain.runs import Lock, Run
 from drivetrain.task_ref import TaskRef
 
-if TYPE_CHECKING:
-    from drivetrain.launch.start import Request
 
-
-@dataclass
-class Opened:
+@dataclass(frozen=True)
+class OpenedRun:
     run: Run
-    lock: Lock | None
-    before: dict[str, Any] | None
-    """run.json of the run that goes on; None for a new one."""
-    finished: bool = False
-    why: str = ""
-    made: bool = False
+    lock: Lock | None = None
+    previous: dict[str, Any] | None = None
+    """run.json of a run that goes on; None for a new one."""
+    is_finished: bool = False
+    note: str = ""
+    """What the user is told about the choice of this directory."""
+    created: bool = False
     """Whether this start made the directory."""
 
 
+def open_run(recipe: Recipe, request: Request) -> OpenedRun:
+    """Opens the directory that was named, else that of an unfinished run of the same recipe, else a new one."""
+    run = named_run(recipe, request)
+    if run is None:
+        return _continue_or_create(recipe)
+    if not runs.is_run(run.path):
+        created = not os.path.exists(run.path)
+        return OpenedRun(run, Lock.acquire(run.path), created=created)
+    previous = run.read()
+    try:
+        _check_same_recipe(recipe, previous, run)
+    except Problem:  # named_run() refuses another recipe for a run that has begun: this one has not
+        note = f"{run.name} stopped before its first step: starting it anew, with what is asked for now"
+        return OpenedRun(run, Lock.acquire(run.path), note=note)
+    return continue_run(recipe, run, previous)
+
+
 def named_run(recipe: Recipe, request: Request) -> Run | None:
-    """Returns the run that a flag or the recipe names, if one does; another recipe's, or a folder that is no run, is refused."""
-    named = request.run_dir or (str(runs.RUNS / request.name) if request.name else None)
-    named = named or (str(runs.RUNS / recipe.name) if recipe.name else None)
-    if named is None:
+    """Returns the run that a flag or the recipe names, if one does. Raises Problem if it is another recipe's, or the folder is no run."""
+    folder = request.run_dir or (str(runs.RUNS / request.name) if request.name else None)
+    folder = folder or (str(runs.RUNS / recipe.name) if recipe.name else None)
+    if folder is None:
         return None
-    run = Run(Path(named))
+    run = Run(Path(folder))
     if runs.is_run(run.path):
-        before = run.read()
-        if not _has_begun(run, before):
-            return run
-        _check_same(recipe, before, run)
-        return run
-    # A start that was killed before run.json leaves its lock and perhaps a part of the task's copy; whoever starts
-    # trainings may keep their output in logs.
-    if os.path.isdir(run.path) and any(
-        p.name not in ("lock", "task", "logs") and not p.name.startswith(".run.json") for p in run.path.iterdir()
-    ):
+        previous = run.read()
+        if _has_begun(run, previous):
+            _check_same_recipe(recipe, previous, run)
+    elif os.path.isdir(run.path) and any(not _may_precede_run(path) for path in run.path.iterdir()):
         raise Problem(f"{run.path} is not empty and no run: choose another --run-dir or --name")
     return run
 
 
-def open_run(recipe: Recipe, request: Request) -> Opened:
-    """Decide where the run lives: a directory that was named, an unfinished run of the same recipe, or a new one."""
-    run = named_run(recipe, request)
-    if run is None:
-        return _continue_or_new(recipe)
-    if not runs.is_run(run.path):
-        made = not os.path.exists(run.path)
-        return Opened(run, Lock.acquire(run.path), None, made=made)
-    before = run.read()
-    try:
-        _check_same(recipe, before, run)
-    except Problem:  # of one that has begun, named_run() has raised it
-        why = f"{run.name} stopped before its first step: starting it anew, with what is asked for now"
-        return Opened(run, Lock.acquire(run.path), None, why=why)
-    return go_on(recipe, run, before)
+def _may_precede_run(path: Path) -> bool:
+    """Whether a folder that is no run yet may contain this: a start that was killed before run.json leaves its lock and perhaps
+    a part of the task's copy, and programs that start trainings may keep their output in logs."""
+    return path.name in ("lock", "task", "logs") or path.name.startswith(".run.json")
 
 
-def _has_begun(run: Run, before: dict[str, Any]) -> bool:
-    """Whether a run has taken a step that is worth keeping, or is about to: one that is in use counts."""
-    return before["status"] == "finished" or bool(run.checkpoint_steps() or run.last_row() or runs.lock_holder(run.path))
+def _has_begun(run: Run, previous: dict[str, Any]) -> bool:
+    """Whether a run has taken a step that is worth keeping, or is in use."""
+    return previous["status"] == "finished" or bool(run.checkpoint_steps() or run.last_row() or runs.lock_holder(run.path))
 
 
-def go_on(recipe: Recipe, run: Run, before: dict[str, Any], why: str = "") -> Opened:
-    """Go on with a run, unless it is finished: only a longer one goes on after its end."""
-    longer = any(recipe.settings[k] != before["recipe"]["settings"].get(k) for k in ("epochs", "steps"))
-    if before["status"] == "finished" and not longer:
-        return Opened(run, None, before, finished=True)
-    if before["status"] == "finished" and not run.checkpoint_steps():
+def continue_run(recipe: Recipe, run: Run, previous: dict[str, Any], note: str = "") -> OpenedRun:
+    """Opens a run to go on with it. A finished one goes on only if it is made longer."""
+    is_longer = any(recipe.settings[k] != previous["recipe"]["settings"].get(k) for k in ("epochs", "steps"))
+    if previous["status"] == "finished" and not is_longer:
+        return OpenedRun(run, previous=previous, is_finished=True)
+    if previous["status"] == "finished" and not run.checkpoint_steps():
         raise Problem(
             f"{run.name} is finished and its checkpoints were pruned: begin a new run from its weights, with start={run.name} --name NEW"
         )
-    return Opened(run, Lock.acquire(run.path), before, why=why)
+    return OpenedRun(run, Lock.acquire(run.path), previous, note=note)
 
 
-def _continue_or_new(recipe: Recipe) -> Opened:
-    """Without a name, repeating a command goes on with its unfinished run: launchers restart just so, and
-    since resume is exact the result is the one a fresh run would give."""
-    mine = recipe.identity()
+def _continue_or_create(recipe: Recipe) -> OpenedRun:
+    """Without a name, a repeated command goes on with its unfinished run: launchers restart a job by repeating its command, and
+    since resume is exact, the result is that of a fresh run."""
+    identity = json.loads(json.dumps(recipe.identity()))
     for run in reversed(runs.all_runs()):
         if not run.path.name.startswith(recipe.task.label):
             continue
         with contextlib.suppress(Problem, ValueError):
-            before = run.read()
-            resumable = before["status"] == "running" or Outcome(before["outcome"]).retryable
-            same = before["recipe"]["identity"] == json.loads(json.dumps(mine))
-            if same and resumable and before["status"] != "finished" and not runs.lock_holder(run.path):
-                return go_on(
-                    recipe, run, before, why=f"going on with {run.name}, unfinished and of the same recipe (a fresh one: --name NAME)"
-                )
+            previous = run.read()
+            is_resumable = previous["status"] == "running" or Outcome(previous["outcome"]).retryable
+            is_same = previous["recipe"]["identity"] == identity
+            if is_same and is_resumable and previous["status"] != "finished" and not runs.lock_holder(run.path):
+                note = f"going on with {run.name}, unfinished and of the same recipe (a fresh one: --name NAME)"
+                return continue_run(recipe, run, previous, note)
     run = Run(runs.new_path(recipe.task.label))
-    return Opened(run, Lock.acquire(run.path), None, made=True)
+    return OpenedRun(run, Lock.acquire(run.path), created=True)
 
 
-def _check_same(recipe: Recipe, before: dict[str, Any], run: Run) -> None:
-    """Refuse to mix two recipes in one directory."""
-    mine, theirs = json.loads(json.dumps(recipe.identity())), before["recipe"]["identity"]
-    if mine["task"] != theirs["task"]:
-        raise Problem(f"{run.name} is a run of {theirs['task']}, not of {mine['task']}: choose another --name")
-    if mine["code"] != theirs["code"]:
+# --- what may not differ -----------------------------------------------------------------------
+
+
+def _check_same_recipe(recipe: Recipe, previous: dict[str, Any], run: Run) -> None:
+    """Raises Problem if a directory holds a run of another recipe."""
+    new, old = json.loads(json.dumps(recipe.identity())), previous["recipe"]["identity"]
+    if new["task"] != old["task"]:
+        raise Problem(f"{run.name} is a run of {old['task']}, not of {new['task']}: choose another --name")
+    if new["code"] != old["code"]:
         raise Problem(
             f"{run.name} began with another version of {_changed_code(recipe.task, run)}: choose another --name,"
             f" or go on with the code it began with: drivetrain resume {run.name}"
         )
-    check_changes(mine["settings"], theirs["settings"], run)
+    check_changes(new["settings"], old["settings"], run)
 
 
 def _changed_code(task: TaskRef, run: Run) -> str:
-    """Names the modules that differ from those a run began with; the task where none does, as it came by value."""
+    """Names the modules that differ from the run's copy; the task if none does, or if it was pickled."""
     if task.pickled:
         return task.label
-    kept = run.path / "task"
-    changed = [p for p, file in task.modules().items() if not (kept / p).is_file() or (kept / p).read_bytes() != file.read_bytes()]
+    copy = run.path / "task"
+    changed = [p for p, file in task.modules().items() if not (copy / p).is_file() or (copy / p).read_bytes() != file.read_bytes()]
     return f"{changed[0]}{f' and {len(changed) - 1} more' if len(changed) > 1 else ''}" if changed else task.label
 
 
-def check_changes(now: dict[str, Any], before: dict[str, Any], run: Run) -> None:
-    changed = [k for k in now if now[k] != before.get(k) and k not in MAY_CHANGE]
+def check_changes(new: dict[str, Any], old: dict[str, Any], run: Run) -> None:
+    """Raises Problem if a setting changed that must stay the same in a run."""
+    changed = [k for k in new if new[k] != old.get(k) and k not in MAY_CHANGE]
     if changed:
-        detail = ", ".join(f"{k}={before.get(k)} (now {now[k]})" for k in changed[:3])
+        detail = ", ".join(f"{k}={old.get(k)} (now {new[k]})" for k in changed[:3])
         raise Problem(
             f"{run.name} was begun with {detail}: that cannot change in a run; use another --name."
             f"\nThese may: {', '.join(MAY_CHANGE)}, and plan.* choices"
         )
 
 
+# --- writing and removing ----------------------------------------------------------------------
+
+
+def record_start(opened: OpenedRun, recipe: Recipe, plan: Plan, machine: LocalMachine) -> None:
+    """Writes run.json and the copy of the task's code, before any process is started."""
+    run, previous = opened.run, opened.previous
+    current = {"plan": plan.to_json(), "hardware": machine.hardware.to_json(), "status": "running", "outcome": "", "message": ""}
+    try:
+        if previous is not None:
+            run.write(previous | {"recipe": previous["recipe"] | {"settings": recipe.settings, "pins": recipe.pins}} | current)
+            return
+        if not recipe.task.built_in and not recipe.task.pickled:
+            runs.store_task(run, Path(recipe.task.path), recipe.task.package)
+        entry = {
+            "task": asdict(recipe.task), "identity": recipe.identity(), "settings": recipe.settings,
+            "origin": recipe.origin, "pins": recipe.pins,
+        }  # fmt: skip
+        run.write({"name": run.name, "recipe": entry, **runs.provenance(), **current})
+    except OSError as error:
+        raise Problem(f"cannot write the run directory {run.path}: {error.strerror}; choose another with --run-dir") from None
+
+
 @contextlib.contextmanager
-def held(opened: Opened) -> Iterator[None]:
-    """Holds the run's lock; where its start is refused, what it made is removed."""
+def locked(opened: OpenedRun) -> Iterator[None]:
+    """Holds the run's lock; if the start is refused, removes what it made."""
     try:
         yield
     except BaseException as error:
@@ -155,13 +181,13 @@ def held(opened: Opened) -> Iterator[None]:
             opened.lock.release()
 
 
-def discard(opened: Opened) -> bool:
-    """Removes the directory that a refused start has made; False where it was there before, or the run has taken a step."""
+def discard(opened: OpenedRun) -> bool:
+    """Removes the directory that a refused start has made; returns False if it existed before, or the run has taken a step."""
     path = opened.run.path
-    if not opened.made or opened.run.checkpoint_steps() or opened.run.last_row():
+    if not opened.created or opened.run.checkpoint_steps() or opened.run.last_row():
         return False
     shutil.rmtree(path, ignore_errors=True)
-    for folder in path.parents:  # of stages, and runs/
+    for folder in path.parents:  # of a recipe with stages, and runs/
         if not folder.is_relative_to(runs.RUNS):
             break
         with contextlib.suppress(OSError):
@@ -170,7 +196,7 @@ def discard(opened: Opened) -> bool:
 
 
 def wait_for_lock(path: Path, seconds: float) -> Lock:
-    """Take a lock that a dying predecessor may still hold for a moment."""
+    """Takes a lock that a process which is about to end may still hold."""
     deadline = time.monotonic() + seconds
     while True:
         try:

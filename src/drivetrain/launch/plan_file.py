@@ -1,53 +1,53 @@
-"""`--plan FILE`: what a saved plan, an accelerate or a DeepSpeed file asks for, under what the user says here."""
+"""`--plan FILE`: a saved plan, an accelerate or a DeepSpeed file. The command line wins over the file, the file over a recipe's defaults."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from drivetrain.launch.start import Request
+from drivetrain.launch.request import Request
 from drivetrain.outcomes import Problem
 from drivetrain.plan.imported import Imported, read
 from drivetrain.recipe import Recipe
 from drivetrain.watch.screen import Screen
 
 
-def apply(path: str, recipes: list[Recipe], request: Request, screen: Screen) -> tuple[list[Recipe], Request]:
-    """Recipes and request with the file's wishes; the command line wins over the file, the file over a recipe's defaults."""
-    found = read(path)
-    for key, why in found.unused:
-        if found.kind != "plan":
+def apply_plan_file(recipes: list[Recipe], request: Request, screen: Screen) -> tuple[list[Recipe], Request]:
+    """Returns recipes and request with what the request's plan file adds to them; unchanged if it names none."""
+    if request.plan_file is None:
+        return recipes, request
+    path = request.plan_file
+    imported = read(path)
+    for key, why in imported.unused:
+        if imported.kind != "plan":
             screen.notice(f"{path}: {key} is not used: {why}")
-    for note in found.notes:
+    for note in imported.notes:
         screen.notice(f"{path}: {note}")
-    return [_recipe(recipe, found, path) for recipe in recipes], _request(request, found)
+    return [_add_to_recipe(recipe, imported, path) for recipe in recipes], _add_to_request(request, imported)
 
 
-def _recipe(recipe: Recipe, found: Imported, path: str) -> Recipe:
-    if found.task and found.task != recipe.task.label:
+def _add_to_recipe(recipe: Recipe, imported: Imported, path: str) -> Recipe:
+    if imported.task and imported.task != recipe.task.label:
         raise Problem(
-            f"--plan {path} is for {found.task}, not for {recipe.task.label}: make one with drivetrain plan {recipe.task.label} --json"
+            f"--plan {path} is for {imported.task}, not for {recipe.task.label}: make one with drivetrain plan {recipe.task.label} --json"
         )
     settings, origin = dict(recipe.settings), dict(recipe.origin)
-    for key, value in found.settings.items():
+    for key, value in imported.settings.items():
         if key not in settings:
             continue
-        if (
-            origin[key] == "command line"
-            and found.kind == "plan"
-            and settings[key] != value
-            and not (key == "precision" and settings[key] == "auto")
-        ):
-            raise Problem(f"--plan {path} was made with {key}={value}: it does not go with {key}={settings[key]}; make it anew")
         if origin[key] != "command line":
             settings[key], origin[key] = value, path
-    return replace(recipe, settings=settings, origin=origin, pins=found.pins | recipe.pins)
+            continue
+        is_open = key == "precision" and settings[key] == "auto"
+        if imported.kind == "plan" and settings[key] != value and not is_open:
+            raise Problem(f"--plan {path} was made with {key}={value}: it does not go with {key}={settings[key]}; make it anew")
+    return replace(recipe, settings=settings, origin=origin, pins=imported.pins | recipe.pins)
 
 
-def _request(request: Request, found: Imported) -> Request:
-    given: dict[str, Any] = {}
-    for key, value in found.request.items():
-        now = getattr(request, key)
-        if now is None or (key == "nodes" and now == 1):
-            given[key] = value
-    return replace(request, **given, saved=found.plan)
+def _add_to_request(request: Request, imported: Imported) -> Request:
+    added: dict[str, Any] = {}
+    for key, value in imported.request.items():
+        asked = getattr(request, key)
+        if asked is None or (key == "nodes" and asked == 1):
+            added[key] = value
+    return replace(request, **added, saved_plan=imported.plan)

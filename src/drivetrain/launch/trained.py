@@ -1,4 +1,4 @@
-"""A run's task and model, with the code that the run keeps; a fault of that code is told by its own lines alone."""
+"""A run's task and model, made with the code in the run; errors of that code show its own lines only."""
 
 from __future__ import annotations
 
@@ -7,34 +7,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drivetrain.launch import ending
+from drivetrain.launch.recorded import recorded_recipe
+from drivetrain.launch.report import report_code
 from drivetrain.outcomes import Problem
+from drivetrain.runs import Run
+from drivetrain.task_ref import instantiate
 from drivetrain.watch.screen import Screen
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from drivetrain.runs import Run
     from drivetrain.task import Task
 
 
-def trained(found: Run, screen: Screen) -> tuple[Task, nn.Module]:
-    """The task and its trained model; the screen says whose code is run."""
+def load_trained(run: Run, screen: Screen) -> tuple[Task, nn.Module]:
+    """Returns the task and its trained model in evaluation mode: final weights, or those of the last good checkpoint."""
     from drivetrain.engine.inference import trained_model
-    from drivetrain.launch import start as launch
-    from drivetrain.task_ref import instantiate
 
-    recipe = launch.recipe_of_run(found, [])
-    if not recipe.task.built_in:
-        screen.notice(f"running the code kept in {ending.shown(found)}/task")
-    with users_code(found):
-        task = instantiate(launch.task_in_run(recipe.task, found), recipe.settings)
-        return task, trained_model(task, found)
+    recipe = recorded_recipe(run)
+    report_code(recipe, run, screen)
+    with user_code(run):
+        task = instantiate(recipe.task, recipe.settings)
+        return task, trained_model(task, run)
 
 
 @contextlib.contextmanager
-def users_code(found: Run) -> Iterator[None]:
-    """Tell a fault in a task's code as training does: trimmed to the user's own frames."""
+def user_code(run: Run) -> Iterator[None]:
+    """Turns an exception of the task's code into a Problem, with the traceback trimmed to the user's frames, as training does."""
     from drivetrain.processes.worker import explain
 
     try:
@@ -42,8 +41,8 @@ def users_code(found: Run) -> Iterator[None]:
     except (Problem, BrokenPipeError):
         raise
     except Exception as error:
-        info = found.read()
-        ref = info["recipe"]["task"]
-        origin = "" if ref["pickled"] else str(Path(ref["path"]).parent)
-        outcome, message = explain(error, {"run": str(found.path.resolve()), "origin": origin, "plan": info["plan"]})
+        info = run.read()
+        task = info["recipe"]["task"]
+        origin = "" if task["pickled"] else str(Path(task["path"]).parent)
+        outcome, message = explain(error, {"run": str(run.path.resolve()), "origin": origin, "plan": info["plan"]})
         raise Problem(message, outcome) from error

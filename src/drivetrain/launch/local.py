@@ -1,0 +1,77 @@
+"""Training on this machine alone: a new run, or one that goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from drivetrain.launch.ending import finish
+from drivetrain.launch.job import make_job
+from drivetrain.launch.machine import LocalMachine, cluster_of, detect_machine
+from drivetrain.launch.opening import OpenedRun, continue_run, locked, open_run, record_start
+from drivetrain.launch.planning import make_plan, plan_run
+from drivetrain.launch.report import report_already_finished, report_code, report_start
+from drivetrain.launch.request import Request
+from drivetrain.outcomes import Outcome, Problem
+from drivetrain.plan import Plan
+from drivetrain.recipe import Recipe
+from drivetrain.runs import Run
+from drivetrain.supervise import Ended, local_place, run_workers
+from drivetrain.watch.screen import Screen
+
+
+def train_locally(
+    recipe: Recipe, request: Request, machine: LocalMachine, screen: Screen, store_task: Callable[[Run], Recipe] | None = None
+) -> tuple[Run, Ended]:
+    """Opens the run, plans, trains and records the end. `store_task` writes a task without a file into the run, and returns the
+    recipe that has it there."""
+    opened = open_run(recipe, request)
+    if opened.is_finished:
+        report_already_finished(opened.run, screen)
+        return opened.run, Ended(Outcome.OK)
+    with locked(opened):
+        stored = store_task(opened.run) if store_task is not None else recipe
+        plan = plan_run(stored, request, cluster_of(machine), opened.previous, screen)
+        return opened.run, _train_opened(recipe, request, opened, machine, plan, screen)
+
+
+def resume_locally(run: Run, recipe: Recipe, request: Request, screen: Screen) -> tuple[Run, Ended]:
+    """Goes on with a run, with the recipe that it recorded."""
+    if request.nodes > 1:
+        raise Problem("resume runs on one machine: on several, repeat the train command with its --nodes and --name on each")
+    opened = continue_run(recipe, run, run.read())
+    if opened.is_finished:
+        report_already_finished(run, screen)
+        return run, Ended(Outcome.OK)
+    with locked(opened):
+        machine = _as_before(detect_machine(request), request, opened)
+        plan = plan_run(recipe, request, cluster_of(machine), opened.previous, screen)
+        report_code(recipe, run, screen)
+        if not run.checkpoint_steps():
+            screen.notice(f"{run.name} has no checkpoint yet: starting at step 0")
+        return run, _train_opened(recipe, request, opened, machine, plan, screen)
+
+
+def _as_before(machine: LocalMachine, request: Request, opened: OpenedRun) -> LocalMachine:
+    """Returns the machine with as many processes as the run had, as far as there are GPUs for them, unless the request says how many."""
+    old = opened.previous["plan"] if opened.previous else {}
+    if request.procs is not None or request.gpus is not None or (machine.device, 1) != (old["device"], old["nodes"]):
+        return machine
+    procs = min(old["world_size"], len(machine.gpus)) if machine.gpus else old["world_size"]
+    return replace(machine, procs=procs, gpus=machine.gpus[:procs])
+
+
+def _train_opened(recipe: Recipe, request: Request, opened: OpenedRun, machine: LocalMachine, plan: Plan, screen: Screen) -> Ended:
+    place = local_place(machine.procs)
+    report_start(recipe, machine, plan, screen, opened.note)
+    record_start(opened, recipe, plan, machine)
+    opened.run.log_event("started", world_size=place.world_size, device=plan.device)
+    folder = opened.previous["folder"] if opened.previous else None
+    job = make_job(recipe, opened.run, plan, "train", folder, request)
+    # A training that did not wait for its survey makes a better plan once it needs one: when memory runs out.
+    planned_without_survey = plan.device == "cuda" and not plan.predicted and request.planner == "auto" and request.saved_plan is None
+    replan = partial(make_plan, recipe, cluster_of(machine), screen) if planned_without_survey else None
+    ended = run_workers(job, plan, place, screen, machine.gpus, request.verbose, replan, request.policy)
+    finish(opened, recipe, plan, ended, screen)
+    return ended

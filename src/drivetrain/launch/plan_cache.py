@@ -1,0 +1,76 @@
+"""What was traced and measured for plans before: files in the user's cache, each keyed by everything that its content depends on."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from drivetrain import __version__
+from drivetrain.hardware import Hardware
+from drivetrain.plan import Plan
+from drivetrain.plan.profile import FORMAT
+from drivetrain.recipe import MAY_CHANGE, Recipe
+
+IRRELEVANT_SETTINGS = {
+    *MAY_CHANGE, "seed", "learning_rate", "weight_decay", "clip", "warmup", "decay", "start", "global_batch", "deterministic",
+}  # fmt: skip
+"""Settings that change neither shapes nor work."""
+
+
+class CacheFile:
+    def __init__(self, kind: str, recipe: Recipe, key_parts: dict[str, Any]) -> None:
+        settings = {k: v for k, v in recipe.settings.items() if k not in IRRELEVANT_SETTINGS}
+        parts = [
+            kind, recipe.task.class_name, recipe.task.digest(), settings, file_stamps(settings), key_parts, __version__, _torch_version(),
+        ]  # fmt: skip
+        key = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        self.path = Path(base) / "drivetrain" / "plans" / f"{kind}-{key}.json"
+
+    def read(self) -> Any:
+        """Returns the content; None if there is no readable file."""
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads(self.path.read_text())
+        return None
+
+    def write(self, value: Any) -> None:
+        with contextlib.suppress(OSError):  # a cache that cannot be written costs a few seconds next time
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            hidden = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+            hidden.write_text(json.dumps(value))
+            hidden.replace(self.path)
+
+
+def profile_cache(recipe: Recipe, plan: Plan) -> CacheFile:
+    """Returns the file for the task's profile."""
+    return CacheFile("profile", recipe, {"precision": plan.precision, "format": FORMAT})
+
+
+def points_cache(recipe: Recipe, plan: Plan, hardware: Hardware) -> CacheFile:
+    """Returns the file for the points measured on this hardware."""
+    device = min(hardware.gpus, key=lambda g: g.memory_bytes).name if hardware.gpus else f"CPU with {hardware.cpu_cores} cores"
+    return CacheFile("measured", recipe, {"precision": plan.precision, "gpu": device, "capture": plan.capture, "batch": plan.global_batch})
+
+
+def file_stamps(settings: dict[str, Any]) -> list[Any]:
+    """Returns time and size of the files and folders that settings name; of a folder two levels, where data sets have their classes."""
+    stamps = []
+    for value in settings.values():
+        if isinstance(value, str) and value:
+            with contextlib.suppress(OSError, ValueError):
+                top = Path(value).expanduser()
+                paths = [top, *top.glob("*/"), *top.glob("*/*/")] if top.is_dir() else [top]
+                stamps += [[str(path), path.stat().st_mtime_ns, path.stat().st_size] for path in sorted(paths)]
+    return stamps
+
+
+def _torch_version() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return ""

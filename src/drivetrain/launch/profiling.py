@@ -1,0 +1,133 @@
+"""What planning needs to know of a task: its profile and its measured points, from the cache or from a child process."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from drivetrain.launch.machine import Cluster
+from drivetrain.launch.plan_cache import points_cache, profile_cache
+from drivetrain.launch.survey_process import WALL_LIMIT_SECONDS, SurveyProcess
+from drivetrain.outcomes import Problem
+from drivetrain.plan import Plan
+from drivetrain.plan.fit import Point, worth_measuring
+from drivetrain.plan.predict import Machine, step_seconds
+from drivetrain.plan.profile import REAL_LIMIT, Profile
+from drivetrain.plan.search import Search
+from drivetrain.recipe import Recipe
+from drivetrain.watch.screen import Screen
+
+MAX_SHARE = 0.05  # of the run's time, that planning at `train` may take
+MIN_SECONDS = 3.0  # that it may always take
+
+
+@dataclass(frozen=True)
+class SurveyBudget:
+    """How long a training may wait for the survey of its task."""
+
+    recipe: Recipe
+    machine: Machine
+    world_size: int
+
+    def limit_seconds(self, sizes: dict[str, Any] | None) -> float:
+        """Returns a share of the run's shortest possible time, which the model's sizes bound; practically no limit if its state
+        alone takes half of a device."""
+        if sizes is None:
+            return MIN_SECONDS
+        if sizes["parameter_bytes"] + sizes["trained_bytes"] + sizes["optimizer_bytes"] > 0.5 * self.machine.usable_bytes:
+            return WALL_LIMIT_SECONDS
+        global_batch = self.recipe.settings["global_batch"]
+        steps = total_steps(self.recipe, sizes["samples"], global_batch)
+        flops = 6.0 * sizes["trained"] * steps * global_batch / self.world_size
+        return float(MAX_SHARE * flops / (0.5e12 * max(self.machine.card.fp32, self.machine.card.bf16)))
+
+
+def total_steps(recipe: Recipe, num_samples: int, global_batch: int) -> int:
+    """Returns the optimizer steps of the whole run."""
+    return int(recipe.settings["steps"] or recipe.settings["epochs"] * -(-num_samples // global_batch))
+
+
+# --- the profile -------------------------------------------------------------------------------
+
+
+def profile_task(recipe: Recipe, plan: Plan, screen: Screen, fresh: bool = False, budget: SurveyBudget | None = None) -> Profile | None:
+    """Returns the task's profile, from the cache (unless `fresh`) or from a child process. None if that takes longer than the
+    budget: the child then goes on beside the training, and the next plan finds the profile in the cache."""
+    cache = profile_cache(recipe, plan)
+    cached = None if fresh else cache.read()
+    if cached is not None:
+        return Profile.from_json(cached)
+    screen.busy("looking at the task's memory and work ...")
+    sizes: dict[str, Any] = {}
+    crash = ""
+    for with_values in (False, True):
+        job = {"mode": "survey", "plan": plan.to_json(), "with_values": with_values}
+        child = SurveyProcess(job, recipe, {"CUDA_VISIBLE_DEVICES": ""})  # tracing needs shapes only
+        if not ended_in_time(child, budget):
+            child.finish_in_background(cache.write)
+            return None
+        sizes = child.sizes() or sizes
+        if (result := child.result()) is not None:
+            cache.write(result)
+            return Profile.from_json(result)
+        crash = crash or f"the process that looked at it {child.failure()}"
+        if child.was_killed or sizes.get("parameters", 0) > REAL_LIMIT:
+            break
+    return Profile.of_sizes(sizes, crash)
+
+
+def ended_in_time(child: SurveyProcess, budget: SurveyBudget | None) -> bool:
+    """Waits until the child ends; returns False if it exceeds the budget. Raises Problem if it seems to hang."""
+    begun = time.monotonic()
+    while not child.wait(0.05):
+        waited = time.monotonic() - begun
+        if child.seems_to_hang(waited):
+            child.kill()
+            raise Problem(f"the task's model, data or loss took longer than {waited:.0f} s to look at: --planner off leaves it out")
+        if budget is not None and waited > MIN_SECONDS and waited > budget.limit_seconds(child.sizes()):
+            return False
+    return True
+
+
+# --- measured points ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MeasuredPoints:
+    points: list[Point]
+    limit_seconds: float | None
+    """The time that measuring was limited to; None: it ran to its end."""
+
+    def suffices(self, limit_seconds: float | None) -> bool:
+        """Whether measuring again within this limit would hardly give more points."""
+        return self.limit_seconds is None or (limit_seconds is not None and limit_seconds < 2 * self.limit_seconds)
+
+
+def cached_points(recipe: Recipe, plan: Plan, cluster: Cluster, fresh: bool = False) -> MeasuredPoints:
+    cached = None if fresh or cluster.hardware.described else points_cache(recipe, plan, cluster.hardware).read()
+    return MeasuredPoints([Point(**p) for p in cached["points"]], cached["limit"]) if cached else MeasuredPoints([], 0.0)
+
+
+def measure_points(
+    recipe: Recipe, plan: Plan, cluster: Cluster, machine: Machine, profile: Profile, screen: Screen, limit_seconds: float | None
+) -> list[Point]:
+    """Measures a few micro-batches in a child process, which alone ends if memory runs out, and caches the points."""
+    search = Search(profile, machine, plan.global_batch, cluster.world_size, cluster.nodes)
+    candidate = search.ways({}, deepspeed=False)[0]
+    fitting = [s for s in sorted(search.micro_batches({})) if search.rate(candidate, s).fits]
+    sizes = worth_measuring(fitting, plan.micro_batch)
+    predicted = [(s, step_seconds(profile, replace(candidate, micro_batch=s, accumulation=1), machine)["work"]) for s in {*fitting, *sizes}]
+    screen.busy(f"measuring steps with micro-batches of {', '.join(map(str, sizes))} ...")
+    environment = {"CUDA_VISIBLE_DEVICES": cluster.gpu} if cluster.gpu else {}
+    job = {"mode": "probe", "plan": plan.to_json(), "micro_batches": sizes, "predicted": predicted}
+    child = SurveyProcess(job, recipe, environment)
+    ended = child.wait(limit_seconds)
+    if not ended:
+        child.kill()
+    points = child.result()
+    if ended and points is None:
+        screen.notice(f"nothing was measured: the process that took steps {child.failure()}")
+    points = points or []
+    points_cache(recipe, plan, cluster.hardware).write({"points": points, "limit": None if ended else limit_seconds})
+    return [Point(**p) for p in points]

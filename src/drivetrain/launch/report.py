@@ -1,0 +1,80 @@
+"""What the user reads at the start and at the end of a run."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from drivetrain import __version__
+from drivetrain.hardware import format_bytes, format_need
+from drivetrain.launch.machine import LocalMachine
+from drivetrain.outcomes import Outcome
+from drivetrain.plan import Plan
+from drivetrain.recipe import Recipe
+from drivetrain.runs import Run
+from drivetrain.supervise import Ended
+from drivetrain.watch.screen import Screen, duration, number, size
+from drivetrain.watch.spent import Spent
+
+
+def shown(run: Run) -> str:
+    """Returns the run's folder as users type it."""
+    return os.path.relpath(run.path)
+
+
+def report_start(recipe: Recipe, machine: LocalMachine, plan: Plan, screen: Screen, note: str = "") -> None:
+    if not screen.quiet:
+        screen.put(f"drivetrain {__version__}   {recipe.task.label}   {machine.hardware.sentence()}")
+    screen.line("plan", plan.sentence())
+    if predicted := plan.predicted:
+        memory = format_need(sum(predicted["memory_bytes"].values()), predicted["usable_bytes"], format_bytes)
+        how = "measured" if plan.measured else "predicted"
+        screen.line("", f"memory {memory}, {predicted['step_seconds'] * 1e3:,.1f} ms a step {how} (drivetrain plan tells why)")
+    for notice in (*recipe.notices, note):
+        if notice:
+            screen.notice(notice)
+
+
+def report_code(recipe: Recipe, run: Run, screen: Screen) -> None:
+    """Says that the code in the run's directory is executed."""
+    if not recipe.task.built_in:
+        screen.notice(f"running the code kept in {shown(run)}/task")
+
+
+def report_already_finished(run: Run, screen: Screen) -> None:
+    screen.line("run", f"{run.name} is finished (a fresh one: --name NAME; more epochs: drivetrain resume {run.name} epochs=N)")
+
+
+def report_end(run: Run, ended: Ended, screen: Screen) -> None:
+    result = ended.result
+    if ended.outcome is Outcome.OK:
+        _report_success(run, ended, screen)
+    elif ended.outcome is Outcome.PREEMPTED:
+        where = f"after step {result['step']:,}, saved" if result["step"] else "before its first step"
+        screen.line("stopped", f"{where}; go on with: drivetrain resume {run.name}")
+    elif ended.interrupted:
+        screen.line("stopped", f"at once; go on with: drivetrain resume {run.name}")
+
+
+def _report_success(run: Run, ended: Ended, screen: Screen) -> None:
+    metrics, facts = ended.result["metrics"], ended.result["facts"]
+    if metrics:
+        weights = f"; {weights_text(facts)}" if facts["best"] else ""
+        values = "   ".join(number(k, v) for k, v in metrics.items())
+        screen.line("eval", f"{values}   ({facts['test_samples']:,} samples{weights})")
+    screen.line("done", f"{ended.result['step']:,} steps in {duration(facts['time'])}, peak memory {size(facts['peak_memory_bytes'])}")
+    if sentence := bottleneck(run, ended.spent):
+        screen.line("time", sentence)
+    screen.line("run", f"{shown(run)}   next: drivetrain eval {run.name} | drivetrain status {run.name}")
+
+
+def weights_text(facts: dict[str, Any]) -> str:
+    """Returns which weights a finished run has."""
+    return f"weights of step {facts['weights_step']:,}" + (f", the best by {facts['best']}" if facts["best"] else "")
+
+
+def bottleneck(run: Run, spent: Spent | None) -> str:
+    """Returns what slowed a run down and what would help; empty if nothing did."""
+    if spent is None:
+        return ""
+    return spent.bottleneck(Plan.from_json(run.read()["plan"]), os.cpu_count() or 1)

@@ -1,0 +1,135 @@
+"""What was asked: the words of `train` or `resume`, read into one frozen object that can write itself back as a command line."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any, Literal
+
+from drivetrain.names import check_folder, check_name
+from drivetrain.outcomes import Problem
+from drivetrain.plan import Plan
+from drivetrain.supervise import Policy
+
+Verb = Literal["train", "resume"]
+Planner = Literal["auto", "table", "off"]
+Device = Literal["cuda", "cpu", "mps"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A field whose name is a flag's holds what that flag was given; its default is the flag's."""
+
+    verb: Verb = "train"
+    target: str = ""
+    """The task (train) or the run (resume), as written; empty where Python hands over the task itself."""
+    settings: tuple[str, ...] = ()
+    """The key=value words; a recipe has their values."""
+    procs: int | None = None
+    nodes: int = 1
+    """Machines that train together; at most, where fewer will do."""
+    min_nodes: int | None = None
+    """Machines without which it does not train; None: all of `nodes`."""
+    rendezvous: str | None = None
+    node_rank: int | None = None
+    gpus: str | None = None
+    device: str | None = None
+    run_dir: str | None = None
+    name: str | None = None
+    planner: Planner = "auto"
+    plan_file: str | None = None
+    restarts: int = 3
+    hang_after: float = 30.0
+    """Seconds."""
+    time_limit: float | None = None
+    """Seconds after which all must be saved and over."""
+    find_nan: bool = False
+    profile: int = 0
+    """Steps to profile."""
+    check_collectives: bool = False
+    dry_run: bool = False
+    smoke: bool = False
+    quiet: bool = False
+    verbose: bool = False
+    saved_plan: Plan | None = field(default=None, compare=False)
+    """The plan that `plan_file` holds, once it has been read."""
+    asked_at: float = field(default_factory=time.time, compare=False)
+    """Seconds since the epoch, from which the time limit counts."""
+
+    def __post_init__(self) -> None:
+        if self.name is not None:
+            check_name(self.name, "--name")
+        if self.run_dir is not None:
+            check_folder(self.run_dir, "--run-dir")
+        if self.name is not None and self.run_dir is not None:
+            raise Problem("--run-dir and --name both say where the run goes: give one")
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """The fewest and the most machines that train together."""
+        return self.min_nodes or self.nodes, self.nodes
+
+    @property
+    def policy(self) -> Policy:
+        """What is done about a lost or hung process."""
+        return Policy(self.restarts, self.hang_after)
+
+    @property
+    def deadline(self) -> float | None:
+        """When all must be saved and over, in seconds since the epoch."""
+        return None if self.time_limit is None else self.asked_at + self.time_limit
+
+    @property
+    def diagnostics(self) -> dict[str, Any]:
+        """What workers examine closely, as their job has it."""
+        return {"find_nan": self.find_nan, "profile": self.profile, "check_collectives": self.check_collectives}
+
+    def command(self) -> list[str]:
+        """Returns the words after `drivetrain` that ask for the same; the command line's parser reads them back."""
+        words = [self.verb, self.target, *self.settings]
+        for flag, value in self._flags().items():
+            if value is True:
+                words.append(flag)
+            elif value is not None and value is not False:
+                words += [f"{flag}={value}"] if value.startswith("-") else [flag, value]
+        return words
+
+    def _flags(self) -> dict[str, str | bool | None]:
+        """Every flag with its text: None or False where the default holds."""
+        return {
+            "--procs": _text(self.procs),
+            "--nodes": None if self.node_range == (1, 1) else _range(*self.node_range),
+            "--rendezvous": self.rendezvous,
+            "--node-rank": _text(self.node_rank),
+            "--gpus": self.gpus,
+            "--device": self.device,
+            "--run-dir": self.run_dir,
+            "--name": self.name,
+            "--planner": None if self.planner == "auto" else self.planner,
+            "--plan": self.plan_file,
+            "--restarts": None if self.restarts == Request.restarts else str(self.restarts),
+            "--hang-after": None if self.hang_after == Request.hang_after else _seconds(self.hang_after),
+            "--time-limit": None if self.time_limit is None else _seconds(self.time_limit),
+            "--find-nan": self.find_nan,
+            "--profile": _text(self.profile or None),
+            "--check-collectives": self.check_collectives,
+            "--dry-run": self.dry_run,
+            "--smoke": self.smoke,
+            "--quiet": self.quiet,
+            "--verbose": self.verbose,
+        }
+
+
+def _text(number: int | None) -> str | None:
+    return None if number is None else str(number)
+
+
+def _range(low: int, high: int) -> str:
+    return str(high) if low == high else f"{low}:{high}"
+
+
+def _seconds(value: float) -> str:
+    """A time as flags take it: exact, and never in scientific notation."""
+    text = format(Decimal(repr(value)), "f")
+    return f"{text.removesuffix('.0')}s"

@@ -1,0 +1,109 @@
+"""A child process that imports the task: it traces the task's memory and work, or measures its steps."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from drivetrain.outcomes import Outcome, Problem
+from drivetrain.recipe import Recipe
+
+# Seconds after which the task's own code is taken to hang: one of its threads has worked for so long (on a busy machine
+# that takes longer), or the process has existed for so long.
+WORK_LIMIT_SECONDS, WALL_LIMIT_SECONDS = 300.0, 3600.0
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+class SurveyProcess:
+    """Runs `drivetrain.processes.survey`, so that a crash or a lack of memory ends the child alone. Results come in files."""
+
+    def __init__(self, job: dict[str, Any], recipe: Recipe, environment: dict[str, str]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="drivetrain-")
+        base = Path(self._folder.name)
+        self._result_file, self._log_file = base / "found.json", base / "log"
+        self._last_log_line = ""
+        job_file = base / "job.json"
+        common = {"task": asdict(recipe.task), "settings": recipe.settings, "folder": os.getcwd(), "run": str(base)}
+        job_file.write_text(json.dumps(common | job))
+        command = [sys.executable, "-P", "-m", "drivetrain.processes.survey", str(job_file), str(self._result_file), str(os.getpid())]
+        inherited = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
+        with open(self._log_file, "wb") as log:
+            self.process = subprocess.Popen(command, env=inherited | environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def wait(self, seconds: float | None) -> bool:
+        """Returns whether the process has ended."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def sizes(self) -> dict[str, Any] | None:
+        """Returns the sizes of the model, which the process writes before anything else; None until it has."""
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads(self._result_file.with_name("first.json").read_text())  # type: ignore[no-any-return]
+        return None
+
+    def work_seconds(self) -> float:
+        """Returns the CPU seconds of the busiest thread, which do not depend on how busy the machine is."""
+        import psutil
+
+        with contextlib.suppress(psutil.Error, OSError):
+            process = psutil.Process(self.process.pid)
+            threads = [t for p in (process, *process.children(recursive=True)) for t in p.threads()]
+            return float(max((t.user_time + t.system_time for t in threads), default=0.0))
+        return 0.0
+
+    def seems_to_hang(self, waited_seconds: float) -> bool:
+        if waited_seconds > WALL_LIMIT_SECONDS:
+            return True
+        return waited_seconds > WORK_LIMIT_SECONDS and self.work_seconds() > WORK_LIMIT_SECONDS
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether another process killed it, as the system does when memory runs out."""
+        return self.process.returncode == -signal.SIGKILL
+
+    def failure(self) -> str:
+        """Returns how the process ended without a result."""
+        code = self.process.returncode
+        if code < 0:
+            return f"died of {signal.Signals(-code).name}"
+        return f"exited with code {code}" + (f" ({self._last_log_line})" if self._last_log_line else "")
+
+    def result(self) -> Any:
+        """Returns the result, and removes the files; None if the process ended without one. Raises Problem if the task failed."""
+        if not self._result_file.is_file():
+            self._last_log_line = next(reversed(self._log_file.read_text(errors="replace").strip().splitlines()), "")[:200]
+            self._folder.cleanup()
+            return None
+        answer = json.loads(self._result_file.read_text())
+        self._folder.cleanup()
+        if answer["outcome"] != Outcome.OK:
+            raise Problem(answer["message"], Outcome(answer["outcome"]))
+        return answer["found"]
+
+    def finish_in_background(self, store: Callable[[Any], None]) -> None:
+        """Lets the process go on; once it has ended, calls `store` with its result."""
+
+        def wait() -> None:
+            with contextlib.suppress(Problem, OSError):  # the training itself reports what is wrong
+                self.wait(WALL_LIMIT_SECONDS)
+                if (result := self.result()) is not None:
+                    store(result)
+
+        threading.Thread(target=wait, daemon=True).start()

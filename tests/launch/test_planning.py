@@ -1,0 +1,119 @@
+"""How long a training waits for its plan, and what the cache saves it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drivetrain.hardware import detect
+from drivetrain.hardware.described import parse
+from drivetrain.launch import planning, profiling, survey_process
+from drivetrain.launch.machine import Cluster
+from drivetrain.launch.planning import Measure, make_plan
+from drivetrain.outcomes import Problem
+from drivetrain.plan import Plan
+from drivetrain.recipe import load
+from drivetrain.watch.screen import Screen
+from tests.command import write_task
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    write_task()
+
+
+def planned(steps: int, measure: Measure = Measure.IF_WORTHWHILE) -> tuple[Plan, float]:
+    """Returns the plan of a training of so many steps, and the seconds that planning took."""
+    [recipe] = load("small.py", [f"steps={steps}"])
+    begun = time.monotonic()
+    return make_plan(recipe, Cluster(detect(), "cpu", 1, 1), Screen(quiet=True), measure=measure), time.monotonic() - begun
+
+
+def no_process(*args: Any) -> None:
+    raise AssertionError("surveyed again")
+
+
+def test_a_long_training_measures_once_and_a_short_one_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "MIN_SECONDS", 60.0)  # the survey of the task is not what is timed here
+    plan, _ = planned(28)
+    assert plan.predicted and not plan.measured
+    plan, seconds = planned(10**8)
+    points = plan.measured["points"]
+    assert len(points) >= 3 and all(p["step_seconds"] > 0 for p in points)
+    assert seconds < 0.05 * 10**8 * plan.predicted["step_seconds"]
+    monkeypatch.setattr(profiling, "SurveyProcess", no_process)
+    again, seconds = planned(10**8)
+    assert again.measured == plan.measured and seconds < 1
+    assert planned(28)[0].measured == plan.measured, "what a long one measured serves a short one"
+
+
+def test_measuring_ends_at_its_limit_and_is_not_tried_again_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "MIN_SECONDS", 60.0)
+    plan, _ = planned(28)
+    monkeypatch.setattr(planning, "MIN_MEASURING_SECONDS", 0.01)
+    steps = int(20 * 0.5 / plan.predicted["step_seconds"])  # half a second: not even an interpreter with torch has started
+    plan, seconds = planned(steps)
+    assert not plan.measured and seconds < 3
+    with monkeypatch.context() as patch:
+        patch.setattr(profiling, "SurveyProcess", no_process)
+        assert not planned(steps)[0].measured
+    assert planned(steps, Measure.ALWAYS)[0].measured, "asked for, it has no limit"
+
+
+def test_survey_and_measuring_share_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float | None] = []
+
+    def measure_points(*args: Any) -> list[Any]:
+        limits.append(args[-1])
+        return []
+
+    monkeypatch.setattr(profiling, "MIN_SECONDS", 60.0)
+    monkeypatch.setattr(planning, "measure_points", measure_points)
+    plan, seconds = planned(10**8)
+    budget = 0.05 * 10**8 * plan.predicted["step_seconds"]
+    assert limits[0] is not None and budget - seconds <= limits[0] < budget - 0.5 * seconds, (limits, budget, seconds)
+
+
+def test_a_training_on_a_cpu_is_planned_as_the_plan_verb_says() -> None:
+    [recipe] = load("small.py", ["global_batch=16"])
+    cluster, screen = Cluster(detect(), "cpu", 1, 1), Screen(quiet=True)
+    before = make_plan(recipe, cluster, screen, measure=Measure.IF_WORTHWHILE, survey=False)
+    surveyed = make_plan(recipe, cluster, screen)
+    after = make_plan(recipe, cluster, screen, measure=Measure.IF_WORTHWHILE, survey=False)
+    assert not before.predicted and surveyed.predicted == after.predicted != {}
+    assert [(plan.micro_batch, plan.accumulation) for plan in (before, surveyed, after)] == [(16, 1)] * 3
+
+
+CRASHES = ("return F.cross_entropy(model(x), y)", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+
+
+def test_a_survey_that_crashes_leaves_a_plan_by_the_models_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "REAL_LIMIT", 0)  # one crash suffices here
+    write_task(change=CRASHES)
+    [recipe] = load("small.py", [])
+    plan = make_plan(recipe, Cluster(parse("1xT4"), "cuda", 1, 1), Screen(quiet=True))
+    assert "could not be traced: the process that looked at it died of SIGSEGV; bounded by its sizes" in plan.reasons["predicted"]
+    assert "its state alone needs" in plan.reasons["strategy"] and not plan.predicted
+
+
+class _BusyProcess(survey_process.SurveyProcess):
+    """Runs this code instead of a survey."""
+
+    def __init__(self, code: str) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", code])
+
+
+def test_work_and_not_the_clock_decides_that_a_task_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey_process, "WORK_LIMIT_SECONDS", 0.5)
+    with pytest.raises(Problem, match=r"longer than .* s to look at: --planner off"):
+        profiling.ended_in_time(_BusyProcess("while True: pass"), None)
+    assert profiling.ended_in_time(_BusyProcess("import time; time.sleep(1.5)"), None), "waiting for a busy machine is no work"
+    monkeypatch.setattr(survey_process, "WALL_LIMIT_SECONDS", 1.0)
+    with pytest.raises(Problem, match="to look at"):
+        profiling.ended_in_time(_BusyProcess("import time; time.sleep(60)"), None)
