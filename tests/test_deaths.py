@@ -24,6 +24,7 @@ from drivetrain.engine.state.checkpoint import CheckpointWriter
 from drivetrain.outcomes import Outcome
 from drivetrain.plan import Plan
 from drivetrain.processes import forkserver
+from drivetrain.processes.job import TrainJob
 from drivetrain.runs import Run
 from drivetrain.supervise import Policy, Supervisor, local_place, supervised, usage
 from drivetrain.supervise.attempt import Attempt, Ended, Place, _Worker
@@ -31,6 +32,7 @@ from drivetrain.supervise.judges import Judge
 from drivetrain.supervise.nursery import Child, Nursery
 from drivetrain.supervise.scratch import Scratch, sweep
 from drivetrain.supervise.verdict import Rank, Watchman, judge
+from drivetrain.task_ref import find_task
 from drivetrain.watch.pulse import NUMBER, Beat, Heart, Pulse, open_page
 from drivetrain.watch.screen import Screen
 from tests.command import good
@@ -111,7 +113,15 @@ def test_whatever_ends_without_a_result_is_started_anew(folder: Path) -> None:
 def attempt(tmp_path: Path, *ends: tuple[int, dict[str, Any] | None]) -> Attempt:
     """Workers that ended in this order, each with its code and its result."""
     place = Place(0, len(ends), len(ends), ("", 0))
-    made = Attempt({"run": str(tmp_path), "mode": "train"}, tmp_path / "job.json", place, Screen(quiet=True), Watchman(), Judge(), False)
+    made = Attempt(
+        TrainJob(run=str(tmp_path), task=find_task("digits"), settings={}, plan=Plan(), folder="."),
+        tmp_path / "job.json",
+        place,
+        Screen(quiet=True),
+        Watchman(),
+        Judge(),
+        False,
+    )
     for rank in range(len(ends)):
         page = open_page()
         made.workers.append(_Worker(rank, Child(), Pulse(page), None, -1))
@@ -221,7 +231,7 @@ def test_a_start_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.M
         pass
 
     monkeypatch.setattr(Supervisor, "_nursery", start)
-    job = {"run": str(run.path), "mode": "train", "plan": plan.to_json()}
+    job = TrainJob(run=str(run.path), task=find_task("digits"), settings={}, plan=plan, folder=".")
     with supervised(job, plan, local_place(1), Screen(quiet=True), [], policy=Policy(restarts=3)) as supervisor, pytest.raises(_Started):
         supervisor.run()
     assert said == [
@@ -278,7 +288,7 @@ def test_half_written_checkpoints_go_when_the_disk_can_be_written_again(tmp_path
 
 
 def test_folders_of_attempts_go_when_the_disk_can_be_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = {"run": str(tmp_path), "mode": "train"}
+    job = TrainJob(run=str(tmp_path), task=find_task("digits"), settings={}, plan=Plan(), folder=".")
     monkeypatch.setattr(Attempt, "run", lambda self, nursery: None)
     monkeypatch.setattr(Attempt, "ended", lambda self: Ended(Outcome.OK))
     monkeypatch.setattr(Supervisor, "_nursery", lambda self: None)
@@ -309,9 +319,7 @@ def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     def start(way: str, place: str, longest: float = 0.0, silent: float = 30.0) -> Rank:
         answers = tmp_path / f"stacks-{len(started)}"
-        begin = (
-            f"import sys; from drivetrain.supervise.stacks import answer_to; answer_to(open({str(answers)!r}, 'a')); print(1, flush=True)\n"
-        )
+        begin = f"import sys; from drivetrain.processes.stack_dumps import dump_stacks_on_signal; dump_stacks_on_signal(open({str(answers)!r}, 'a')); print(1, flush=True)\n"
         code = begin + WAYS[way].format(folder=str(tmp_path))
         started.append(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True))
         stdout = started[-1].stdout

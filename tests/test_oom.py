@@ -16,6 +16,7 @@ from drivetrain.launch.planning import plan_run
 from drivetrain.launch.request import Request
 from drivetrain.outcomes import Outcome
 from drivetrain.plan import Plan
+from drivetrain.processes.job import TrainJob
 from drivetrain.recipe import load
 from drivetrain.supervise import local_place, run_workers
 from drivetrain.watch.screen import Screen
@@ -74,7 +75,7 @@ def test_a_plan_made_in_a_hurry_is_made_again(folder: Path, monkeypatch: pytest.
         asked.append(1)
         return better
 
-    job = make_job(recipe, opened.run, hurried, "train")
+    job = make_job(TrainJob, recipe, opened.run, hurried)
     ended = run_workers(job, hurried, local_place(1), Screen(quiet=True), [], replan=replan)
     assert ended.outcome is Outcome.OK and asked == [1]
     assert kinds("hurried") == ["oom", "replanned", "restarted"] * 2

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from drivetrain.launch.machine import LocalMachine
 from drivetrain.launch.opening import OpenedRun, record_start
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan.choose import choose as plan_of
+from drivetrain.processes import generation
+from drivetrain.processes.job import PopulationJob, PopulationMember
 from drivetrain.recipe import Recipe, make
 from drivetrain.runs import Run, read_lines
 from drivetrain.supervise import Ended
@@ -36,7 +38,7 @@ from drivetrain.tasks.rl.envs.cartpole import CartPole as CartPoleEnv
 from drivetrain.tasks.rl.population import Population, check
 from drivetrain.tasks.rl.worlds import CartPole, Snake
 from drivetrain.tune import folder as folders
-from drivetrain.tune import generation, population
+from drivetrain.tune import population
 from drivetrain.tune.folder import Goal
 from drivetrain.tune.population import Generations, NoPopulation, Way
 from drivetrain.tune.space import make_space
@@ -62,19 +64,19 @@ GOAL = Goal("eval/return", "max")
 # --- each is what an ordinary run would have been ------------------------------------------------
 
 
-def members(name: str, trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def members(name: str, trials: list[dict[str, Any]]) -> list[PopulationMember]:
     kind = find_task(name)
-    return [{"trial": i, "run": f"together/{i}", "settings": instantiate(kind, SMALL | own).settings()} for i, own in enumerate(trials)]
+    return [PopulationMember(i, f"together/{i}", instantiate(kind, SMALL | own).settings()) for i, own in enumerate(trials)]
 
 
 def trained_together(name: str, trials: list[dict[str, Any]], size: int = 8) -> list[tuple[str, dict[str, Any]]]:
     """Train them as one program; gives what the worker told."""
     told: list[tuple[str, dict[str, Any]]] = []
     some = members(name, trials)
-    plan = plan_of(some[0]["settings"], HARDWARE, device="cpu", world_size=1, local_procs=1, pins={"threads": 1})
+    plan = plan_of(some[0].settings, HARDWARE, device="cpu", world_size=1, local_procs=1, pins={"threads": 1})
     for member in some:
-        Path(member["run"]).mkdir(parents=True)
-    job = {"task": asdict(find_task(name)), "plan": plan.to_json(), "members": some, "size": size}
+        Path(member.run).mkdir(parents=True)
+    job = PopulationJob(run="together", task=find_task(name), plan=plan, folder=".", members=some, size=size)
     assert generation.train(job, CPU, lambda kind, value: told.append((kind, value)), False)["outcome"] is Outcome.OK
     return told
 
@@ -209,9 +211,9 @@ def begin(
     return Generations(Order(recipe, GOAL, trials, [[]]), place, study, Table(Screen(quiet=True), space, GOAL.metric), way)
 
 
-def here(job: dict[str, Any], plan: Any, place: Any, screen: Any, gpus: list[str], most: int = 99) -> Ended:
+def here(job: PopulationJob, plan: Any, place: Any, screen: Any, gpus: list[str], most: int = 99) -> Ended:
     """Do a worker's job, with room for so many trials at once."""
-    if max(len(group) for group in generation.grouped(job["members"], job["size"])) > most:
+    if max(len(group) for group in generation.grouped(job.members, job.size)) > most:
         return Ended(Outcome.OOM, "out of memory")
     generation.train(job, CPU, lambda kind, value: replay(screen, kind, json.loads(json.dumps(value))), False)
     return Ended(Outcome.OK)
@@ -250,10 +252,10 @@ def test_the_sampler_is_told_after_each_generation(folder: Path, monkeypatch: py
 def test_a_finished_trial_is_never_lost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end comes after one of two shapes was trained: what it has is kept, the other is trained anew."""
 
-    def dies(job: dict[str, Any], plan: Any, place: Any, screen: Any, gpus: list[str]) -> Ended:
-        groups = list(generation.grouped(job["members"], job["size"]))
+    def dies(job: PopulationJob, plan: Any, place: Any, screen: Any, gpus: list[str]) -> Ended:
+        groups = list(generation.grouped(job.members, job.size))
         assert len(groups) == 2
-        here(job | {"members": groups[0]}, plan, place, screen, gpus)
+        here(replace(job, members=groups[0]), plan, place, screen, gpus)
         raise KeyboardInterrupt
 
     tuner = begin(monkeypatch, 4, 4, ["width=8|16", "gamma=0.9..0.999"], dies)
@@ -278,8 +280,8 @@ def test_a_finished_trial_is_never_lost(folder: Path, monkeypatch: pytest.Monkey
 def test_out_of_memory_halves_the_generation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
 
-    def short(job: dict[str, Any], *rest: Any) -> Ended:
-        sizes.append(job["size"])
+    def short(job: PopulationJob, *rest: Any) -> Ended:
+        sizes.append(job.size)
         return here(job, *rest, most=1)
 
     tuner = begin(monkeypatch, 3, 3, SEARCH, short)

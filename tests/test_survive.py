@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from drivetrain.engine.log.observe import Observers
+from drivetrain.processes.procfs import process_state
 from drivetrain.runs import Run
 from drivetrain.supervise import Policy
-from drivetrain.supervise.stacks import read, state_of
+from drivetrain.supervise.stacks import read
 from drivetrain.supervise.verdict import UNKNOWN, Rank, Watchman, judge
 from drivetrain.watch.pulse import NUMBER, Beat, Heart, Pulse, open_page
 from tests.command import COMMAND, drivetrain, environment, good, write_task
@@ -146,11 +147,11 @@ def test_who_is_stopped_is_not_asked_before_its_time(tmp_path: Path) -> None:
     sleepers = [subprocess.Popen(["sleep", "100"]) for _ in range(2)]
     try:
         sleepers[0].send_signal(signal.SIGSTOP)
-        until(lambda: state_of(sleepers[0].pid) == "T", "a stopped process")
+        until(lambda: process_state(sleepers[0].pid) == "T", "a stopped process")
         watchman, now = Watchman(floor=10), time.monotonic()
         beats = [Beat(3, NUMBER["step"], now - ago, 0.1) for ago in (9.5, 10.5)]
         ranks = [Rank(i, p.pid, b, tmp_path / "stacks", lambda b=b: b) for i, (p, b) in enumerate(zip(sleepers, beats, strict=True))]  # type: ignore[misc]
-        assert watchman.look(ranks) is None and state_of(sleepers[0].pid) == "T"
+        assert watchman.look(ranks) is None and process_state(sleepers[0].pid) == "T"
         verdict = until(lambda: judge(watchman.look(ranks) or [], whole=True), "a verdict")
         assert verdict.ranks == [0] and "rank 0 is stopped (state T) in step 3" in verdict.message
     finally:

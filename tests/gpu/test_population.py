@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,11 @@ from drivetrain.engine.log.observe import Observers
 from drivetrain.engine.loop import Training
 from drivetrain.hardware import detect
 from drivetrain.plan.choose import choose
+from drivetrain.processes.generation import train
+from drivetrain.processes.job import PopulationJob, PopulationMember
 from drivetrain.runs import Run
 from drivetrain.task_ref import find_task
 from drivetrain.tasks.rl.worlds import CartPole
-from drivetrain.tune.generation import train
 from drivetrain.watch.files import MetricsFile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -39,9 +39,9 @@ def trained(folder: Path, epochs: int, trials: list[dict[str, Any]], capture: st
     for number, own in enumerate(trials):
         (folder / str(number)).mkdir(parents=True)
         settings = CartPole(**SMALL | own | more, epochs=epochs).settings()
-        members.append({"trial": number, "run": str(folder / str(number)), "settings": settings})
-    plan = choose(members[0]["settings"], detect(), device="cuda", world_size=1, local_procs=1, pins={"capture": capture})
-    job = {"task": asdict(find_task("cartpole")), "plan": plan.to_json(), "members": members, "size": 64}
+        members.append(PopulationMember(number, str(folder / str(number)), settings))
+    plan = choose(members[0].settings, detect(), device="cuda", world_size=1, local_procs=1, pins={"capture": capture})
+    job = PopulationJob(run=str(folder), task=find_task("cartpole"), plan=plan, folder=".", members=members, size=64)
     train(job, Group(0, 1, torch.device("cuda", 0)), lambda kind, value: told.append((kind, value)), False)
     assert sum(kind == "member_end" for kind, _ in told) == len(trials)
     return [str(value) for kind, value in told if kind == "notice"]

@@ -98,6 +98,7 @@ class Verification:
         from drivetrain.launch.machine import cluster_of, detect_machine
         from drivetrain.launch.opening import open_run, record_start
         from drivetrain.launch.planning import plan_run
+        from drivetrain.processes.job import VerifyJob, to_json
         from drivetrain.supervise import local_place, run_workers
         from drivetrain.watch.screen import Screen
 
@@ -110,12 +111,12 @@ class Verification:
             plan = replace(plan, capture="off", compile="off")  # nothing inside a CUDA graph can be recorded
         record_start(opened, self.recipe, plan, machine)
         fingerprint = folder / "fingerprint.jsonl"
-        job = make_job(self.recipe, opened.run, plan, "verify") | {
-            "fingerprint": str(fingerprint) if detail is not Detail.NONE else "",
-            "look": detail.value,
-        }
+        job = make_job(
+            VerifyJob, self.recipe, opened.run, plan,
+            fingerprint=None if detail is Detail.NONE else str(fingerprint), names_operations=detail is Detail.OPERATIONS,
+        )  # fmt: skip
         if kill:
-            _run_until_killed([job, plan.to_json(), machine.procs, machine.gpus], folder / "killed.json")
+            _run_until_killed([to_json(job), machine.procs, machine.gpus], folder / "killed.json")
             if detail is not Detail.NONE:
                 fingerprint.rename(folder / "before.jsonl")
         ended = run_workers(job, plan, local_place(machine.procs), Screen(quiet=True), machine.gpus)
@@ -153,12 +154,13 @@ def _allowed(recipe: Recipe, **values: Any) -> dict[str, Any]:
 # A front end in a process of its own, so that the kill of all its processes does not end this one.
 KILLED_FRONT_END = """
 import json, sys
-from drivetrain.plan import Plan
+from drivetrain.processes.job import from_json
 from drivetrain.supervise import local_place, run_workers
 from drivetrain.watch.screen import Screen
 
-job, plan, procs, gpus = json.load(open(sys.argv[1]))
-print(run_workers(job, Plan.from_json(plan), local_place(procs), Screen(quiet=True), gpus).message)
+values, procs, gpus = json.load(open(sys.argv[1]))
+job = from_json(values)
+print(run_workers(job, job.plan, local_place(procs), Screen(quiet=True), gpus).message)
 """
 
 

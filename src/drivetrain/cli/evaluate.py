@@ -31,6 +31,7 @@ def run(verb: str, words: list[str]) -> int:
     from drivetrain.launch.recorded import recorded_recipe
     from drivetrain.launch.report import report_code, shown
     from drivetrain.launch.request import Request
+    from drivetrain.processes.job import EvaluateJob
     from drivetrain.supervise import local_place, run_workers
     from drivetrain.watch.screen import Screen, number
 
@@ -43,7 +44,7 @@ def run(verb: str, words: list[str]) -> int:
     plan = plan_run(recipe, replace(request, planner="off"), cluster_of(machine), info)
     screen = Screen(quiet=args.quiet or args.json)
     report_code(recipe, found, screen)
-    job = make_job(recipe, found, plan, "eval", info["folder"])
+    job = make_job(EvaluateJob, recipe, found, plan, info["folder"])
     ended = run_workers(job, plan, place, screen, machine.gpus, args.verbose)
     ending.raise_failure(ended, found)
     if ended.outcome is not Outcome.OK:

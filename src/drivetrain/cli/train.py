@@ -155,13 +155,14 @@ def smoke(recipe: Recipe, request: Request, screen: Screen) -> int:
     from drivetrain.launch.machine import cluster_of, detect_machine
     from drivetrain.launch.planning import plan_run
     from drivetrain.launch.report import report_start
-    from drivetrain.processes.worker import SMOKE_BATCH, SMOKE_STEPS
+    from drivetrain.processes.job import SmokeJob
+    from drivetrain.processes.smoke import SMOKE_BATCH, SMOKE_STEPS
     from drivetrain.supervise import local_place, run_workers
 
     machine = detect_machine(request)
     request = replace(request, planner="off")  # a few samples need no plan
-    whole_plan = plan_run(recipe, request, cluster_of(machine), None)
-    whole = {"global_batch": recipe.settings["global_batch"], "plan": whole_plan.to_json()}
+    full_plan = plan_run(recipe, request, cluster_of(machine), None)
+    full_batch = recipe.settings["global_batch"]
     batch = min(SMOKE_BATCH, recipe.settings["global_batch"])
     few = {"global_batch": batch, "steps": SMOKE_STEPS, "log_every": 1, "eval_every": SMOKE_STEPS, "save_every": SMOKE_STEPS // 2}
     recipe = replace(recipe, settings=recipe.settings | few)
@@ -172,7 +173,8 @@ def smoke(recipe: Recipe, request: Request, screen: Screen) -> int:
         plan = plan_run(recipe, request, cluster_of(machine), None)
         report_start(recipe, machine, plan, screen)
         opening.record_start(opened, recipe, plan, machine)
-        job = make_job(recipe, opened.run, plan, "smoke") | {"limit": SMOKE_STEPS * batch, "whole": whole}
+        full = {"full_global_batch": full_batch, "full_plan": full_plan}
+        job = make_job(SmokeJob, recipe, opened.run, plan, max_samples=SMOKE_STEPS * batch, **full)
         ended = run_workers(job, plan, place, screen, machine.gpus, request.verbose)
         ending.raise_failure(ended, opened.run)
         if ended.outcome is Outcome.OK:

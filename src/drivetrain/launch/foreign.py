@@ -6,21 +6,21 @@ import contextlib
 import json
 import os
 import signal
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain import hardware, runs
 from drivetrain.engine.log.observe import Observer, Observers
 from drivetrain.launch.ending import finish
-from drivetrain.launch.job import make_job
+from drivetrain.launch.job import make_train_job
 from drivetrain.launch.machine import LocalMachine, cluster_of
 from drivetrain.launch.opening import OpenedRun, discard, open_run, record_start, wait_for_lock
 from drivetrain.launch.planning import plan_run
 from drivetrain.launch.report import report_already_finished, report_start
 from drivetrain.launch.request import Request
 from drivetrain.outcomes import Outcome, Problem
-from drivetrain.plan import Plan
+from drivetrain.processes.job import Job, from_json, to_json
 from drivetrain.processes.worker import StopFlag, work
 from drivetrain.recipe import Recipe
 from drivetrain.runs import Run, record_plan
@@ -62,12 +62,13 @@ def train_in_launcher(recipe: Recipe, request: Request, screen: Screen, launcher
         raise Problem(answer["problem"] if group.is_main else "rank 0 said why", Outcome(answer["outcome"]))
     if "finished" in answer:
         return Run(answer["finished"]), Ended(Outcome.OK)
-    job, run = answer["job"], Run(answer["job"]["run"])
+    job = from_json(answer["job"])
+    run = Run(job.run)
     result = _work(job, answer["code"], recipe, run, group, screen, stop)
     screen.close()
     ended = Ended(Outcome(result["outcome"]), result.get("message", ""), result)
     if opened is not None:
-        finish(opened, recipe, Plan.from_json(job["plan"]), ended, screen)
+        finish(opened, recipe, job.plan, ended, screen)
     return run, ended
 
 
@@ -101,8 +102,8 @@ def _open_on_rank_0(
         report_start(recipe, machine, plan, screen, "; ".join(filter(None, [opened.note, notice])))
         record_start(opened, recipe, plan, machine)
         opened.run.log_event("started", world_size=world_size, launcher=launcher)
-        job = make_job(recipe, opened.run, plan, "train", request=request)
-        return opened, {"job": job, "code": TaskRef(**job["task"]).digest()}
+        job = make_train_job(recipe, opened.run, plan, request)
+        return opened, {"job": to_json(job), "code": job.task.digest()}
     except Problem as problem:
         if opened is not None:
             discard(opened)
@@ -133,11 +134,11 @@ def _ignored_flags(request: Request) -> str:
 # --- every rank --------------------------------------------------------------------------------
 
 
-def _work(job: dict[str, Any], code: str, recipe: Recipe, run: Run, group: Group, screen: Screen, stop: StopFlag) -> dict[str, Any]:
+def _work(job: Job, code: str, recipe: Recipe, run: Run, group: Group, screen: Screen, stop: StopFlag) -> dict[str, Any]:
     """Trains this rank; on rank 0 returns how the whole run ended."""
     try:
         observer = Observers([screen, _PlanRecorder(run)]) if group.is_main else screen
-        result = work(job | {"task": _own_copy(job, code, recipe)}, group, observer, stop)
+        result = work(replace(job, task=_own_copy(job, code, recipe)), group, observer, stop)
     except Problem as problem:
         result = {"outcome": problem.outcome, "message": str(problem)}
     if result.get("smaller"):  # any rank records it: others may wait for this one until the launcher ends them
@@ -148,12 +149,12 @@ def _work(job: dict[str, Any], code: str, recipe: Recipe, run: Run, group: Group
     return result
 
 
-def _own_copy(job: dict[str, Any], code: str, recipe: Recipe) -> dict[str, Any]:
+def _own_copy(job: Job, code: str, recipe: Recipe) -> TaskRef:
     """Returns the task with rank 0's code: the copy in the run, or this machine's own file if they share no file system."""
-    for task in (TaskRef(**job["task"]), recipe.task):
+    for task in (job.task, recipe.task):
         with contextlib.suppress(OSError):
             if task.digest() == code:
-                return asdict(task)
+                return task
     raise Problem(f"{recipe.task.path} is not the file that rank 0 trains: bring the same one to every machine")
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from drivetrain.launch.ending import finish
-from drivetrain.launch.job import make_job
+from drivetrain.launch.job import make_train_job
 from drivetrain.launch.machine import LocalMachine, cluster_of, detect_machine
 from drivetrain.launch.opening import OpenedRun, continue_run, locked, open_run, record_start
 from drivetrain.launch.planning import make_plan, plan_run
@@ -68,7 +68,7 @@ def _train_opened(recipe: Recipe, request: Request, opened: OpenedRun, machine: 
     record_start(opened, recipe, plan, machine)
     opened.run.log_event("started", world_size=place.world_size, device=plan.device)
     folder = opened.previous["folder"] if opened.previous else None
-    job = make_job(recipe, opened.run, plan, "train", folder, request)
+    job = make_train_job(recipe, opened.run, plan, request, folder)
     # A training that did not wait for its survey makes a better plan once it needs one: when memory runs out.
     planned_without_survey = plan.device == "cuda" and not plan.predicted and request.planner == "auto" and request.saved_plan is None
     replan = partial(make_plan, recipe, cluster_of(machine), screen) if planned_without_survey else None

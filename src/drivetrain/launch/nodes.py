@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from drivetrain import runs
 from drivetrain.launch import rendezvous
 from drivetrain.launch.ending import finish
-from drivetrain.launch.job import make_job
+from drivetrain.launch.job import make_train_job
 from drivetrain.launch.machine import LocalMachine, cluster_of
 from drivetrain.launch.opening import OpenedRun, locked, open_run, record_start
 from drivetrain.launch.planning import plan_run
@@ -50,8 +50,8 @@ def _follow(member: Member, recipe: Recipe, request: Request, machine: LocalMach
     def make_supervisor(start: StartAttempt, place: Place) -> Supervisor:
         nonlocal run
         run = _own_run(start.run, request)
-        job = make_job(recipe, run, start.plan, "train", request=request)
-        job["task"] = asdict(recipe.task)  # this machine may have no copy in the run; the digests of the code are equal
+        job = make_train_job(recipe, run, start.plan, request)
+        job = replace(job, task=recipe.task)  # this machine may have no copy in the run; the digests of the code are equal
         return stack.enter_context(supervised(job, start.plan, place, screen, machine.gpus, request.verbose, policy=request.policy))
 
     with contextlib.ExitStack() as stack:
@@ -111,7 +111,7 @@ def _lead_opened(
     record_start(opened, recipe, plan, machine)
     opened.run.log_event("started", world_size=members.world_size, device=plan.device)
     folder = opened.previous["folder"] if opened.previous else None
-    job = make_job(recipe, opened.run, plan, "train", folder, request)
+    job = make_train_job(recipe, opened.run, plan, request, folder)
     with supervised(job, plan, place, screen, machine.gpus, request.verbose, policy=request.policy) as supervisor:
         supervisor.leads = True
         try:

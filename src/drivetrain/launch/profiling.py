@@ -15,6 +15,7 @@ from drivetrain.plan.fit import Point, worth_measuring
 from drivetrain.plan.predict import Machine, step_seconds
 from drivetrain.plan.profile import REAL_LIMIT, Profile
 from drivetrain.plan.search import Search
+from drivetrain.processes.job import ProbeJob, SurveyJob
 from drivetrain.recipe import Recipe
 from drivetrain.watch.screen import Screen
 
@@ -62,8 +63,7 @@ def profile_task(recipe: Recipe, plan: Plan, screen: Screen, fresh: bool = False
     sizes: dict[str, Any] = {}
     crash = ""
     for with_values in (False, True):
-        job = {"mode": "survey", "plan": plan.to_json(), "with_values": with_values}
-        child = SurveyProcess(job, recipe, {"CUDA_VISIBLE_DEVICES": ""})  # tracing needs shapes only
+        child = SurveyProcess(SurveyJob, recipe, plan, {"CUDA_VISIBLE_DEVICES": ""}, with_values=with_values)  # tracing needs shapes only
         if not ended_in_time(child, budget):
             child.finish_in_background(cache.write)
             return None
@@ -120,8 +120,7 @@ def measure_points(
     predicted = [(s, step_seconds(profile, replace(candidate, micro_batch=s, accumulation=1), machine)["work"]) for s in {*fitting, *sizes}]
     screen.busy(f"measuring steps with micro-batches of {', '.join(map(str, sizes))} ...")
     environment = {"CUDA_VISIBLE_DEVICES": cluster.gpu} if cluster.gpu else {}
-    job = {"mode": "probe", "plan": plan.to_json(), "micro_batches": sizes, "predicted": predicted}
-    child = SurveyProcess(job, recipe, environment)
+    child = SurveyProcess(ProbeJob, recipe, plan, environment, micro_batches=sizes, predicted=predicted)
     ended = child.wait(limit_seconds)
     if not ended:
         child.kill()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Literal
 
 from drivetrain.names import check_folder, check_name
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
+from drivetrain.processes.job import Diagnostics
 from drivetrain.supervise import Policy
 
 Verb = Literal["train", "resume"]
@@ -81,9 +82,9 @@ class Request:
         return None if self.time_limit is None else self.asked_at + self.time_limit
 
     @property
-    def diagnostics(self) -> dict[str, Any]:
-        """What workers examine closely, as their job has it."""
-        return {"find_nan": self.find_nan, "profile": self.profile, "check_collectives": self.check_collectives}
+    def diagnostics(self) -> Diagnostics:
+        """What workers check closely."""
+        return Diagnostics(self.find_nan, self.profile, self.check_collectives)
 
     def command(self) -> list[str]:
         """Returns the words after `drivetrain` that ask for the same; the command line's parser reads them back."""

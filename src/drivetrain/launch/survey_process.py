@@ -11,11 +11,12 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from drivetrain.outcomes import Outcome, Problem
+from drivetrain.plan import Plan
+from drivetrain.processes.job import TaskJob, write
 from drivetrain.recipe import Recipe
 
 # Seconds after which the task's own code is taken to hang: one of its threads has worked for so long (on a busy machine
@@ -27,14 +28,14 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 class SurveyProcess:
     """Runs `drivetrain.processes.survey`, so that a crash or a lack of memory ends the child alone. Results come in files."""
 
-    def __init__(self, job: dict[str, Any], recipe: Recipe, environment: dict[str, str]) -> None:
+    def __init__(self, kind: type[TaskJob], recipe: Recipe, plan: Plan, environment: dict[str, str], **fields: Any) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="drivetrain-")
         base = Path(self._folder.name)
         self._result_file, self._log_file = base / "found.json", base / "log"
         self._last_log_line = ""
         job_file = base / "job.json"
-        common = {"task": asdict(recipe.task), "settings": recipe.settings, "folder": os.getcwd(), "run": str(base)}
-        job_file.write_text(json.dumps(common | job))
+        job = kind(run=str(base), task=recipe.task, settings=recipe.settings, plan=plan, folder=os.getcwd(), **fields)
+        write(job, job_file)
         command = [sys.executable, "-P", "-m", "drivetrain.processes.survey", str(job_file), str(self._result_file), str(os.getpid())]
         inherited = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
         with open(self._log_file, "wb") as log:

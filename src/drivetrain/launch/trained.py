@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drivetrain.launch.recorded import recorded_recipe
@@ -34,15 +33,12 @@ def load_trained(run: Run, screen: Screen) -> tuple[Task, nn.Module]:
 @contextlib.contextmanager
 def user_code(run: Run) -> Iterator[None]:
     """Turns an exception of the task's code into a Problem, with the traceback trimmed to the user's frames, as training does."""
-    from drivetrain.processes.worker import explain
+    from drivetrain.processes.failures import explain
 
     try:
         yield
     except (Problem, BrokenPipeError):
         raise
     except Exception as error:
-        info = run.read()
-        task = info["recipe"]["task"]
-        origin = "" if task["pickled"] else str(Path(task["path"]).parent)
-        outcome, message = explain(error, {"run": str(run.path.resolve()), "origin": origin, "plan": info["plan"]})
+        outcome, message = explain(error, run.path.resolve(), run.read()["plan"]["workers"])
         raise Problem(message, outcome) from error

@@ -18,13 +18,12 @@ import warnings
 from typing import Any
 
 from drivetrain.processes import worker
+from drivetrain.processes.procfs import process_state
 from drivetrain.runs import die_with_parent
-from drivetrain.supervise.nursery import WIRE
-from drivetrain.supervise.stacks import state_of
 
 
 def main() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, worker.HELD)  # a worker takes them up when it can answer; this process need not
+    signal.pthread_sigmask(signal.SIG_BLOCK, worker.BLOCKED_SIGNALS)  # a worker takes them up when it can answer; this process need not
     handle, parent = map(int, sys.argv[1:])
     die_with_parent(parent)
     guardian, alive = _guard()
@@ -88,7 +87,7 @@ def serve(front: socket.socket, guardian: int, alive: int) -> None:
 def end_session() -> None:
     """Kill what is left of this process's session: workers and all they started, but for what got a session of its own."""
     for _ in range(100):  # whoever is being forked shows at the next look
-        left = [pid for pid in _session() if state_of(pid) != "Z"]
+        left = [pid for pid in _session() if process_state(pid) != "Z"]
         if not left:
             return
         for pid in left:
@@ -146,7 +145,7 @@ def _fork(request: dict[str, Any], handles: list[int], mine: list[int], front: s
         os.dup2(out, 2)
         os.close(out)
         os.environ.update(request["environment"])
-        os.environ[WIRE] = f"{wire} {pulse} {parent} {request['front']}"
+        os.environ[worker.HANDLES] = f"{wire} {pulse} {parent} {request['front']}"
         if not _gpu_untouched():
             for one in (wire, pulse):
                 os.set_inheritable(one, True)

@@ -1,4 +1,4 @@
-"""A child process that looks at a task for the plan: its profile, or measured steps. What it finds goes into a file."""
+"""A child process that measures a task for the plan: its profile, or some steps. The result goes to a file."""
 
 from __future__ import annotations
 
@@ -10,54 +10,56 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.outcomes import Outcome
+from drivetrain.processes import failures
+from drivetrain.processes.job import ProbeJob, SurveyJob, TaskJob, read
 from drivetrain.runs import die_with_parent
 
 
 def main() -> None:
-    job = json.loads(Path(sys.argv[1]).read_text())
+    job, result_file = read(TaskJob, Path(sys.argv[1])), Path(sys.argv[2])
     die_with_parent(int(sys.argv[3]))
-    os.chdir(job["folder"]) if os.path.isdir(job["folder"]) else None
-    out = Path(sys.argv[2])
+    if os.path.isdir(job.folder):
+        os.chdir(job.folder)
     try:
-        _look(job, out)
+        _survey(job, result_file) if isinstance(job, SurveyJob) else _probe(job, result_file)
     except BaseException as error:
-        from drivetrain.processes.worker import explain
-
-        outcome, message = explain(error, job)
-        _write(out, {"outcome": outcome, "message": message})
+        outcome, message = failures.explain(error, Path(job.run), job.plan.workers)
+        _write(result_file, {"outcome": outcome, "message": message})
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-def _look(job: dict[str, Any], out: Path) -> None:
-    from drivetrain.task_ref import TaskRef, instantiate
+def _survey(job: SurveyJob, result_file: Path) -> None:
+    """Writes the task's profile, and before that, in first.json, what is known early."""
+    from drivetrain.engine.measure.survey import survey
+    from drivetrain.task_ref import instantiate
 
-    task = instantiate(TaskRef(**job["task"]), job["settings"])
-    if job["mode"] == "survey":
-        from drivetrain.engine.measure.survey import survey
+    task = instantiate(job.task, job.settings)
+    profile = survey(task, job.plan.precision, partial(_write, result_file.with_name("first.json")), job.with_values)
+    _write(result_file, {"outcome": Outcome.OK, "found": profile.to_json()})
 
-        first = partial(_write, out.with_name("first.json"))
-        _write(out, {"outcome": Outcome.OK, "found": survey(task, job["plan"]["precision"], first, job["with_values"]).to_json()})
-        return
+
+def _probe(job: TaskJob, result_file: Path) -> None:
+    """Writes the measured points, again after each one, so that a time limit loses none."""
     import torch
 
     from drivetrain.engine.measure.probe import Probe
-    from drivetrain.plan import Plan
     from drivetrain.plan.fit import Point, next_to_measure
+    from drivetrain.task_ref import instantiate
 
-    probe = Probe(task, Plan.from_json(job["plan"]), torch.device(job["plan"]["device"]))
+    assert isinstance(job, ProbeJob)
+    probe = Probe(instantiate(job.task, job.settings), job.plan, torch.device(job.plan.device))
     points: list[Point] = []
-    while (size := next_to_measure(points, job["micro_batches"], dict(job["predicted"]))) is not None:
-        points.append(probe.at(size))
-        found = [p.to_json() for p in points]
-        _write(out, {"outcome": Outcome.OK, "found": found})  # each at once: what was measured outlives a time limit
+    while (micro_batch := next_to_measure(points, job.micro_batches, dict(job.predicted))) is not None:
+        points.append(probe.at(micro_batch))
+        _write(result_file, {"outcome": Outcome.OK, "found": [point.to_json() for point in points]})
 
 
-def _write(out: Path, value: dict[str, Any]) -> None:
-    hidden = out.with_suffix(".part")
-    hidden.write_text(json.dumps(value))
-    hidden.replace(out)
+def _write(file: Path, value: dict[str, Any]) -> None:
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(value))
+    part.replace(file)
 
 
 if __name__ == "__main__":

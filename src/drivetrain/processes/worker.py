@@ -1,34 +1,31 @@
-"""One worker process: joins the others, runs the engine, and says in one word how it ended."""
+"""A worker process: joins the other ranks, does its job with the engine, and reports one result."""
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.importing import read_origins
 from drivetrain.outcomes import Outcome, Problem
-from drivetrain.project import is_users
+from drivetrain.processes import failures
+from drivetrain.processes.job import Diagnostics, EvaluateJob, Job, PopulationJob, SmokeJob, TaskJob, TrainJob, VerifyJob, read
+from drivetrain.processes.smoke import SMOKE_STEPS, smoke_task
 from drivetrain.runs import Run, die_with_parent
-from drivetrain.settings import PACKAGE
 
 if TYPE_CHECKING:
     from drivetrain.engine.group import Group
     from drivetrain.engine.log.observe import Observer
-    from drivetrain.plan import Plan
-    from drivetrain.task import Task
+    from drivetrain.engine.loop import Training
 
-SMOKE_STEPS, SMOKE_BATCH = 4, 16
-LOST_PEER = "another process of this run was lost"
-HELD = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}  # signals that wait until a worker can answer
+HANDLES = "_DRIVETRAIN_WIRE"
+"""The environment variable with a worker's handles (event pipe, heartbeat page) and the process ids of its parent and its front end."""
+BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}  # until the worker has its own handlers
 
 
 class StopFlag:
@@ -42,7 +39,7 @@ class StopFlag:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.signal == signal.SIGINT:
-            os._exit(130)  # asked twice: now
+            os._exit(130)  # a second Ctrl-C ends the process at once
         self.signal = number
 
     def install(self) -> None:
@@ -50,7 +47,7 @@ class StopFlag:
             signal.signal(number, self._handle)
 
     def timer(self) -> Callable[[float], None]:
-        """Sets the time at which nobody need ask, in seconds since the epoch."""
+        """Returns a function that sets the time, in seconds since the epoch, at which the flag is set without a signal from outside."""
         signal.signal(signal.SIGALRM, self._handle)
 
         def stop_at(when: float) -> None:
@@ -59,86 +56,84 @@ class StopFlag:
         return stop_at
 
 
-def work(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag, watchers: Sequence[Observer] = ()) -> dict[str, Any]:
-    """Run a job on this rank; gives its result, or how and why it failed. Rank 0 alone tells the screen, all tell the watchers."""
+def work(job: Job, group: Group, screen: Observer, stop: StopFlag, observers: Sequence[Observer] = ()) -> dict[str, Any]:
+    """Does a job on this rank and returns its result, or how and why it failed.
+
+    Only rank 0 reports to `screen`; `observers` are called on every rank."""
+    from drivetrain.engine.faults.out_of_memory import OutOfMemory
+
     try:
-        return _run(job, group, screen, stop, watchers)
+        return _do(job, group, screen, stop, observers)
     except BaseException as error:
-        outcome, message = explain(error, job)
+        outcome, message = failures.explain(error, Path(job.run), job.plan.workers)
         return {
-            "outcome": outcome, "message": message, "smaller": _smaller_plan(error), "final": isinstance(error, Problem),
-            "lost_peer": message.startswith(LOST_PEER),
+            "outcome": outcome, "message": message, "smaller": error.smaller if isinstance(error, OutOfMemory) else None,
+            "final": isinstance(error, Problem), "lost_peer": message.startswith(failures.LOST_PEER),
         }  # fmt: skip
 
 
-def _smaller_plan(error: BaseException) -> dict[str, Any] | None:
-    """With which plan the run may start anew, where memory ran out."""
-    from drivetrain.engine.faults.out_of_memory import OutOfMemory
+def _do(job: Job, group: Group, screen: Observer, stop: StopFlag, observers: Sequence[Observer]) -> dict[str, Any]:
+    from drivetrain.task_ref import instantiate
+    from drivetrain.watch.screen import Wire
 
-    return error.smaller if isinstance(error, OutOfMemory) else None
-
-
-def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag, watchers: Sequence[Observer]) -> dict[str, Any]:
-    from drivetrain.engine.faults.injection import SAMPLES_VARIABLE, SampleLog, injectors
-    from drivetrain.engine.log.observe import Observers
-    from drivetrain.plan import Plan
-    from drivetrain.task_ref import TaskRef, instantiate
-    from drivetrain.watch.deadline import Deadline
-    from drivetrain.watch.files import MetricsFile, TensorBoard
-
-    if job["mode"] == "population":
-        from drivetrain.tune.generation import train
-        from drivetrain.watch.screen import Wire
+    if isinstance(job, PopulationJob):
+        from drivetrain.processes import generation
 
         assert isinstance(screen, Wire)
-        return train(job, group, screen.send, stop)
-    run, plan = Run(job["run"]), Plan.from_json(job["plan"])
-    looks = job.get("looks") or {}
-    if looks.get("check_collectives"):  # before the task is imported, which may take them by name
+        return generation.train(job, group, screen.send, stop)
+    assert isinstance(job, TaskJob)
+    if isinstance(job, TrainJob) and job.diagnostics.check_collectives:  # before the task is imported, which may import them by name
         from drivetrain.engine.group.collectives import check_collectives
 
         check_collectives(group)
-    task = instantiate(TaskRef(**job["task"]), job["settings"])
-    if job["mode"] == "eval":
+    task = instantiate(job.task, job.settings)
+    if isinstance(job, EvaluateJob):
         from drivetrain.engine.inference import evaluate_run
 
-        return {"outcome": Outcome.OK} | evaluate_run(task, plan, run, group)
-    files: list[Observer] = [MetricsFile(run), TensorBoard(run.path / "tensorboard"), screen] if group.is_main else []
-    if looks.get("profile") and group.is_main:
-        from drivetrain.watch.profile import Profile
+        return {"outcome": Outcome.OK} | evaluate_run(task, job.plan, Run(job.run), group)
+    return _train(job, task, group, stop, _observer(job, group, screen, stop, observers))
 
-        files.append(Profile(run, looks["profile"], screen.notice, group.device.type == "cuda"))
-    if job.get("end") and group.is_main:  # what one rank asks for, all do
-        files.append(Deadline(job["end"], stop.timer()))
-    observer = Observers([*files, *watchers, *injectors(run)])
 
-    from drivetrain.engine.faults.fingerprint import Fingerprint
+def _observer(job: TaskJob, group: Group, screen: Observer, stop: StopFlag, observers: Sequence[Observer]) -> Observer:
+    """Returns one observer for all that observe this rank's training: files, screen, time limit, heartbeat, injected faults."""
+    from drivetrain.engine.faults.injection import injectors
+    from drivetrain.engine.log.observe import Observers
+    from drivetrain.watch.deadline import Deadline
+    from drivetrain.watch.files import MetricsFile, TensorBoard
+    from drivetrain.watch.profile import Profile
+
+    run = Run(job.run)
+    members: list[Observer] = [MetricsFile(run), TensorBoard(run.path / "tensorboard"), screen] if group.is_main else []
+    if isinstance(job, TrainJob) and group.is_main:
+        if job.diagnostics.profile:
+            members.append(Profile(run, job.diagnostics.profile, screen.notice, group.device.type == "cuda"))
+        if job.end:  # a stop that one rank asks for, all ranks obey
+            members.append(Deadline(job.end, stop.timer()))
+    return Observers([*members, *observers, *injectors(run)])
+
+
+def _train(job: TaskJob, task: Any, group: Group, stop: StopFlag, observer: Observer) -> dict[str, Any]:
     from drivetrain.engine.loop import Training
 
-    if job["mode"] == "smoke":
-        task, plan = _smoke(task, plan, job)
-        begun = Training(task, plan, run, group, observer, stop)
-        begun.looks_closely = True
-        begun.run_to_end(stop_after=SMOKE_STEPS // 2)
+    run, plan = Run(job.run), job.plan
+    diagnostics = job.diagnostics if isinstance(job, TrainJob) else Diagnostics()
+    if isinstance(job, SmokeJob):
+        task, plan = smoke_task(task, job)
+        first_half = Training(task, plan, run, group, observer, stop)
+        first_half.looks_closely = True
+        first_half.run_to_end(stop_after=SMOKE_STEPS // 2)
     training = Training(task, plan, run, group, observer, stop)
-    if looks.get("nan_step"):
-        from drivetrain.engine.faults.nonfinite import NonFiniteFinder, nothing_found
-
-        NonFiniteFinder(training, looks["nan_step"])
-    if os.environ.get(SAMPLES_VARIABLE):
-        SampleLog(training, run.path / "logs" / f"samples-{group.rank}.jsonl")
-    if job["mode"] == "verify":
-        if training.source is not None:  # its state is saved at the end of an epoch: go over one
-            task.steps = max(training.total, 2 * training.feed.steps_per_epoch)
-            training = Training(task, plan, run, group, observer, stop)
-        training.looks_closely = not job["fingerprint"]  # which shall have the steps alone
-        if group.is_main and job["fingerprint"]:
-            Fingerprint(training, Path(job["fingerprint"]), name_operations=job["look"] == "operations")
+    if isinstance(job, VerifyJob) and training.source is not None:  # a Source's state is saved at the end of an epoch: train beyond one
+        task.steps = max(training.total, 2 * training.feed.steps_per_epoch)
+        training = Training(task, plan, run, group, observer, stop)
+    _attach_diagnostics(job, diagnostics, training)
     try:
         result = training.run_to_end()
-        if looks.get("nan_step") and result.outcome is Outcome.OK:
-            raise nothing_found(looks["nan_step"])
-    finally:  # also of a failure: nothing that was logged or saved so far may be lost
+        if diagnostics.nan_step and result.outcome is Outcome.OK:
+            from drivetrain.engine.faults.nonfinite import nothing_found
+
+            raise nothing_found(diagnostics.nan_step)
+    finally:  # a failure must not lose what was logged or saved before it
         if training.writer is not None:
             training.writer.wait()
         observer.close()
@@ -146,146 +141,71 @@ def _run(job: dict[str, Any], group: Group, screen: Observer, stop: StopFlag, wa
     return {"outcome": result.outcome, "step": result.step, "metrics": result.metrics, "facts": facts}
 
 
-def _smoke(task: Task, plan: Plan, job: dict[str, Any]) -> tuple[Task, Plan]:
-    """A few samples of a data set; of a source, whose batches must fit its groups, two whole epochs."""
-    from drivetrain.data import Source
-    from drivetrain.plan import Plan
-    from drivetrain.task_ref import TaskRef, instantiate
+def _attach_diagnostics(job: TaskJob, diagnostics: Diagnostics, training: Training) -> None:
+    """Attaches what records or checks more than training needs."""
+    from drivetrain.engine.faults.fingerprint import Fingerprint
+    from drivetrain.engine.faults.injection import SAMPLES_VARIABLE, SampleLog
+    from drivetrain.engine.faults.nonfinite import NonFiniteFinder
 
-    if not isinstance(task.train_data(), Source):
-        _limit_data(task, job["limit"])
-        return task, plan
-    whole = {"global_batch": job["whole"]["global_batch"], "steps": None, "epochs": 2}
-    return instantiate(TaskRef(**job["task"]), job["settings"] | whole), Plan.from_json(job["whole"]["plan"])
-
-
-def _limit_data(task: Any, samples: int) -> None:
-    """Let the task's data sets end after a few samples."""
-    from torch.utils.data import Subset
-
-    from drivetrain.data import Source, Tensors
-
-    def limited(give: Any) -> Any:
-        def few() -> Any:
-            data = give()
-            if data is None or isinstance(data, Source) or not hasattr(data, "__len__"):
-                return data
-            if isinstance(data, Tensors):
-                parts = [column[:samples] for column in data.columns]
-                return Tensors(*parts) if data.names is None else Tensors(**dict(zip(data.names, parts, strict=True)))
-            return Subset(data, range(min(samples, len(data))))
-
-        return few
-
-    task.train_data, task.eval_data = limited(task.train_data), limited(task.eval_data)
-
-
-# --- failures ----------------------------------------------------------------------------------
-
-
-def explain(error: BaseException, job: dict[str, Any]) -> tuple[Outcome, str]:
-    """The outcome's word and the text for the user: theirs trimmed to their frames, ours whole."""
-    import torch
-    from torch import distributed as dist
-
-    from drivetrain.engine.data.loader import LoaderDied, SampleError
-
-    text = str(error)
-    first = text.splitlines()[0] if text else type(error).__name__
-    if isinstance(error, Problem):
-        return error.outcome, text
-    if isinstance(error, SampleError):  # from a loader's worker it comes inside another traceback
-        lines = text.splitlines(keepends=True)
-        begin = max(i for i, line in enumerate(lines) if line.rstrip().endswith(" failed:"))
-        return Outcome.USER_ERROR, _as_users_see("".join(lines[begin:]).removeprefix("drivetrain.engine.data.loader.SampleError: "), job)
-    if isinstance(error, torch.OutOfMemoryError):  # not in a step: those are told as a Problem
-        from drivetrain.engine.faults.out_of_memory import WAYS_OUT
-
-        return Outcome.OOM, f"out of memory before the first step: {first}\nModel, optimizer and data do not fit; ways out: {WAYS_OUT}"
-    if isinstance(error, MemoryError):
-        return Outcome.OOM, f"the host's memory ran out: {first}\nLower plan.workers (now {job['plan']['workers']}) or plan.prefetch"
-    if isinstance(error, LoaderDied):
-        return Outcome.INFRA, text
-    if "DataLoader worker (pid" in text:  # of a loader that the task has made for itself
-        return Outcome.INFRA, first
-    if "can't start new thread" in text:
-        return Outcome.INFRA, "no thread could be started: the machine's limit of processes (ulimit -u), or its memory, is used up"
-    if "Expected more than 1 value per channel" in text:
-        share = "a last batch or a process's share of one sample"
-        return Outcome.USAGE, f"BatchNorm cannot train on a single sample ({share}): choose another global_batch, or fewer processes"
-    if "does not have a deterministic implementation" in text:
-        return (
-            Outcome.USAGE,
-            f"deterministic=true: {text.split(' does not have')[0]} has no deterministic form; leave it out, or change that part",
-        )
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
-    lost = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "Connection refused")
-    theirs = not frames or "gloo/transport" in text  # sharded models talk to the others from within the user's frames
-    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and theirs and any(w in text for w in lost)):
-        return Outcome.INFRA, f"{LOST_PEER}: {first}"
-    if isinstance(error, OSError) and not frames:
-        return Outcome.INFRA, f"{error.strerror or error} ({error.filename or 'no file'})"
-    kind = "".join(traceback.format_exception_only(error)).rstrip()
-    if frames:
-        return Outcome.USER_ERROR, _as_users_see("".join(traceback.format_list(frames)), job) + kind
-    raised = traceback.extract_tb(error.__traceback__)[-1].filename
-    if not Path(raised).is_relative_to(PACKAGE):
-        return Outcome.USER_ERROR, f"{kind}\n(raised by {Path(raised).name} while it ran this task, outside of the task's own lines)"
-    whole = "".join(traceback.format_exception(error))
-    return Outcome.USER_ERROR, f"{whole}This looks like a fault of drivetrain itself: please report it with the lines above."
-
-
-def _as_users_see(text: str, job: dict[str, Any]) -> str:
-    """The user's own paths instead of the run's copies."""
-    for copy, file in read_origins(Path(job["run"]) / "task").items():
-        text = text.replace(str(copy), file)
-    return text
+    run, rank = Run(job.run), training.group.rank
+    if diagnostics.nan_step:
+        NonFiniteFinder(training, diagnostics.nan_step)
+    if os.environ.get(SAMPLES_VARIABLE):
+        SampleLog(training, run.path / "logs" / f"samples-{rank}.jsonl")
+    if isinstance(job, VerifyJob):
+        training.looks_closely = not job.fingerprint  # the close look would change the steps that the fingerprint compares
+        if training.group.is_main and job.fingerprint:
+            Fingerprint(training, Path(job.fingerprint), name_operations=job.names_operations)
 
 
 def main() -> None:
     from drivetrain.engine.faults.injection import FRONT_VARIABLE
-    from drivetrain.supervise.nursery import WIRE
-    from drivetrain.supervise.stacks import answer_about_collectives, answer_to
+    from drivetrain.processes.stack_dumps import dump_stacks_on_signal, stacks_path
 
-    handle, page, parent, front = map(int, os.environ.pop(WIRE).split())
+    event_pipe, page, parent, front = map(int, os.environ.pop(HANDLES).split())
     die_with_parent(parent)
     os.environ[FRONT_VARIABLE] = str(front)
     stop = StopFlag()
     stop.install()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
     file = Path(sys.argv[1])
-    answers = open(file.with_name(f"stacks-{os.environ['RANK']}"), "a")  # noqa: SIM115 (open as long as the process)
-    answer_to(answers)
-    job = json.loads(file.read_text())
-    if job["scratch"]:  # for the sockets of loader workers, which one that is killed cannot remove
-        multiprocessing.current_process()._config["tempdir"] = job["scratch"]  # type: ignore[attr-defined]
-    os.chdir(job["folder"]) if os.path.isdir(job["folder"]) else None
+    stacks = open(stacks_path(file.parent, int(os.environ["RANK"])), "a")  # noqa: SIM115 (open as long as the process)
+    dump_stacks_on_signal(stacks)
+    job = read(Job, file)
+    if job.scratch:  # for the sockets of loader workers, which a killed process cannot remove
+        multiprocessing.current_process()._config["tempdir"] = job.scratch  # type: ignore[attr-defined]
+    if os.path.isdir(job.folder):
+        os.chdir(job.folder)
+    result = _join_and_work(job, file.parent, event_pipe, page, stop)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(Outcome(result["outcome"]).code)  # interpreters with a broken process group can hang at exit
 
+
+def _join_and_work(job: Job, folder: Path, event_pipe: int, page: int, stop: StopFlag) -> dict[str, Any]:
+    """Joins the process group, does the job, and sends the result to the front end."""
     from drivetrain.engine.group import join_group
     from drivetrain.engine.log.deviceclock import DeviceClock
+    from drivetrain.processes.stack_dumps import dump_collectives_on_request
     from drivetrain.watch.pulse import PARTS, Heart
     from drivetrain.watch.screen import Wire
 
-    wire, heart = Wire(handle), Heart(page)
+    wire, heart = Wire(event_pipe), Heart(page)
     if int(os.environ["WORLD_SIZE"]) > 1:
-        answer_about_collectives(file.parent, int(os.environ["RANK"]))
+        dump_collectives_on_request(folder, int(os.environ["RANK"]))
     try:
-        group = join_group(job["plan"]["device"], job["plan"]["backend"], own_port=True)
+        group = join_group(job.plan.device, job.plan.backend, own_port=True)
     except Problem as problem:
         result: dict[str, Any] = {"outcome": problem.outcome, "message": str(problem)}
     except Exception as error:  # of the machine: a busy GPU, a process that died meanwhile
-        result = {
-            "outcome": Outcome.INFRA, "lost_peer": True,
-            "message": f"could not join the other processes: {str(error).splitlines()[0]}",
-        }  # fmt: skip
+        message = f"could not join the other processes: {str(error).splitlines()[0]}"
+        result = {"outcome": Outcome.INFRA, "lost_peer": True, "message": message}
     else:
         if group.device_counters:
             heart.device = DeviceClock(len(PARTS))
         result = work(job, group, wire, stop, [heart])
     wire.send("result", result)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(Outcome(result["outcome"]).code)  # interpreters with a broken process group can hang on the way out
+    return result
 
 
 if __name__ == "__main__":

@@ -21,17 +21,17 @@ from typing import Any
 
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
+from drivetrain.processes.job import Diagnostics, Job, TrainJob, write
 from drivetrain.runs import Run, is_alive, record_plan, remove_half_written_files, write_atomic
 from drivetrain.supervise.attempt import RECORDED, Attempt, Ended, Place
 from drivetrain.supervise.judges import Judge
-from drivetrain.supervise.nursery import WIRE, Nursery
+from drivetrain.supervise.nursery import Nursery
 from drivetrain.supervise.scratch import Scratch
 from drivetrain.supervise.verdict import FLOOR, Verdict, Watchman
 from drivetrain.watch.screen import Screen
 from drivetrain.watch.spent import Spent
 
 __all__ = [
-    "WIRE",
     "Ended",
     "Place",
     "Policy",
@@ -86,7 +86,7 @@ def loopback_interface() -> str:
 
 
 def run_workers(
-    job: dict[str, Any], plan: Plan, place: Place, screen: Screen, gpus: list[str], verbose: bool = False,
+    job: Job, plan: Plan, place: Place, screen: Screen, gpus: list[str], verbose: bool = False,
     replan: Callable[[], Plan] | None = None, policy: Policy | None = None,
 ) -> Ended:  # fmt: skip
     """Run a job on this machine's processes until all have ended for good."""
@@ -96,7 +96,7 @@ def run_workers(
 
 @contextlib.contextmanager
 def supervised(
-    job: dict[str, Any], plan: Plan, place: Place, screen: Screen, gpus: list[str], verbose: bool = False,
+    job: Job, plan: Plan, place: Place, screen: Screen, gpus: list[str], verbose: bool = False,
     replan: Callable[[], Plan] | None = None, policy: Policy | None = None,
 ) -> Iterator[Supervisor]:  # fmt: skip
     """A supervisor that gets this process's signals meanwhile."""
@@ -119,12 +119,12 @@ def record_shortage(run: Run, smaller: dict[str, Any]) -> None:
 
 class Supervisor:
     def __init__(
-        self, job: dict[str, Any], plan: Plan, place: Place, screen: Screen, gpus: list[str], verbose: bool,
+        self, job: Job, plan: Plan, place: Place, screen: Screen, gpus: list[str], verbose: bool,
         replan: Callable[[], Plan] | None, policy: Policy,
     ) -> None:  # fmt: skip
         self.job, self.plan, self.place, self.screen, self.gpus, self.verbose = job, plan, place, screen, gpus, verbose
         self.replan, self.policy = replan, policy
-        self.run_dir = Run(job["run"])
+        self.run_dir = Run(job.run)
         self.leads = place.local_procs == place.world_size
         """Whether it decides what comes after an attempt; on several machines one of them does, for all."""
         self.look: Callable[[], object] = lambda: None
@@ -150,16 +150,22 @@ class Supervisor:
             if why is None:
                 return ended
             self.announce(why, ended.outcome)
-            if self.job["mode"] == "train" and ended.outcome not in (Outcome.OOM, Outcome.NAN):
+            if isinstance(self.job, TrainJob) and ended.outcome not in (Outcome.OOM, Outcome.NAN):
                 self.plan = Plan.from_json(self.run_dir.read()["plan"])  # with what its first steps settled
             self.use(self.plan, local_place(self.place.local_procs))
 
-    def use(self, plan: Plan, place: Place) -> None:
-        """In the next attempt."""
-        if (self.job.get("looks") or {}).get("nan_step"):  # nothing can be looked at inside of a graph
+    @property
+    def diagnostics(self) -> Diagnostics:
+        return self.job.diagnostics if isinstance(self.job, TrainJob) else Diagnostics()
+
+    def use(self, plan: Plan, place: Place, diagnostics: Diagnostics | None = None) -> None:
+        """Sets the plan, the place and, where given, the diagnostics of the next attempt."""
+        if diagnostics is not None and isinstance(self.job, TrainJob):
+            self.job = replace(self.job, diagnostics=diagnostics)
+        if self.diagnostics.nan_step:  # nothing can be looked at inside of a graph
             plan = replace(plan, capture="off", compile="off", reasons=plan.reasons | {"capture": "pinned"})
         self.plan, self.place = plan, place
-        self.job = self.job | {"plan": plan.to_json()}
+        self.job = replace(self.job, plan=plan)
 
     def once(self) -> Ended:
         """One attempt."""
@@ -174,7 +180,7 @@ class Supervisor:
     def _attempt(self) -> Ended:
         with self._folder() as folder:
             file = folder / "job.json"
-            file.write_text(json.dumps(self.job | {"scratch": str(self._scratch.path) if self._scratch else None}))
+            write(replace(self.job, scratch=str(self._scratch.path) if self._scratch else None), file)
             watchman, self._learnt = Watchman(self.policy.hang_after, self._first), False
             self.attempt = Attempt(self.job, file, self.place, self.screen, watchman, self.judge, self.verbose)
             self.attempt.each_look, self.attempt.on_verdict = self._each_look, self._note_hang
@@ -190,7 +196,7 @@ class Supervisor:
     @contextlib.contextmanager
     def _folder(self) -> Iterator[Path]:
         """Where workers find their job and write their stacks. That of a front end that was killed is removed by the next."""
-        folder = self._own_folder() if self.job["mode"] in RECORDED else None
+        folder = self._own_folder() if isinstance(self.job, RECORDED) else None
         if self._scratch is None:
             with contextlib.suppress(OSError):  # no room there: a run's own folder will do
                 self._scratch = Scratch()
@@ -255,7 +261,7 @@ class Supervisor:
 
     def _note_time(self) -> None:
         """Keep where the time goes with the run, for `status`."""
-        if self.job["mode"] == "train" and time.monotonic() > self._noted + NOTE_SECONDS:
+        if isinstance(self.job, TrainJob) and time.monotonic() > self._noted + NOTE_SECONDS:
             self._noted = time.monotonic()
             if (spent := self.all_time(self._spent())) is not None:
                 with contextlib.suppress(OSError):
@@ -269,7 +275,7 @@ class Supervisor:
 
     def _learn(self) -> None:
         """Keep how long the first step took: by that the next start's is judged."""
-        if self._learnt or self.job["mode"] != "train" or self.attempt is None or not (took := self.attempt.first()):
+        if self._learnt or not isinstance(self.job, TrainJob) or self.attempt is None or not (took := self.attempt.first()):
             return
         self._learnt = True
         self._first |= {place: max(seconds, self._first.get(place, 0.0)) for place, seconds in took.items()}
@@ -299,7 +305,7 @@ class Supervisor:
         if self._scratch is not None:
             self._scratch.remove()
             self._scratch = None  # a follower is closed by its rendezvous, and again by its owner
-        if self.job["mode"] in RECORDED:
+        if isinstance(self.job, RECORDED):
             self._sweep()  # what could not be removed while the disk was read-only
 
     # --- whether to start anew ---
@@ -307,12 +313,12 @@ class Supervisor:
     def again(self, ended: Ended) -> str | None:
         """Why another attempt is made, with the plan that is then in force; None where this was the end."""
         whole = self.leads  # else the other machines' processes are not ours to start
-        if ended.outcome is Outcome.OOM and self.job["mode"] in RECORDED:
+        if ended.outcome is Outcome.OOM and isinstance(self.job, RECORDED):
             return self._after_shortage(ended, whole)
-        looks = self.job.get("looks") or {}
-        if ended.outcome is Outcome.NAN and looks.get("find_nan") and not (looks.get("nan_step") or self.stopped) and whole:
+        looks = self.diagnostics
+        if ended.outcome is Outcome.NAN and looks.find_nan and not (looks.nan_step or self.stopped) and whole:
             steps = [event["step"] for event in self.run_dir.events() if event["event"] == "nan"]
-            self.job = self.job | {"looks": looks | {"nan_step": steps[-1] if steps else sys.maxsize}}
+            self.use(self.plan, self.place, replace(looks, nan_step=steps[-1] if steps else sys.maxsize))
             return f"{ended.message.splitlines()[0]} Every module is looked at now; "
         if not ended.lost or self.stopped or not whole or not self.policy.restarts:
             return None

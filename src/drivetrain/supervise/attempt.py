@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from drivetrain.outcomes import Outcome
+from drivetrain.processes.job import Job, TrainJob, VerifyJob
+from drivetrain.processes.stack_dumps import stacks_path
 from drivetrain.runs import Run, record_plan
 from drivetrain.supervise.judges import Judge
 from drivetrain.supervise.nursery import Child, Nursery
@@ -24,7 +26,7 @@ from drivetrain.watch.pulse import Pulse, open_page
 from drivetrain.watch.screen import Screen, replay
 from drivetrain.watch.spent import Spent
 
-RECORDED = ("train", "verify")  # jobs that keep the plan in run.json true
+RECORDED = (TrainJob, VerifyJob)  # jobs that update the plan in run.json
 GRACE = 5.0  # seconds the others get to say how they ended, once one has failed
 SHORT_GRACE = 1.0  # where one ran out of memory: what the others will say is known
 DYING = 10.0  # seconds a process that was killed may take to die
@@ -83,12 +85,10 @@ class _Worker:
 
 
 class Attempt:
-    def __init__(
-        self, job: dict[str, Any], file: Path, place: Place, screen: Screen, watchman: Watchman, judge: Judge, verbose: bool
-    ) -> None:
+    def __init__(self, job: Job, file: Path, place: Place, screen: Screen, watchman: Watchman, judge: Judge, verbose: bool) -> None:
         self.file, self.place, self.screen, self.watchman, self.judge, self.verbose = file, place, screen, watchman, judge, verbose
-        self.run_dir = Run(job["run"])
-        self.records, self.watches = job["mode"] in RECORDED, job["mode"] == "train"
+        self.run_dir = Run(job.run)
+        self.records, self.watches = isinstance(job, RECORDED), isinstance(job, TrainJob)
         self.workers: list[_Worker] = []
         self.verdict: Verdict | None = None
         self.aborted = ""
@@ -97,7 +97,7 @@ class Attempt:
         self.each_look: Callable[[], object] = lambda: None
         self.on_verdict: Callable[[Verdict], object] = lambda verdict: None
         self._end_by = math.inf
-        self._leave_at = (job.get("end") or math.inf) - LEAST
+        self._leave_at = ((job.end if isinstance(job, TrainJob) else None) or math.inf) - LEAST
         self._told: list[Callable[[Child], None]] = []
         """What was said to all workers, for those that are still to come."""
         self._undead = False
@@ -183,7 +183,7 @@ class Attempt:
                     pass
 
     def _answers(self, rank: int) -> Path:
-        return self.file.parent / f"stacks-{rank}"
+        return stacks_path(self.file.parent, rank)
 
     def convict(self, verdict: Verdict) -> None:
         """End at once, for a rank hangs, here or on another machine."""

@@ -17,10 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from drivetrain.outcomes import Outcome
-
-WIRE = "_DRIVETRAIN_WIRE"
-"""Tells a worker its handles, its wire's and its pulse's, and who its parent and its front end are."""
-
+from drivetrain.processes.worker import HANDLES
 
 CLOSING = 5.0  # seconds it gets to end by itself
 
@@ -93,7 +90,7 @@ class Nursery:
     def start(self, job: Path, environment: dict[str, str], out: int, wire: int, pulse: int) -> Child:
         """Begin a worker that writes to these handles."""
         if self.handle is None:
-            told = environment | {WIRE: f"{wire} {pulse} {os.getpid()} {os.getpid()}"}
+            told = environment | {HANDLES: f"{wire} {pulse} {os.getpid()} {os.getpid()}"}
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "drivetrain.processes.worker", str(job)],
                 env=self.environment | told, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import os
 import re
 import signal
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
+from drivetrain.processes.procfs import process_state
+from drivetrain.processes.stack_dumps import DUMP_SIGNAL, collectives_path, request_pipe
 from drivetrain.project import is_users
 
-ASK = signal.SIGUSR2 if hasattr(signal, "SIGUSR2") else None
 ANSWER_SECONDS = 5.0
 SETTLED = 0.2  # seconds in which no more is written: on a busy machine an answer comes in pieces
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
@@ -89,83 +87,29 @@ class Stack:
         return self.users or next(ours, None) or next(iter(self.frames), None)
 
 
-def answer_to(file: TextIO) -> None:
-    """From now on this process, and those it forks, write their stacks to a file when they are asked to."""
-    if ASK is not None:
-        faulthandler.register(ASK, file=file, all_threads=True, chain=False)
-
-
-def answer_about_collectives(folder: Path, rank: int) -> None:
-    """From now on a thread writes torch's record of the last collectives to a file when it is asked to."""
-    pipe = _pipe(folder, rank)
-    try:
-        os.mkfifo(pipe)
-    except OSError:
-        return  # a file system without pipes
-
-    def answer() -> None:
-        from torch._C import _distributed_c10d
-
-        dump = getattr(_distributed_c10d, "_dump_fr_trace_json", lambda: "{}")  # torch 2.11 may lack it
-
-        while True:
-            with open(pipe) as asked:  # waits for somebody to ask
-                asked.read()
-            record = json.loads(dump())
-            _record(folder, rank).write_text(json.dumps(record.get("entries", [])))
-
-    threading.Thread(target=answer, name="collectives", daemon=True).start()
-
-
-def _pipe(folder: Path, rank: int) -> Path:
-    return folder / f"asked-{rank}"
-
-
-def _record(folder: Path, rank: int) -> Path:
-    return folder / f"collectives-{rank}.json"
-
-
 def ask_about_collectives(folder: Path, rank: int) -> str:
     """The last collectives of a rank, a line each; empty where it cannot say."""
-    _record(folder, rank).unlink(missing_ok=True)
+    collectives_path(folder, rank).unlink(missing_ok=True)
     try:
-        os.close(os.open(_pipe(folder, rank), os.O_WRONLY | os.O_NONBLOCK))
+        os.close(os.open(request_pipe(folder, rank), os.O_WRONLY | os.O_NONBLOCK))
     except OSError:
         return ""  # it has none to tell of, or its thread is not waiting
     deadline = time.monotonic() + ANSWER_SECONDS
     while time.monotonic() < deadline:
         time.sleep(0.02)
         with contextlib.suppress(OSError, ValueError):
-            entries = json.loads(_record(folder, rank).read_text())
+            entries = json.loads(collectives_path(folder, rank).read_text())
             return "\n".join(f"  {e['collective_seq_id']:>6} {e['profiling_name']} {e['input_sizes']} {e['state']}" for e in entries[-5:])
     return ""
 
 
-def state_of(pid: int) -> str:
-    """The kernel's letter for what a process does: R, S, D, T, Z; empty where it cannot be known."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
-
-
-def children_of(pid: int) -> list[int]:
-    """Its children and theirs."""
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in map(int, (task / "children").read_text().split()):
-                found += [child, *children_of(child)]
-    return found
-
-
 def ask(pid: int, file: Path) -> Stack:
     """The stack of a process that writes it to a file; without frames where it does not answer."""
-    stopped = state_of(pid) == "T"
+    stopped = process_state(pid) == "T"
     before = file.stat().st_size if file.exists() else 0
     try:
-        assert ASK is not None
-        os.kill(pid, ASK)
+        assert DUMP_SIGNAL is not None
+        os.kill(pid, DUMP_SIGNAL)
         if stopped:
             os.kill(pid, signal.SIGCONT)
     except (ProcessLookupError, PermissionError, AssertionError):

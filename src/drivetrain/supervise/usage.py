@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from drivetrain.supervise.stacks import children_of
+from drivetrain.processes.procfs import descendants
 
 WINDOW = 5.0  # seconds over which it is measured
 BUSY_CPU = 0.01  # of a core: what waits, polls now and then, or has idle threads stays below
@@ -23,7 +23,7 @@ class Usage:
 def usage_of(pid: int) -> Usage | None:
     """Of a process and all its children so far; None where the kernel does not say."""
     ticks = num_bytes = 0
-    for one in (pid, *children_of(pid)):
+    for one in (pid, *descendants(pid)):
         try:
             ticks += sum(map(int, Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[11:15]))
         except (OSError, ValueError):

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drivetrain.hardware.activity import Activity, gpu_activity
+from drivetrain.processes.procfs import descendants, process_state
 from drivetrain.supervise import usage
-from drivetrain.supervise.stacks import Stack, ask, ask_about_collectives, children_of, state_of
+from drivetrain.supervise.stacks import Stack, ask, ask_about_collectives
 from drivetrain.supervise.usage import Busy
 from drivetrain.watch.pulse import Beat
 
@@ -118,7 +119,7 @@ class Watchman:
         if now - self._seen > ASLEEP:
             self._excused = now
         self._seen = now
-        stopped = [r for r in ranks if state_of(r.pid) == "T"]
+        stopped = [r for r in ranks if process_state(r.pid) == "T"]
         over = [r for r in ranks if self._is_over(r, r in stopped, now)]
         if not (over or at_once):
             return []
@@ -142,7 +143,7 @@ def _asked(ranks: list[Rank]) -> dict[int, Stack]:
 def _sight(rank: Rank, stack: Stack, over: bool, cards: list[Activity], now: float) -> Sight:
     line = stack.line
     where = f" at {line}" if line else ", and does not say where"
-    loaders = {pid: ask(pid, rank.answers) for pid in children_of(rank.pid)} if over and stack.loads and not stack.waits else None
+    loaders = {pid: ask(pid, rank.answers) for pid in descendants(rank.pid)} if over and stack.loads and not stack.waits else None
     deeper = next((s.users for s in (loaders or {}).values() if s.users is not None), None)
     if deeper is not None and stack.users is None:
         line, where = deeper, f": it waits for a loader's worker, at {deeper}"

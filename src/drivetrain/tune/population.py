@@ -6,18 +6,19 @@ import contextlib
 import math
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from drivetrain import runs
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
+from drivetrain.processes.generation import grouped
+from drivetrain.processes.job import PopulationJob, PopulationMember
 from drivetrain.recipe import Recipe
 from drivetrain.runs import Lock, Run
 from drivetrain.supervise import Ended, handled, local_place, run_workers
 from drivetrain.tasks.rl import shape
 from drivetrain.tune.folder import Folder
-from drivetrain.tune.generation import grouped
 from drivetrain.tune.space import Space
 from drivetrain.tune.study import Proposal, Study
 from drivetrain.tune.table import Table
@@ -163,8 +164,7 @@ class Generations(Tuner):
 
     def _look_into(self, ended: Ended, left: int) -> None:
         """Why a generation did not come to its end, and whether to try again."""
-        members = [{"settings": m.recipe.settings} for m in self.open.values()]
-        largest = max(map(len, grouped(members, self.size)))
+        largest = max(map(len, grouped(self._job_members(), self.size)))
         if ended.outcome is Outcome.OOM and largest > 1:
             self.size = largest // 2
             self.table.screen.line("memory", f"out of memory with {largest} trials at once: {self.size} at once from here on")
@@ -192,10 +192,12 @@ class Generations(Tuner):
         )
         return Member(proposal, self.folder.run_of(proposal.number), own, self.way.plan(own), self.order.goal.best)
 
-    def _job(self, plan: Plan) -> dict[str, Any]:
-        members = [{"trial": m.number, "run": str(m.run.path.resolve()), "settings": m.recipe.settings} for m in self.open.values()]
-        job: dict[str, Any] = {"mode": "population", "run": str(self.folder.path.resolve()), "task": asdict(self.order.recipe.task)}
-        return job | {"plan": plan.to_json(), "folder": ".", "members": members, "size": self.size}
+    def _job(self, plan: Plan) -> PopulationJob:
+        run, task = str(self.folder.path.resolve()), self.order.recipe.task
+        return PopulationJob(run=run, task=task, plan=plan, folder=".", members=self._job_members(), size=self.size)
+
+    def _job_members(self) -> list[PopulationMember]:
+        return [PopulationMember(m.number, str(m.run.path.resolve()), m.recipe.settings) for m in self.open.values()]
 
     # --- what the worker tells ---
 

@@ -221,7 +221,7 @@ def test_what_machines_say_comes_back_whole() -> None:
         start_attempt(path="/etc"),
         start_attempt(master=["host", 22]),
         start_attempt(first_rank=7),
-        start_attempt(looks={"armed": "rm"}),
+        start_attempt(diagnostics={"armed": "rm"}),
         b'{"kind": "abort"}',
         b'{"kind": "run-ended", "outcome": "wonderful", "message": ""}',
         b'{"kind": "surprise"}',

@@ -30,6 +30,7 @@ from drivetrain.launch.rendezvous.messages import (
 )  # fmt: skip
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
+from drivetrain.processes.job import Diagnostics
 from drivetrain.supervise import Ended, Place, Supervisor
 from drivetrain.supervise.judges import Leading
 from drivetrain.supervise.verdict import Verdict
@@ -186,7 +187,7 @@ class Leader:
     def _new_judge(self) -> Leading:
         return Leading(self._taking_part, lambda: self._tell_all(LookNow(self._attempt)), self._spread, self._late, self.answer_seconds)
 
-    def begin(self, run: str, plan: Plan, looks: dict[str, Any]) -> Place:
+    def begin(self, run: str, plan: Plan, diagnostics: Diagnostics) -> Place:
         """Send each machine its place in the next attempt; gives the leader's own."""
         assert self._members is not None
         self._attempt, self._begun, self._ends, self._growing = self._attempt + 1, time.monotonic(), {}, False
@@ -198,7 +199,7 @@ class Leader:
         first, world_size = self.procs, self._members.world_size
         for peer in self._members.peers:
             peer.first_rank = first
-            peer.link.send(StartAttempt(self._attempt, first, peer.procs, world_size, master, run, plan, looks))
+            peer.link.send(StartAttempt(self._attempt, first, peer.procs, world_size, master, run, plan, diagnostics))
             first += peer.procs
         return Place(0, self.procs, world_size, master, self.meeting.interface)
 
@@ -313,7 +314,7 @@ def lead(leader: Leader, supervisor: Supervisor, first: Membership, plan_for: Ca
     leader.answer_seconds = PACE_SECONDS + supervisor.policy.hang_after
     while True:
         plan = plan_for(members)
-        supervisor.use(plan, leader.begin(run, plan, supervisor.job["looks"]))
+        supervisor.use(plan, leader.begin(run, plan, supervisor.diagnostics))
         supervisor.look, supervisor.judge, supervisor.all_time = lambda: leader.look(supervisor), leader.judge, leader.merge_time
         ended = leader.conclude(supervisor.once())
         if ended.outcome is Outcome.PREEMPTED and not supervisor.stopped and leader.goes_on():

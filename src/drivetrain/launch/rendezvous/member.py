@@ -176,8 +176,7 @@ def follow(
             place, plan = member.begin(message), own_parts(message.plan)
             if supervisor is None:
                 supervisor = supervisor_of(replace(message, plan=plan), place)
-            supervisor.job = supervisor.job | {"looks": message.looks}
-            supervisor.use(plan, place)
+            supervisor.use(plan, place, message.diagnostics)
             supervisor.look = partial(member.look, supervisor, message.attempt)
             supervisor.judge = Reporting(partial(member.report, message.attempt))
             supervisor.all_time = member.tell_time

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, get_args
 from drivetrain import strict
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
+from drivetrain.processes.job import Diagnostics
 from drivetrain.supervise.verdict import Sight, Verdict
 from drivetrain.watch.pulse import PARTS
 from drivetrain.watch.spent import Spent
@@ -125,7 +126,7 @@ class StartAttempt:
     run: str
     """The run's name, below each machine's own folder of runs."""
     plan: Plan
-    looks: dict[str, bool | int | None]
+    diagnostics: Diagnostics
 
     def __post_init__(self) -> None:
         parts = self.run.split("/")

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
+from drivetrain.processes.job import PopulationJob, PopulationMember
 from drivetrain.runs import Run
-from drivetrain.task_ref import TaskRef, load_class
+from drivetrain.task_ref import load_class
 from drivetrain.tasks.rl.shape import shape_of
 from drivetrain.watch.files import MetricsFile
 
@@ -27,27 +28,27 @@ Tell = Callable[[str, Any], None]
 NOT_A_NUMBER = "the loss or its gradient is not a number by step {0:,}.\nTry a lower learning_rate, clip=1, a warmup, or precision=fp32"
 
 
-def train(job: dict[str, Any], group: Group, tell: Tell, stop: SupportsBool) -> dict[str, Any]:
+def train(job: PopulationJob, group: Group, tell: Tell, stop: SupportsBool) -> dict[str, Any]:
     """Train a job's members; each one's rows and end are told as they come."""
     from drivetrain.engine.maths.precision import Precision
     from drivetrain.engine.setup import prepare
 
-    plan = Plan.from_json(job["plan"])
-    kind: Any = load_class(TaskRef(**job["task"]))
+    plan = job.plan
+    kind: Any = load_class(job.task)
     prepare(plan, group)
     Precision(plan.precision, group.device)
-    for members in grouped(job["members"], job["size"]):
-        tasks = [kind(**member["settings"]) for member in members]
+    for members in grouped(job.members, job.size):
+        tasks = [kind(**member.settings) for member in members]
         if not _Program(members, tasks, plan, group, tell).run(stop):
             return {"outcome": Outcome.PREEMPTED, "step": 0}
     return {"outcome": Outcome.OK}
 
 
-def grouped(members: Iterable[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
+def grouped(members: Iterable[PopulationMember], size: int) -> Iterator[list[PopulationMember]]:
     """Those of one shape together, in the order of their first, at most `size` at a time."""
-    shapes: dict[str, list[dict[str, Any]]] = {}
+    shapes: dict[str, list[PopulationMember]] = {}
     for member in members:
-        shapes.setdefault(shape_of(member["settings"]), []).append(member)
+        shapes.setdefault(shape_of(member.settings), []).append(member)
     for alike in shapes.values():
         for start in range(0, len(alike), size):
             yield alike[start : start + size]
@@ -73,7 +74,7 @@ class _Member:
 class _Program:
     """Trials of one shape from their first collection to their last."""
 
-    def __init__(self, told: list[dict[str, Any]], tasks: list[Ppo], plan: Plan, group: Group, tell: Tell) -> None:
+    def __init__(self, told: list[PopulationMember], tasks: list[Ppo], plan: Plan, group: Group, tell: Tell) -> None:
         import torch
 
         from drivetrain.engine.cadence import Every
@@ -85,10 +86,10 @@ class _Program:
 
         check(tasks[0])
         self.device, self.plan, self.tell, self.task = group.device, plan, tell, tasks[0]
-        runs = [Run(one["run"]) for one in told]
+        runs = [Run(one.run) for one in told]
         models: list[Any] = [build_model(task, plan, run, group, Observer()) for task, run in zip(tasks, runs, strict=True)]
         self.members = [
-            _Member(one["trial"], run, task, model, Best(task.best), MetricsFile(run), {}, {})
+            _Member(one.trial, run, task, model, Best(task.best), MetricsFile(run), {}, {})
             for one, run, task, model in zip(told, runs, tasks, models, strict=True)
         ]
         self.per_epoch = steps_per_epoch(self.task)
