@@ -164,7 +164,7 @@ def test_only_encrypted_addresses_are_fetched(server: tuple[str, type[_Server]],
     with pytest.raises(Problem, match=r"not encrypted: only https addresses are fetched.*bring it"):
         datasets.fetch(address, tmp_path / "file.gz", "0" * 64, "bring it")
     assert len(handler.requests) == 1
-    sources = [datasets.CIFAR10_ADDRESS, *(address for address, _ in datasets.IDX_SOURCES.values())]
+    sources = [datasets.CIFAR10_URL, *(address for address, _ in datasets.IDX_SOURCES.values())]
     assert all(source.startswith("https://") for source in sources)
     sums = [datasets.CIFAR10_SHA256, *(one for _, files in datasets.IDX_SOURCES.values() for one in files.values())]
     assert [len(one) for one in sums] == [64] * 9
@@ -258,7 +258,7 @@ def test_cifar_is_fetched(server: tuple[str, type[_Server]], tmp_path: Path, mon
     address, handler = server
     write_archive(tmp_path / "published.tar.gz", cifar_files())
     handler.content = (tmp_path / "published.tar.gz").read_bytes()
-    monkeypatch.setattr(datasets, "CIFAR10_ADDRESS", address)
+    monkeypatch.setattr(datasets, "CIFAR10_URL", address)
     monkeypatch.setattr(datasets, "CIFAR10_SHA256", hashlib.sha256(handler.content).hexdigest())
     assert_cifar(tmp_path / "data")
     assert len(handler.requests) == 1

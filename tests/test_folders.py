@@ -130,7 +130,7 @@ def no_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def caches(top: Path) -> list[str]:
-    return sorted(p.name for p in (top / imagecache.HOME).iterdir() if not p.name.startswith("."))
+    return sorted(p.name for p in (top / imagecache.CACHE_FOLDER).iterdir() if not p.name.startswith("."))
 
 
 def test_a_folder_becomes_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,7 +180,7 @@ def test_links_do_not_lead_astray(tmp_path: Path) -> None:
 def bad_items(top: Path) -> list[list[str]]:
     load(top, bad_samples="skip")
     (name,) = caches(top)
-    return json.loads((top / imagecache.HOME / name / "facts.json").read_text())["bad"]  # type: ignore[no-any-return]
+    return json.loads((top / imagecache.CACHE_FOLDER / name / "facts.json").read_text())["bad"]  # type: ignore[no-any-return]
 
 
 def remove(top: Path, what: str) -> None:
@@ -305,7 +305,7 @@ def test_a_damaged_cache_is_made_anew(file: str, tmp_path: Path) -> None:
     top = write_folder(tmp_path)
     whole = load(top).train[:][0].clone()
     (name,) = caches(top)
-    damaged = top / imagecache.HOME / name / file
+    damaged = top / imagecache.CACHE_FOLDER / name / file
     data = damaged.read_bytes()
     damaged.unlink()  # a new file: the first load's map keeps the old one
     damaged.write_bytes(data[:-50])
@@ -317,14 +317,14 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     top = write_folder(tmp_path)
     load(top)
     (name,) = caches(top)
-    os.rename(top / imagecache.HOME / name, top / imagecache.HOME / f"{name}.tmp")
+    os.rename(top / imagecache.CACHE_FOLDER / name, top / imagecache.CACHE_FOLDER / f"{name}.tmp")
     load(top)
     assert caches(top) == [name]
 
 
 def test_a_data_dir_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     top = write_folder(tmp_path / "data")
-    (top / imagecache.HOME).touch()  # a file where the folder should be: holds for root too
+    (top / imagecache.CACHE_FOLDER).touch()  # a file where the folder should be: holds for root too
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
     first = load(top).train[:][0]
     with monkeypatch.context() as patch:

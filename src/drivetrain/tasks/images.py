@@ -1,4 +1,4 @@
-"""Image files in folders, one folder a class: found, and decoded to squares of bytes whatever their format."""
+"""Image files in folders, one folder a class: lists them, and decodes any format to squares of bytes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from drivetrain.outcomes import Outcome, Problem
 
 Colour = Literal["auto", "rgb", "grey"]
 
-# Formats whose reading starts no other program (EPS would start Ghostscript).
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "DIB", "WEBP", "TIFF", "PPM", "MPO", "JPEG2000", "AVIF", "ICO", "QOI")
-HIDDEN = ("thumbs.db", "desktop.ini")  # Windows' own, beside names that begin with a dot
+"""Formats that Pillow decodes itself. EPS is not among them: it would start Ghostscript."""
+WINDOWS_FILES = ("thumbs.db", "desktop.ini")
 
 
 # --- listing -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """One file: its path below the folder, its class, and what tells that it has changed."""
+class ImageFile:
+    """A file: its path below the folder, the number of its class, and its size and time of change."""
 
     path: str
     label: int
@@ -35,19 +35,21 @@ class Item:
 
 @dataclass(frozen=True)
 class Listing:
+    """The image files of a data set."""
+
     folder: Path
     classes: tuple[str, ...]
-    splits: dict[str, tuple[Item, ...]]
+    splits: dict[str, tuple[ImageFile, ...]]
     """The files of `train`, and of `test` where there is such a folder."""
 
-    def without(self, split: str) -> list[str]:
-        """The classes of which a split has no files."""
-        seen = {item.label for item in self.splits[split]}
-        return [name for label, name in enumerate(self.classes) if label not in seen]
+    def empty_classes(self, split: str) -> list[str]:
+        """Returns the classes of which a split has no files."""
+        labels = {file.label for file in self.splits[split]}
+        return [name for label, name in enumerate(self.classes) if label not in labels]
 
 
 def list_images(folder: Path) -> Listing:
-    """All files of `folder/train/<class>/` and `folder/test/<class>/`; Problem where they make no data set."""
+    """Returns all files of `folder/train/<class>/` and `folder/test/<class>/`; raises Problem where they make no data set."""
     train, test = folder / "train", folder / "test"
     layout = f"put images into {train}/<class>/ and {test}/<class>/, or say data_dir=FOLDER"
     if not folder.is_dir():
@@ -60,14 +62,14 @@ def list_images(folder: Path) -> Listing:
             raise Problem(f"{train} has no folders: put the images of each class into a folder of its own, such as {train}/cat/")
         if len(classes) == 1:
             raise Problem(f"{train} has a single class ({classes[0]}): a classifier needs two or more, each in a folder of its own")
-        listing = Listing(folder, classes, {"train": _items(folder, "train", classes)})
-        if empty := listing.without("train"):
+        listing = Listing(folder, classes, {"train": _list_split(folder, "train", classes)})
+        if empty := listing.empty_classes("train"):
             raise Problem(f"{train / empty[0]} has no images: put some there, or remove the folder")
         if not test.is_dir():
             return listing
         if foreign := sorted(set(_class_names(test)) - set(classes)):
-            raise Problem(f"{test / foreign[0]} is no class of training ({some(classes)}): remove it, or add {train / foreign[0]}")
-        listing = Listing(folder, classes, listing.splits | {"test": _items(folder, "test", classes)})
+            raise Problem(f"{test / foreign[0]} is no class of training ({first_names(classes)}): remove it, or add {train / foreign[0]}")
+        listing = Listing(folder, classes, listing.splits | {"test": _list_split(folder, "test", classes)})
     except OSError as error:
         raise Problem(f"cannot read {error.filename or folder}: {error.strerror or error}", Outcome.DATA) from None
     if not listing.splits["test"]:
@@ -75,73 +77,73 @@ def list_images(folder: Path) -> Listing:
     return listing
 
 
-def some(names: Iterable[str], most: int = 3) -> str:
-    """The first names of a list."""
-    first = list(names)
-    return ", ".join(first[:most]) + (f" and {len(first) - most:,} more" if len(first) > most else "")
+def first_names(names: Iterable[str], limit: int = 3) -> str:
+    """Returns the first of some names as text, and how many more there are."""
+    names = list(names)
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit:,} more" if len(names) > limit else "")
 
 
-def _hidden(name: str) -> bool:
-    return name.startswith(".") or name.lower() in HIDDEN
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name.lower() in WINDOWS_FILES
 
 
 def _class_names(folder: Path) -> tuple[str, ...]:
     with os.scandir(folder) as entries:
-        return tuple(sorted(e.name for e in entries if not _hidden(e.name) and e.is_dir()))
+        return tuple(sorted(e.name for e in entries if not _is_hidden(e.name) and e.is_dir()))
 
 
-def _items(folder: Path, split: str, classes: tuple[str, ...]) -> tuple[Item, ...]:
-    found = []
+def _list_split(folder: Path, split: str, classes: tuple[str, ...]) -> tuple[ImageFile, ...]:
+    files = []
     for label, name in enumerate(classes):
         if os.path.isdir(folder / split / name):
-            found += [Item(path, label, size, mtime) for path, size, mtime in _files(folder, f"{split}/{name}")]
-    return tuple(found)
+            files += [ImageFile(path, label, size, mtime) for path, size, mtime in _files(folder, f"{split}/{name}")]
+    return tuple(files)
 
 
-def _files(folder: Path, below: str) -> list[tuple[str, int, int]]:
-    """(path, size, time of change) of every file below, in order; a folder that links lead to twice counts once."""
-    found, seen, waiting = [], set(), [below]
-    while waiting:
-        here = waiting.pop()
-        status = os.stat(folder / here)
-        if (status.st_dev, status.st_ino) in seen:
+def _files(folder: Path, subfolder: str) -> list[tuple[str, int, int]]:
+    """Returns (path, size, time of change) of every file below a subfolder, sorted. A folder that several links lead to counts once."""
+    files, visited, to_visit = [], set(), [subfolder]
+    while to_visit:
+        current = to_visit.pop()
+        status = os.stat(folder / current)
+        if (status.st_dev, status.st_ino) in visited:
             continue
-        seen.add((status.st_dev, status.st_ino))
-        with os.scandir(folder / here) as entries:
-            known = sorted((e for e in entries if not _hidden(e.name)), key=lambda e: e.name, reverse=True)
-        for entry in known:
-            path = f"{here}/{entry.name}"
+        visited.add((status.st_dev, status.st_ino))
+        with os.scandir(folder / current) as entries:
+            visible = sorted((e for e in entries if not _is_hidden(e.name)), key=lambda e: e.name, reverse=True)
+        for entry in visible:
+            path = f"{current}/{entry.name}"
             try:
                 if entry.is_dir():
-                    waiting.append(path)
+                    to_visit.append(path)
                 elif entry.is_file():
                     status = entry.stat()
-                    found.append((path, status.st_size, status.st_mtime_ns))
+                    files.append((path, status.st_size, status.st_mtime_ns))
                 elif entry.is_symlink():
-                    found.append((path, 0, 0))  # leads nowhere: a bad sample, which decoding will name
+                    files.append((path, 0, 0))  # a broken link: decoding reports it as a bad sample
             except OSError:
-                found.append((path, 0, 0))
-    return sorted(found)
+                files.append((path, 0, 0))
+    return sorted(files)
 
 
 # --- decoding ----------------------------------------------------------------------------------
 
 
 def decode(path: Path, size: int, colour: Colour) -> np.ndarray:
-    """The file's centre square as bytes [1 or 3, size, size]. With `auto`, 1 where no pixel of it has a colour."""
+    """Returns the file's centre square as bytes [1 or 3, size, size]. With `auto`, 1 where all its pixels are grey."""
     with Image.open(path, formats=_formats()) as file:
-        file.draft(None, (2 * size, 2 * size))  # a large JPEG is decoded at a fraction of its size, at no loss here
+        file.draft(None, (2 * size, 2 * size))  # decodes a large JPEG at a fraction of its size, which is enough
         file.load()
         try:
             image = ImageOps.exif_transpose(file)
         except Exception:
-            image = file  # only its EXIF data is broken: the pixels are there
+            image = file  # only its EXIF data is broken
         image = _opaque(image)
         if colour != "auto":
             image = image.convert("L" if colour == "grey" else "RGB")
         side = min(image.size)
         left, top = (image.width - side) / 2, (image.height - side) / 2
-        # The square first: resizing all of a very long image would blow it up.
+        # Crop and resize in one call: resizing all of a very long image first would take much memory.
         image = image.resize((size, size), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side))
     pixels = np.asarray(image)
     if pixels.ndim == 2:
@@ -152,6 +154,7 @@ def decode(path: Path, size: int, colour: Colour) -> np.ndarray:
 
 
 def why_unreadable(error: Exception) -> str:
+    """Returns the reason of an error of `decode`, as one line."""
     if isinstance(error, UnidentifiedImageError):
         return "it has no image format that is known here"
     text = str(getattr(error, "strerror", None) or error or type(error).__name__)
@@ -160,27 +163,27 @@ def why_unreadable(error: Exception) -> str:
 
 def _formats() -> list[str]:
     Image.init()
-    return [name for name in FORMATS if name in Image.OPEN]  # what this Pillow was built with
+    return [name for name in FORMATS if name in Image.OPEN]  # those that this Pillow was built with
 
 
 def _opaque(image: Image.Image) -> Image.Image:
-    """The image in mode L or RGB, transparent parts on white."""
+    """Returns the image in mode L or RGB, with white behind transparent parts."""
     if image.mode.startswith("I") or image.mode == "F":
         return Image.fromarray(_as_bytes(np.asarray(image)))
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        above = image.convert("RGBA")
-        below = Image.new("RGBA", above.size, "white")
-        below.alpha_composite(above)
-        return below.convert("RGB")
+        foreground = image.convert("RGBA")
+        background = Image.new("RGBA", foreground.size, "white")
+        background.alpha_composite(foreground)
+        return background.convert("RGB")
     if image.mode in ("L", "RGB"):
         return image
     return image.convert("L" if image.mode == "1" else "RGB")
 
 
 def _as_bytes(values: np.ndarray) -> np.ndarray:
-    """Deep grey values scaled, not clipped, to 0..255: from the smallest usual range that holds them."""
-    scales = (1.0, 255.0, 65535.0) if values.dtype.kind == "f" else (65535.0, 2.0**31 - 1)
+    """Scales grey values of more than 8 bits to 0..255, from the smallest usual range that contains them."""
+    maxima = (1.0, 255.0, 65535.0) if values.dtype.kind == "f" else (65535.0, 2.0**31 - 1)
     values = np.nan_to_num(values.astype(np.float64), posinf=0.0, neginf=0.0).clip(0.0)
-    top = float(values.max())
-    whole = next((scale for scale in scales if top <= scale), top)
-    return np.rint(values * (255.0 / whole)).astype(np.uint8)
+    highest = float(values.max())
+    maximum = next((maximum for maximum in maxima if highest <= maximum), highest)
+    return np.rint(values * (255.0 / maximum)).astype(np.uint8)

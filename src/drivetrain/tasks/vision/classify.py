@@ -23,27 +23,27 @@ class Pixels:
     std: tuple[float, ...]
 
     def normalise(self, images: Tensor) -> Tensor:
-        """Images of 0 to 255 (bytes or floats) as floats with mean 0 and standard deviation 1."""
-        scale, shift = self._factors(images.device)
+        """Returns images of 0 to 255 (bytes or floats) as floats with mean 0 and standard deviation 1."""
+        scale, shift = self._scale_and_shift(images.device)
         return images * scale + shift
 
-    def _factors(self, device: torch.device) -> tuple[float | Tensor, float | Tensor]:
+    def _scale_and_shift(self, device: torch.device) -> tuple[float | Tensor, float | Tensor]:
         if len(self.mean) == 1:
             return 1.0 / (255.0 * self.std[0]), -self.mean[0] / self.std[0]
         if torch.compiler.is_compiling():
-            return self._tensors(device)  # the compiler folds them in, and a first use that fills a dict would compile twice
-        if (self, device) not in _FACTORS:
-            _FACTORS[self, device] = self._tensors(device)
-        return _FACTORS[self, device]
+            return self._tensors(device)  # constants for the compiler; filling the dict here would make it compile twice
+        if (self, device) not in _SCALE_AND_SHIFT:
+            _SCALE_AND_SHIFT[self, device] = self._tensors(device)
+        return _SCALE_AND_SHIFT[self, device]
 
     def _tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Made on the device: no step copies them there."""
+        """Returns scale and shift of each channel, made on the device so that no step copies them there."""
         scale = [torch.full((1, 1, 1, 1), 1.0 / (255.0 * std), device=device) for std in self.std]
         shift = [torch.full((1, 1, 1, 1), -mean / std, device=device) for mean, std in zip(self.mean, self.std, strict=True)]
         return torch.cat(scale, 1), torch.cat(shift, 1)
 
 
-_FACTORS: dict[tuple[Pixels, torch.device], tuple[Tensor, Tensor]] = {}
+_SCALE_AND_SHIFT: dict[tuple[Pixels, torch.device], tuple[Tensor, Tensor]] = {}
 
 
 class Classifier(Task):
@@ -54,7 +54,7 @@ class Classifier(Task):
     label_smoothing = 0.0
 
     def prepare(self, images: Tensor) -> Tensor:
-        """Raw images as the net wants them; on the device."""
+        """Returns raw images as inputs of the net; runs on the device."""
         return images
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
@@ -78,14 +78,14 @@ class Classifier(Task):
         return {"Classes": len(self.classes), "Channels": self.channels}
 
     def summary(self, values: dict[str, Tensor]) -> dict[str, Any]:
-        """The confusion matrix: rows are the true classes."""
+        """Returns the confusion matrix, whose rows are the true classes."""
         count = len(self.classes)
         cells = torch.bincount(values["label"] * count + values["predicted"], minlength=count * count)
         return {"confusion": cells.reshape(count, count)}
 
 
 class Prepared(nn.Module):
-    """A classifier with all that comes before its net: raw images in, probabilities out."""
+    """A classifier with the preparation of its images, for `export`: raw images in, probabilities out."""
 
     def __init__(self, task: Classifier, net: nn.Module) -> None:
         super().__init__()

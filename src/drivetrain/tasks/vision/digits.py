@@ -1,4 +1,4 @@
-"""Handwritten digits, 8x8, embedded in the package: a first run on any machine in seconds."""
+"""Handwritten digits, 8x8, embedded in the package: a run of seconds on any machine."""
 
 from __future__ import annotations
 

@@ -35,15 +35,15 @@ class Folder(ImageClassifier):
 
     @cached_property
     def _images(self) -> imagecache.Images:
-        found = imagecache.load(self.data_dir, self.size, self.colour, self.bad_samples)
-        self.classes, self.channels, self.pixels = found.classes, len(found.mean), Pixels(found.mean, found.std)
-        return found
+        images = imagecache.load(self.data_dir, self.size, self.colour, self.bad_samples)
+        self.classes, self.channels, self.pixels = images.classes, len(images.mean), Pixels(images.mean, images.std)
+        return images
 
     def summary_fields(self) -> dict[str, Any]:
         return super().summary_fields() | {"Dataset": self.data_dir}
 
     def model(self) -> nn.Module:
-        self.train_data()  # tells the channels and classes
+        self.train_data()  # sets channels and classes
         return super().model()
 
     def train_data(self) -> Tensors:

@@ -1,4 +1,4 @@
-"""Networks for images: the guides' small ones, ResNet-18 and a small ViT, each fitted to the image's size."""
+"""Networks for images: the guides' small ones, ResNet-18 and a small ViT, each adapted to the image size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drivetrain.outcomes import Problem
 
 
 def build(net: str, channels: int, size: int, classes: int, dropout: float, hidden: int) -> nn.Module:
-    """The net of this name for square images. `dropout` stands before the last linear layers, `hidden` is the mlp's width."""
+    """Returns the net of this name for square images. `dropout` is before the last linear layers, `hidden` is the mlp's width."""
     if net == "cnn":
         return SmallCNN(classes, dropout, channels, size)
     if net == "conv4":
@@ -35,11 +35,11 @@ class SmallCNN(nn.Module):
 
     def __init__(self, classes: int = 10, dropout: float = 0.25, channels: int = 1, size: int = 28) -> None:
         super().__init__()
-        left = ((size - 2) // 2 - 2) // 2  # of the side, after both convolutions and poolings
+        pooled_size = ((size - 2) // 2 - 2) // 2  # after both convolutions and poolings
         self.conv1 = nn.Conv2d(channels, 32, 3)
         self.conv2 = nn.Conv2d(32, 64, 3)
         self.dropout = nn.Dropout(dropout)
-        self.fc1 = nn.Linear(64 * left * left, 128)
+        self.fc1 = nn.Linear(64 * pooled_size * pooled_size, 128)
         self.fc2 = nn.Linear(128, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class SmallCNN(nn.Module):
 
 
 class Conv4(nn.Module):
-    """Guide 001's net, its convolutions padded so that images from 16x16 up fit (463,882 parameters for grey digits)."""
+    """Guide 001's net, with padded convolutions, so that images from 16x16 up fit (463,882 parameters for grey digits)."""
 
     def __init__(self, classes: int = 10, dropout: float = 0.5, channels: int = 1) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Conv4(nn.Module):
         return self.head(F.adaptive_avg_pool2d(self.features(x), 1).flatten(1))  # type: ignore[no-any-return]
 
 
-class Residual(nn.Module):
+class ResidualBlock(nn.Module):
     """ResNet's basic block: two 3x3 convolutions beside a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -89,7 +89,8 @@ class Residual(nn.Module):
 
 
 def resnet18(channels: int, classes: int, size: int = 224, dropout: float = 0.0) -> nn.Sequential:
-    """ResNet-18. Images under 64 pixels get a 3x3 stem without pooling, which would leave nothing of them."""
+    """Returns a ResNet-18. For images under 64 pixels its stem is a 3x3 convolution without stride and pooling, which would shrink
+    them too much."""
     stem: OrderedDict[str, nn.Module] = OrderedDict()
     if size >= 64:
         stem["conv"] = nn.Conv2d(channels, 64, 7, 2, 3, bias=False)
@@ -101,19 +102,19 @@ def resnet18(channels: int, classes: int, size: int = 224, dropout: float = 0.0)
     blocks: list[nn.Module] = []
     width = 64
     for outputs, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
-        blocks += [Residual(width, outputs, stride), Residual(outputs, outputs, 1)]
+        blocks += [ResidualBlock(width, outputs, stride), ResidualBlock(outputs, outputs, 1)]
         width = outputs
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(dropout), nn.Linear(512, classes))
     net = nn.Sequential(OrderedDict(stem=nn.Sequential(stem), blocks=nn.Sequential(*blocks), head=head))
     for module in net.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        elif isinstance(module, Residual):
-            nn.init.zeros_(module.bn2.weight)  # each block begins as the identity
+        elif isinstance(module, ResidualBlock):
+            nn.init.zeros_(module.bn2.weight)  # each block is the identity at first
     return net
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """A pre-norm transformer block."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -134,7 +135,7 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """A vision transformer with learned positions; the mean of its tokens is classified."""
+    """A vision transformer with learned positions, which classifies the mean of its tokens."""
 
     def __init__(
         self, channels: int, classes: int, size: int, patch: int, width: int, depth: int, heads: int, dropout: float = 0.0
@@ -142,7 +143,7 @@ class ViT(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(channels, width, patch, patch)
         self.positions = nn.Parameter(torch.empty(1, (size // patch) ** 2, width))
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(width, classes)
@@ -160,7 +161,7 @@ class ViT(nn.Module):
 
 
 def vit_s(channels: int, classes: int, size: int, dropout: float = 0.0) -> ViT:
-    """ViT-S: width 384, 12 blocks, 6 heads; patches of 16, 8 or 4 pixels, whichever gives a small image enough of them."""
+    """Returns a ViT-S: width 384, 12 blocks, 6 heads, with patches of 16, 8 or 4 pixels depending on the image size."""
     patch = 16 if size >= 128 else 8 if size >= 64 else 4
     if size % patch:
         low = size // patch * patch
