@@ -182,8 +182,8 @@ def test_machines_with_different_commands_do_not_train_together() -> None:
     def join(same: dict[str, Any]) -> None:
         me = rendezvous.join((LOCAL, port), (2, 2), 1, None, heard.append, same)
         if isinstance(me, rendezvous.Leader):
-            me.gather()
-            ranks.append(me.begin("small-001", Plan(), {}).first_rank)
+            me.wait_for_members()
+            ranks.append(me.start_attempt("small-001", Plan(), {}).first_rank)
         else:
             start = me.wait()
             assert isinstance(start, StartAttempt)

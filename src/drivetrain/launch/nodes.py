@@ -72,9 +72,9 @@ def _lead(leader: Leader, recipe: Recipe, request: Request, machine: LocalMachin
     """Opens the run, leads its attempts, and tells the members how it ended."""
     ended = Ended(Outcome.INFRA, "the machine that led the run stopped")
     try:
-        members = leader.gather()
+        members = leader.wait_for_members()
         opened = open_run(recipe, request)
-        leader.event = opened.run.log_event
+        leader.log_event = opened.run.log_event
         with locked(opened):
             if opened.is_finished:
                 report_already_finished(opened.run, screen)
@@ -87,7 +87,7 @@ def _lead(leader: Leader, recipe: Recipe, request: Request, machine: LocalMachin
         ended = Ended(problem.outcome, str(problem))
         raise
     finally:
-        leader.end(ended.outcome, ended.message)
+        leader.end_run(ended.outcome, ended.message)
 
 
 def _lead_opened(

@@ -1,7 +1,7 @@
 """Two machines prove to each other that both know the run's token, without sending it or anything about the run.
 
-Each sends a random nonce; each proves itself by an HMAC over both nonces. The keys that sign all later messages
-come from the token and both nonces, so that nothing recorded from one connection is of use in another.
+Each sends a random nonce, and an HMAC over both nonces as its proof. The keys that sign all later messages come from the token
+and both nonces, so that nothing recorded from one connection is of use in another.
 """
 
 from __future__ import annotations
@@ -15,57 +15,57 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-VERSION = 4
-ANSWER_SECONDS = 5.0  # a machine of ours answers at once; another program that holds the port may stay silent
+VERSION = 5
+ANSWER_SECONDS = 5.0  # drivetrain answers at once; another program that listens on the port may stay silent
 MAX_LINE_BYTES = 4096
 
 
-class NotOurs(Exception):
+class UnknownProtocol(Exception):
     """The peer does not speak this protocol."""
 
 
 class WrongToken(Exception):
-    """The peer speaks this protocol, and does not know the token."""
+    """The peer speaks this protocol, but does not know the token."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """What signs the messages of one connection, by direction."""
+    """The keys that sign the messages of one connection, by direction."""
 
     to_leader: bytes
     to_member: bytes
 
 
 def prove_to_leader(peer: socket.socket, token: bytes) -> Keys:
-    """The joining machine's side."""
+    """The member's side. Raises UnknownProtocol or WrongToken; ConnectionResetError if the answer is late."""
     deadline = time.monotonic() + ANSWER_SECONDS
-    mine = secrets.token_hex(32)
-    _send(peer, {"drivetrain": VERSION, "nonce": mine})
-    theirs = _nonce(_read_line(peer, deadline))
-    _send(peer, {"proof": _digest(token, "member", mine, theirs)})
+    own_nonce = secrets.token_hex(32)
+    _send(peer, {"drivetrain": VERSION, "nonce": own_nonce})
+    leader_nonce = _read_nonce(_read_line(peer, deadline))
+    _send(peer, {"proof": _digest(token, "member", own_nonce, leader_nonce)})
     answer = _read_line(peer, deadline)
     if not answer:
-        raise ConnectionResetError(0, "no answer in time")  # of a slow network: that says nothing about the token
-    if answer.get("refused") == "token" or not _proves(answer, token, "leader", mine, theirs):
+        raise ConnectionResetError(0, "no answer in time")  # a slow network, which says nothing about the token
+    if answer.get("refused") == "token" or not _is_proof(answer, token, "leader", own_nonce, leader_nonce):
         raise WrongToken
-    return _keys(token, mine, theirs)
+    return _keys(token, own_nonce, leader_nonce)
 
 
 def prove_to_member(peer: socket.socket, token: bytes) -> Keys:
-    """The leading machine's side: it proves itself only to a machine that has done so."""
+    """The leader's side: it sends its proof only to a machine that has sent a correct one. Raises UnknownProtocol or WrongToken."""
     deadline = time.monotonic() + ANSWER_SECONDS
-    theirs = _nonce(_read_line(peer, deadline))
-    mine = secrets.token_hex(32)
-    _send(peer, {"drivetrain": VERSION, "nonce": mine})
+    member_nonce = _read_nonce(_read_line(peer, deadline))
+    own_nonce = secrets.token_hex(32)
+    _send(peer, {"drivetrain": VERSION, "nonce": own_nonce})
     answer = _read_line(peer, deadline)
     if not answer:
-        raise NotOurs
-    if not _proves(answer, token, "member", theirs, mine):
+        raise UnknownProtocol
+    if not _is_proof(answer, token, "member", member_nonce, own_nonce):
         with contextlib.suppress(OSError):
             _send(peer, {"refused": "token"})
         raise WrongToken
-    _send(peer, {"proof": _digest(token, "leader", theirs, mine)})
-    return _keys(token, theirs, mine)
+    _send(peer, {"proof": _digest(token, "leader", member_nonce, own_nonce)})
+    return _keys(token, member_nonce, own_nonce)
 
 
 def _keys(token: bytes, member_nonce: str, leader_nonce: str) -> Keys:
@@ -79,15 +79,15 @@ def _digest(token: bytes, purpose: str, member_nonce: str, leader_nonce: str) ->
     return hmac.new(token, f"drivetrain {VERSION} {purpose} {member_nonce} {leader_nonce}".encode(), "sha256").hexdigest()
 
 
-def _proves(answer: dict[str, Any], token: bytes, purpose: str, member_nonce: str, leader_nonce: str) -> bool:
+def _is_proof(answer: dict[str, Any], token: bytes, purpose: str, member_nonce: str, leader_nonce: str) -> bool:
     proof = answer.get("proof")
     return isinstance(proof, str) and hmac.compare_digest(proof.encode(), _digest(token, purpose, member_nonce, leader_nonce).encode())
 
 
-def _nonce(greeting: dict[str, Any]) -> str:
+def _read_nonce(greeting: dict[str, Any]) -> str:
     nonce = greeting.get("nonce")
     if greeting.get("drivetrain") != VERSION or not isinstance(nonce, str) or len(nonce) != 64 or not nonce.isalnum():
-        raise NotOurs
+        raise UnknownProtocol
     return nonce
 
 
@@ -96,11 +96,11 @@ def _send(peer: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _read_line(peer: socket.socket, deadline: float) -> dict[str, Any]:
-    """One line, and not a byte more of what follows it; empty where none comes in time."""
+    """Returns the object on the next line; empty if none comes in time. Reads byte by byte, so that nothing after the line is lost."""
     line = b""
     with contextlib.suppress(OSError):
-        while not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES and (left := deadline - time.monotonic()) > 0:
-            peer.settimeout(left)
+        while not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES and (seconds_left := deadline - time.monotonic()) > 0:
+            peer.settimeout(seconds_left)
             byte = peer.recv(1)
             if not byte:
                 break

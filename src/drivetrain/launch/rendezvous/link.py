@@ -1,4 +1,4 @@
-"""A connection between two machines that know the token: signed lines of JSON, and a beat every second."""
+"""A connection between two machines that know the token: signed lines of JSON, and a heartbeat every second."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from drivetrain.launch.rendezvous.messages import Beat, Message, OddMessage, decode, encode
+from drivetrain.launch.rendezvous.messages import InvalidMessage, Message, NodeHeartbeat, decode, encode
 
-BEAT_SECONDS, DEAD_SECONDS = 1.0, 8.0  # between two beats, and without one until a machine is given up
-SEND_SECONDS = 8.0  # a machine that reads nothing for so long is given up
+HEARTBEAT_SECONDS = 1.0  # between two heartbeats
+DEAD_SECONDS = 8.0  # without a heartbeat, after which a machine is given up
+SEND_SECONDS = 8.0  # for which a machine reads nothing, after which it is given up
 MAX_LINE_BYTES = 1 << 24
-MAX_WAITING = 1000  # messages that nobody has taken yet
+MAX_QUEUED = 1000  # messages that were received and not yet processed
 
 
 class Link:
@@ -25,44 +26,44 @@ class Link:
 
     def __init__(self, peer: socket.socket, send_key: bytes, receive_key: bytes, receives: Any) -> None:
         """`receives` is the union of the messages that the other side may send."""
-        self.messages: queue.Queue[Message] = queue.Queue(MAX_WAITING)
-        self.attempt = 0
-        """The attempt that the other side supervises, by its last beat."""
+        self.messages: queue.Queue[Message] = queue.Queue(MAX_QUEUED)
+        self.peer_attempt = 0
+        """The attempt that the other side supervises, by its last heartbeat."""
         self.fault = ""
-        """Why the connection was given up, where it did not simply break."""
+        """Why this side gave the connection up; empty if it did not."""
         self.own_attempt: Callable[[], int] = lambda: 0
-        """The attempt that this side supervises: what its beats say."""
+        """Returns the attempt that this side supervises, for its heartbeats."""
         self.address = str(peer.getpeername()[0])
-        self._heard = time.monotonic()
+        self._last_received = time.monotonic()
         self._peer, self._open, self._lock = peer, True, threading.Lock()
         self._send_key, self._receive_key, self._receives = send_key, receive_key, receives
-        self._sent = self._received = 0
+        self._num_sent = self._num_received = 0
         peer.settimeout(None)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_SECONDS), 0))
 
-    def begin(self) -> Link:
-        for work in (self._read, self._beat):
+    def start(self) -> Link:
+        for work in (self._read, self._send_heartbeats):
             threading.Thread(target=work, daemon=True).start()
         return self
 
     @property
-    def alive(self) -> bool:
-        return self._open and time.monotonic() - self._heard < DEAD_SECONDS
+    def is_alive(self) -> bool:
+        return self._open and time.monotonic() - self._last_received < DEAD_SECONDS
 
     def send(self, message: Message) -> None:
         text = encode(message)
         with self._lock:
             if not self._open:
                 return
-            line = _signature(self._send_key, self._sent, text) + b" " + text + b"\n"
-            self._sent += 1
+            line = _signature(self._send_key, self._num_sent, text) + b" " + text + b"\n"
+            self._num_sent += 1
             try:
                 self._peer.sendall(line)
-            except OSError:  # gone, or it reads nothing any more: half a line may be on its way, so nothing can follow
+            except OSError:  # lost, or it reads nothing any more; a part of the line may have been sent, so nothing can follow
                 self._open = False
 
     def receive(self, seconds: float) -> Message | None:
-        """The next message, where one comes in time."""
+        """Returns the next message; None if none comes in time."""
         with contextlib.suppress(queue.Empty):
             return self.messages.get(timeout=seconds) if seconds else self.messages.get_nowait()
         return None
@@ -71,31 +72,31 @@ class Link:
         try:
             with self._peer.makefile("rb") as lines:
                 while self._open and (line := lines.readline(MAX_LINE_BYTES)):
-                    self._take(line)
-        except OddMessage as odd:
-            self.fault = f"sent a message that no machine of ours sends ({odd})"
+                    self._accept(line)
+        except InvalidMessage as error:
+            self.fault = f"sent a message that no machine of ours sends ({error})"
         except queue.Full:
             self.fault = "sent more messages than can be taken"
         except (OSError, ValueError):
             pass
         self._open = False
 
-    def _take(self, line: bytes) -> None:
+    def _accept(self, line: bytes) -> None:
         signature, _, text = line.rstrip(b"\n").partition(b" ")
-        if not hmac.compare_digest(signature, _signature(self._receive_key, self._received, text)):
-            raise OddMessage("not signed with the token")
-        self._received += 1
+        if not hmac.compare_digest(signature, _signature(self._receive_key, self._num_received, text)):
+            raise InvalidMessage("not signed with the token")
+        self._num_received += 1
         message = decode(text, self._receives)
-        self._heard = time.monotonic()
-        if isinstance(message, Beat):
-            self.attempt = message.attempt
+        self._last_received = time.monotonic()
+        if isinstance(message, NodeHeartbeat):
+            self.peer_attempt = message.attempt
         else:
             self.messages.put_nowait(message)
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while self._open:
-            self.send(Beat(self.own_attempt()))
-            time.sleep(BEAT_SECONDS)
+            self.send(NodeHeartbeat(self.own_attempt()))
+            time.sleep(HEARTBEAT_SECONDS)
 
     def close(self) -> None:
         self._open = False

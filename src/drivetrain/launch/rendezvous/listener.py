@@ -1,4 +1,4 @@
-"""The leading machine's open port: lets machines in that know the token, and survives whatever else connects."""
+"""The leader's open port: admits machines that know the token, and survives whatever else connects."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from drivetrain.launch.rendezvous.handshake import Keys, NotOurs, WrongToken, prove_to_member
+from drivetrain.launch.rendezvous.handshake import Keys, UnknownProtocol, WrongToken, prove_to_member
 
 MAX_UNPROVEN = 32
-"""Connections that have not proven themselves yet; where one more comes, the oldest is closed: ours take milliseconds."""
+"""Connections without a proof so far. If one more comes, the oldest is closed: a machine of ours takes milliseconds."""
 PAUSE_SECONDS = 0.2  # after an accept that failed, for lack of descriptors or memory
-TELL_SECONDS = 30.0  # between two notices about strangers
+NOTICE_SECONDS = 30.0  # between two notices about rejected connections
 
 
 class Listener:
@@ -26,69 +26,70 @@ class Listener:
         self._unproven: deque[socket.socket] = deque()
         self._lock = threading.Lock()
         self._closed = False
-        self._strangers, self._failures = 0, 0
-        self._told = -TELL_SECONDS
+        self._num_rejected = 0
+        self._last_notice = -NOTICE_SECONDS
 
-    def begin(self) -> Listener:
+    @property
+    def port(self) -> int:
+        return int(self._server.getsockname()[1])
+
+    def start(self) -> Listener:
         self._server.listen(128)
-        threading.Thread(target=self._accept, daemon=True).start()
+        threading.Thread(target=self._accept_all, daemon=True).start()
         return self
 
-    def _accept(self) -> None:
+    def _accept_all(self) -> None:
         while not self._closed:
             try:
                 peer, address = self._server.accept()
             except OSError as error:
                 if self._closed:
                     return
-                self._failures += 1
-                self._tell(f"cannot accept connections for a moment ({error.strerror}): machines that want to join have to wait")
+                self._notify(f"cannot accept connections for a moment ({error.strerror}): machines that want to join have to wait")
                 time.sleep(PAUSE_SECONDS)
                 continue
             with self._lock:
                 self._unproven.append(peer)
                 oldest = self._unproven.popleft() if len(self._unproven) > MAX_UNPROVEN else None
             if oldest is not None:
-                _shut(oldest)  # its thread sees that, and ends
+                _shut_down(oldest)  # its thread then ends with an OSError
             try:
-                threading.Thread(target=self._greet, args=(peer, str(address[0])), daemon=True).start()
+                threading.Thread(target=self._handshake, args=(peer, str(address[0])), daemon=True).start()
             except RuntimeError:  # no more threads can be started
-                self._forget(peer)
+                self._remove_unproven(peer)
+                peer.close()
 
-    def _greet(self, peer: socket.socket, address: str) -> None:
+    def _handshake(self, peer: socket.socket, address: str) -> None:
         keys = None
         try:
             keys = prove_to_member(peer, self._token)
-        except (NotOurs, WrongToken, OSError):
-            self._strangers += 1
-            self._tell(
-                f"turned {self._strangers} connection{'s' * (self._strangers > 1)} away that did not know the token, last from {address}"
-            )
+        except (UnknownProtocol, WrongToken, OSError):
+            self._num_rejected += 1
+            plural = "s" * (self._num_rejected > 1)
+            self._notify(f"turned {self._num_rejected} connection{plural} away that did not know the token, last from {address}")
         finally:
-            with self._lock, contextlib.suppress(ValueError):
-                self._unproven.remove(peer)
+            self._remove_unproven(peer)
             if keys is None:
                 peer.close()
         if keys is not None:
             self._admit(peer, keys)
 
-    def _forget(self, peer: socket.socket) -> None:
+    def _remove_unproven(self, peer: socket.socket) -> None:
         with self._lock, contextlib.suppress(ValueError):
             self._unproven.remove(peer)
-        peer.close()
 
-    def _tell(self, text: str) -> None:
+    def _notify(self, text: str) -> None:
         now = time.monotonic()
-        if now - self._told >= TELL_SECONDS:
-            self._told = now
+        if now - self._last_notice >= NOTICE_SECONDS:
+            self._last_notice = now
             self._notice(text)
 
     def close(self) -> None:
         self._closed = True
-        _shut(self._server)
+        _shut_down(self._server)
         self._server.close()
 
 
-def _shut(peer: socket.socket) -> None:
+def _shut_down(peer: socket.socket) -> None:
     with contextlib.suppress(OSError):
         peer.shutdown(socket.SHUT_RDWR)

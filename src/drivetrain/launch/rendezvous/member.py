@@ -1,4 +1,4 @@
-"""Every other machine: it joins, takes part in attempt after attempt as the leader says, and looks for the leader where that is lost."""
+"""A member: it joins, takes part in the attempts that the leader starts, and reconnects if the leader is lost."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 from drivetrain import strict
 from drivetrain.launch.rendezvous import token as tokens
-from drivetrain.launch.rendezvous.handshake import ANSWER_SECONDS, NotOurs, WrongToken, prove_to_leader
+from drivetrain.launch.rendezvous.config import JOIN_SECONDS, RendezvousConfig, interface_of, machine_name
+from drivetrain.launch.rendezvous.handshake import ANSWER_SECONDS, UnknownProtocol, WrongToken, prove_to_leader
 from drivetrain.launch.rendezvous.link import Link
-from drivetrain.launch.rendezvous.meeting import JOIN_SECONDS, Meeting, interface_of, machine_name
 from drivetrain.launch.rendezvous.messages import (
     Abort,
     AttemptEnded,
-    Hang,
+    HangReport,
+    HangVerdict,
     Hello,
-    LookNow,
+    ReportNow,
     RunEnded,
-    Sighted,
     SmallerPlan,
     StartAttempt,
     TimeSpent,
@@ -35,39 +35,40 @@ from drivetrain.supervise.judges import Reporting
 from drivetrain.supervise.verdict import Sight
 from drivetrain.watch.spent import Spent
 
-STALLED_SECONDS = 10.0  # without a turn of the supervisor's loop, after which beats no longer name its attempt
+STALLED_SECONDS = 10.0  # after which a supervisor that did not call check() counts as stalled: heartbeats no longer name its attempt
 
 
 class Member:
-    def __init__(self, meeting: Meeting) -> None:
-        self.meeting, self.notice = meeting, meeting.notice
+    def __init__(self, config: RendezvousConfig) -> None:
+        self.config, self.notice = config, config.notice
         self.interface = ""
-        self._attempt, self._turned = 0, 0.0
+        self._attempt, self._last_check = 0, 0.0
         self._next: StartAttempt | RunEnded | None = None
-        """A message of the leader's that came while an attempt was still under way."""
-        self.notice(f"joining the machines that meet at {meeting.where}")
-        self.link = self._join(again=False)
+        """A message that came before the current attempt had ended."""
+        self.notice(f"joining the machines that meet at {config.where}")
+        self.link = self._join(is_reconnect=False)
 
-    def _join(self, again: bool, stopped: Callable[[], bool] = lambda: False) -> Link:
-        """`again` where the leader was there before: then whatever is wrong with the network may pass."""
+    def _join(self, is_reconnect: bool, stopped: Callable[[], bool] = lambda: False) -> Link:
+        """Connects to the leader, trying for a while. After a connection that worked, every fault of the network may be temporary."""
         deadline = time.monotonic() + JOIN_SECONDS
         while True:
             try:
-                return self._connect(again)
+                return self._connect(is_reconnect)
             except OSError as error:
-                if isinstance(error, socket.gaierror) and not again and error.errno != socket.EAI_AGAIN:
-                    raise Problem(f"--rendezvous {self.meeting.where}: the name {self.meeting.address[0]} is not known here") from None
+                if isinstance(error, socket.gaierror) and not is_reconnect and error.errno != socket.EAI_AGAIN:
+                    raise Problem(f"--rendezvous {self.config.where}: the name {self.config.address[0]} is not known here") from None
                 if time.monotonic() > deadline or stopped():
                     raise Problem(
-                        f"nobody answers at {self.meeting.where} ({error.strerror}): is the command running there?", Outcome.INFRA
+                        f"nobody answers at {self.config.where} ({error.strerror}): is the command running there?", Outcome.INFRA
                     ) from None
                 time.sleep(0.5)
 
-    def _connect(self, again: bool) -> Link:
-        where = self.meeting.where
-        peer = socket.create_connection(self.meeting.address, timeout=ANSWER_SECONDS)
+    def _connect(self, is_reconnect: bool) -> Link:
+        """Connects once, and proves the token. Raises OSError if it may work later, Problem if the user must act."""
+        where = self.config.where
+        peer = socket.create_connection(self.config.address, timeout=ANSWER_SECONDS)
         try:
-            token = tokens.find(self.meeting.address)
+            token = tokens.find(self.config.address)
             if token is None:
                 raise Problem(
                     f"this machine has no token for the run at {where}: start it with the command that the first machine printed,"
@@ -76,12 +77,12 @@ class Member:
             self.interface = interface_of(str(peer.getsockname()[0]))
             keys = prove_to_leader(peer, token.secret)
             link = Link(peer, keys.to_leader, keys.to_member, ToMember)
-        except NotOurs:
+        except UnknownProtocol:
             peer.close()
-            if again:
+            if is_reconnect:
                 raise ConnectionResetError(0, "no greeting") from None
             raise Problem(
-                f"port {self.meeting.address[1]} on {self.meeting.address[0]} is in use by another program: choose another --rendezvous port"
+                f"port {self.config.address[1]} on {self.config.address[0]} is in use by another program: choose another --rendezvous port"
             ) from None
         except WrongToken:
             peer.close()
@@ -92,8 +93,8 @@ class Member:
             peer.close()
             raise
         link.own_attempt = self._supervised_attempt
-        link.begin()
-        link.send(Hello(self.meeting.procs, machine_name(), self.meeting.identity_digest(keys), self.meeting.node_rank))
+        link.start()
+        link.send(Hello(self.config.procs, machine_name(), self.config.identity_digest(keys), self.config.node_rank))
         welcome = link.receive(ANSWER_SECONDS)
         if isinstance(welcome, Welcome) and welcome.accepted:
             return link
@@ -103,10 +104,11 @@ class Member:
         raise ConnectionResetError(0, "no welcome")
 
     def _supervised_attempt(self) -> int:
-        return self._attempt if time.monotonic() - self._turned < STALLED_SECONDS else 0
+        """Returns the attempt for heartbeats; 0 if there is none, or its supervisor is stalled."""
+        return self._attempt if time.monotonic() - self._last_check < STALLED_SECONDS else 0
 
     def wait(self, stopped: Callable[[], bool] = lambda: False) -> StartAttempt | RunEnded:
-        """The leader's next message: a place in an attempt, or the end. Where the leader is lost, it is looked for again."""
+        """Returns the leader's next message: the start of an attempt, or the end of the run. Reconnects if the leader is lost."""
         while True:
             if self._next is not None:
                 message, self._next = self._next, None
@@ -114,26 +116,26 @@ class Member:
             received = self.link.receive(0.1)
             if isinstance(received, (StartAttempt, RunEnded)):
                 return received
-            if received is None and not self.link.alive:
+            if received is None and not self.link.is_alive:
                 self.link.close()
-                self.notice(f"lost {self.meeting.where}{self.link.fault and f', which {self.link.fault}'}: looking for it again")
-                self.link = self._join(again=True, stopped=stopped)
-                self.notice(f"back at {self.meeting.where}")
+                self.notice(f"lost {self.config.where}{self.link.fault and f', which {self.link.fault}'}: looking for it again")
+                self.link = self._join(is_reconnect=True, stopped=stopped)
+                self.notice(f"back at {self.config.where}")
             if stopped():
                 return RunEnded(Outcome.PREEMPTED, "")
 
-    def begin(self, start: StartAttempt) -> Place:
-        """This machine's place in an attempt, which its beats name from now on."""
-        self._attempt, self._turned = start.attempt, time.monotonic()
+    def start_attempt(self, start: StartAttempt) -> Place:
+        """Returns this machine's ranks in an attempt, which its heartbeats name from now on."""
+        self._attempt, self._last_check = start.attempt, time.monotonic()
         return Place(start.first_rank, start.local_procs, start.world_size, start.master, self.interface)
 
-    def look(self, supervisor: Supervisor, attempt: int) -> None:
-        """While an attempt runs: end it where the leader says so, or is lost."""
-        self._turned = time.monotonic()
+    def check(self, supervisor: Supervisor, attempt: int) -> None:
+        """Called while an attempt runs: aborts it if the leader says so, or is lost."""
+        self._last_check = time.monotonic()
         while (message := self.link.receive(0)) is not None:
-            if isinstance(message, LookNow) and message.attempt == attempt:
+            if isinstance(message, ReportNow) and message.attempt == attempt:
                 supervisor.judge.asks = True
-            elif isinstance(message, Hang) and message.attempt == attempt:
+            elif isinstance(message, HangVerdict) and message.attempt == attempt:
                 supervisor.convict(message.verdict)
             elif isinstance(message, Abort) and message.attempt == attempt:
                 supervisor.abort("the machines meet anew")
@@ -141,28 +143,27 @@ class Member:
                 self._next = message
                 if isinstance(message, StartAttempt):
                     supervisor.abort("the machines meet anew")
-        if not self.link.alive:
-            supervisor.abort(f"the machine at {self.meeting.where} was lost")
+        if not self.link.is_alive:
+            supervisor.abort(f"the machine at {self.config.where} was lost")
 
-    def tell_time(self, spent: Spent) -> None:
-        """To the leader, which keeps that of all."""
+    def report_time_breakdown(self, spent: Spent) -> None:
         self.link.send(TimeSpent(spent))
 
     def report(self, attempt: int, sights: list[Sight]) -> None:
-        self.link.send(Sighted(attempt, sights))
+        self.link.send(HangReport(attempt, sights))
 
-    def tell_end(self, attempt: int, ended: Ended) -> None:
+    def report_end(self, attempt: int, ended: Ended) -> None:
         self._attempt = 0
-        given: dict[str, Any] | None = ended.result.get("smaller")
-        smaller = None if given is None else strict.read(SmallerPlan, given)
+        values: dict[str, Any] | None = ended.result.get("smaller")
+        smaller = None if values is None else strict.read(SmallerPlan, values)
         self.link.send(AttemptEnded(attempt, ended.outcome, ended.message, ended.lost, ended.stopped, smaller, ended.spent))
 
 
 def follow(
-    member: Member, supervisor_of: Callable[[StartAttempt, Place], Supervisor], own_parts: Callable[[Plan], Plan] = lambda plan: plan
+    member: Member, make_supervisor: Callable[[StartAttempt, Place], Supervisor], adapt: Callable[[Plan], Plan] = lambda plan: plan
 ) -> Ended:
-    """Take part in attempt after attempt, as the leader says; gives how the run ended. `own_parts` puts into the leader's plan
-    what this machine decides by itself."""
+    """Takes part in attempt after attempt, as the leader starts them; returns how the run ended. `adapt` replaces the parts of the
+    leader's plan that each machine decides by itself."""
     supervisor: Supervisor | None = None
 
     def stopped() -> bool:
@@ -173,15 +174,15 @@ def follow(
             message = member.wait(stopped)
             if isinstance(message, RunEnded):
                 return Ended(message.outcome, message.message)
-            place, plan = member.begin(message), own_parts(message.plan)
+            place, plan = member.start_attempt(message), adapt(message.plan)
             if supervisor is None:
-                supervisor = supervisor_of(replace(message, plan=plan), place)
+                supervisor = make_supervisor(replace(message, plan=plan), place)
             supervisor.use(plan, place, message.diagnostics)
-            supervisor.look = partial(member.look, supervisor, message.attempt)
+            supervisor.look = partial(member.check, supervisor, message.attempt)
             supervisor.judge = Reporting(partial(member.report, message.attempt))
-            supervisor.all_time = member.tell_time
+            supervisor.all_time = member.report_time_breakdown
             ended = supervisor.once()
-            member.tell_end(message.attempt, ended)
+            member.report_end(message.attempt, ended)
             if supervisor.stopped:
                 return ended
     finally:

@@ -1,4 +1,4 @@
-"""What machines say to each other: one class a message, checked field by field when it arrives."""
+"""The messages between leader and members: one class each, checked field by field when it arrives."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from drivetrain.watch.spent import Spent
 MACHINE_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,252}")
 
 
-class OddMessage(ValueError):
-    """A message that no machine of ours sends."""
+class InvalidMessage(ValueError):
+    """A message that drivetrain never sends."""
 
 
 # --- from a member to the leader ---
@@ -27,13 +27,13 @@ class OddMessage(ValueError):
 
 @dataclass(frozen=True)
 class Hello:
-    """The first message: who wants to join."""
+    """The first message: a machine that wants to join."""
 
     kind: ClassVar = "hello"
     procs: int
     name: str
     identity: str
-    """A keyed digest of the recipe: equal where task, code and settings are."""
+    """A keyed digest of the recipe: equal if task, code and settings are."""
     node_rank: int | None = None
 
     def __post_init__(self) -> None:
@@ -42,16 +42,18 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class Beat:
+class NodeHeartbeat:
     """Sent every second by both sides."""
 
-    kind: ClassVar = "beat"
+    kind: ClassVar = "heartbeat"
     attempt: int = 0
-    """The attempt whose workers the sender supervises at this moment; 0: none."""
+    """The attempt whose workers the sender supervises now; 0: none."""
 
 
 @dataclass(frozen=True)
 class TimeSpent:
+    """What the sender's ranks spent their time on so far."""
+
     kind: ClassVar = "time-spent"
     spent: Spent
 
@@ -60,17 +62,17 @@ class TimeSpent:
 
 
 @dataclass(frozen=True)
-class Sighted:
-    """What is seen of the sender's ranks while one of them is silent."""
+class HangReport:
+    """What the sender's ranks do, while one of them is silent."""
 
-    kind: ClassVar = "sighted"
+    kind: ClassVar = "hang-report"
     attempt: int
     sights: list[Sight]
 
 
 @dataclass(frozen=True)
 class SmallerPlan:
-    """The plan's changes with which a run starts anew after it ran out of memory."""
+    """The changes of the plan with which a run restarts after it ran out of memory."""
 
     plan: dict[str, Any]
     sizes: dict[str, int]
@@ -80,7 +82,7 @@ class SmallerPlan:
     CHANGES: ClassVar = {"micro_batch", "eval_micro_batch", "accumulation", "measured", "capture", "compile", "compile_from", "reasons"}
 
     def __post_init__(self) -> None:
-        _require(self.plan.keys() <= self.CHANGES, "a change of the plan that no lack of memory asks for")
+        _require(self.plan.keys() <= self.CHANGES, "a change of the plan that does not save memory")
         _require({"step"} <= self.oom.keys() and self.sizes.keys() <= self.CHANGES, "an unknown size")
         strict.read(Plan, self.plan, "plan")
 
@@ -108,6 +110,8 @@ class AttemptEnded:
 
 @dataclass(frozen=True)
 class Welcome:
+    """The answer to Hello."""
+
     kind: ClassVar = "welcome"
     accepted: bool
     reason: str = ""
@@ -115,7 +119,7 @@ class Welcome:
 
 @dataclass(frozen=True)
 class StartAttempt:
-    """A place in the next attempt, and all that its workers need to know."""
+    """The receiver's ranks in the next attempt, and all that its workers need to know."""
 
     kind: ClassVar = "start-attempt"
     attempt: int
@@ -124,7 +128,7 @@ class StartAttempt:
     world_size: int
     master: tuple[str, int]
     run: str
-    """The run's name, below each machine's own folder of runs."""
+    """The run's name, below each machine's own runs/."""
     plan: Plan
     diagnostics: Diagnostics
 
@@ -132,38 +136,46 @@ class StartAttempt:
         parts = self.run.split("/")
         plain = all(re.fullmatch(r"[\w][\w.+= -]{0,200}", part) for part in parts)
         _require(plain and len(parts) <= 2, "a run's name that is no plain name")
-        _require(0 <= self.first_rank < self.world_size and 1 <= self.local_procs <= self.world_size, "ranks that cannot be")
-        _require(1024 <= self.master[1] < 65536, "a port that is none of ours")
+        _require(0 <= self.first_rank < self.world_size and 1 <= self.local_procs <= self.world_size, "impossible ranks")
+        _require(1024 <= self.master[1] < 65536, "a reserved port")
 
 
 @dataclass(frozen=True)
-class LookNow:
-    kind: ClassVar = "look-now"
+class ReportNow:
+    """Asks for a HangReport at once."""
+
+    kind: ClassVar = "report-now"
     attempt: int
 
 
 @dataclass(frozen=True)
-class Hang:
-    kind: ClassVar = "hang"
+class HangVerdict:
+    """Which ranks hang: the attempt ends."""
+
+    kind: ClassVar = "hang-verdict"
     attempt: int
     verdict: Verdict
 
 
 @dataclass(frozen=True)
 class Abort:
+    """Ends the attempt at once."""
+
     kind: ClassVar = "abort"
     attempt: int
 
 
 @dataclass(frozen=True)
 class RunEnded:
+    """How the whole run ended: the receiver's command ends as well."""
+
     kind: ClassVar = "run-ended"
     outcome: Outcome
     message: str
 
 
-ToLeader = Hello | Beat | TimeSpent | Sighted | AttemptEnded
-ToMember = Welcome | Beat | StartAttempt | LookNow | Hang | Abort | RunEnded
+ToLeader = Hello | NodeHeartbeat | TimeSpent | HangReport | AttemptEnded
+ToMember = Welcome | NodeHeartbeat | StartAttempt | ReportNow | HangVerdict | Abort | RunEnded
 Message = ToLeader | ToMember
 
 
@@ -172,19 +184,19 @@ def encode(message: Message) -> bytes:
 
 
 def decode(line: bytes, kinds: Any) -> Message:
-    """Reads a line as one of the messages in the union `kinds`."""
+    """Returns the message on a line, one of the union `kinds`; raises InvalidMessage."""
     try:
         value = json.loads(line)
         kind = value.pop("kind")
-        found: Any = next(k for k in get_args(kinds) if k.kind == kind)
-        message: Message = strict.read(found, value, str(kind))
+        message_class: Any = next(k for k in get_args(kinds) if k.kind == kind)
+        message: Message = strict.read(message_class, value, str(kind))
     except StopIteration:
-        raise OddMessage("of an unknown kind") from None
+        raise InvalidMessage("of an unknown kind") from None
     except (Problem, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise OddMessage(str(error)) from None
+        raise InvalidMessage(str(error)) from None
     return message
 
 
-def _require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise OddMessage(otherwise)
+def _require(is_valid: bool, problem: str) -> None:
+    if not is_valid:
+        raise InvalidMessage(problem)

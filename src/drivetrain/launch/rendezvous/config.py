@@ -1,4 +1,4 @@
-"""What one machine knows before it meets the others: where, with how many, and with which command."""
+"""What a machine knows before it meets the others: where, with how many, and with which command."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ JOIN_SECONDS = 600.0  # that machines wait for each other
 
 
 @dataclass(frozen=True)
-class Meeting:
+class RendezvousConfig:
     address: tuple[str, int]
     nodes: tuple[int, int]
-    """Machines that are needed, and that can take part."""
+    """The fewest and the most machines that take part."""
     procs: int
     """Processes of this machine."""
     node_rank: int | None
     notice: Callable[[str], None]
+    """Prints a line for the user."""
     identity: str
-    """The recipe in one text: the same on every machine."""
+    """The recipe as text: the same on every machine."""
 
     @property
     def where(self) -> str:
@@ -43,19 +44,19 @@ class Meeting:
 
     @property
     def command(self) -> str:
-        """The command for the other machines."""
+        """The command that the user types on the other machines."""
         words = sys.argv[1:]
         if "--node-rank" in words[:-1]:
             words[words.index("--node-rank") + 1] = "K"
         return shlex.join(["drivetrain", *words])
 
     def identity_digest(self, keys: Keys) -> str:
-        """Says to whoever knows the token, and to nobody else, whether two machines have the same recipe."""
+        """Returns a digest that tells nobody without the token anything, and is equal if two machines have the same recipe."""
         return hmac.new(keys.to_leader, self.identity.encode(), "sha256").hexdigest()
 
 
 def interface_of(address: str) -> str:
-    """The name of this machine's network interface with an address; empty where none has it."""
+    """Returns the name of this machine's network interface with an address; empty if none has it."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in addresses):
             return name
@@ -63,5 +64,5 @@ def interface_of(address: str) -> str:
 
 
 def machine_name() -> str:
-    """This machine's host name, in the characters that host names have."""
+    """Returns this machine's host name, reduced to the characters that host names have."""
     return re.sub(r"[^0-9A-Za-z._-]", "-", socket.gethostname()).strip("._-")[:253] or "machine"

@@ -1,4 +1,4 @@
-"""Who may join a run's machines, what a stranger learns, and what one can do to a run."""
+"""Who may join a run, what a stranger learns, and what one can do to a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from drivetrain.launch.rendezvous.handshake import prove_to_leader
 from drivetrain.launch.rendezvous.leader import Leader
 from drivetrain.launch.rendezvous.link import Link
 from drivetrain.launch.rendezvous.member import Member
-from drivetrain.launch.rendezvous.messages import Hello, OddMessage, StartAttempt, ToLeader, ToMember, decode, encode
+from drivetrain.launch.rendezvous.messages import Hello, InvalidMessage, StartAttempt, ToLeader, ToMember, decode, encode
 from drivetrain.outcomes import Outcome
 from drivetrain.plan import Plan
 from drivetrain.watch.spent import Spent
@@ -39,15 +39,15 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRIVETRAIN_TOKEN", SECRET)
 
 
-class Meeting:
-    """A leader that waits, and what it said and noted."""
+class ObservedLeader:
+    """A leader that waits for members, with its notices and events."""
 
     def __init__(self, nodes: tuple[int, int] = (1, 2)) -> None:
-        self.port, self.said, self.events = free_port(), [], []
-        me = rendezvous.join((LOCAL, self.port), nodes, 1, None, self.said.append, RECIPE)
+        self.port, self.notices, self.events = free_port(), [], []
+        me = rendezvous.join((LOCAL, self.port), nodes, 1, None, self.notices.append, RECIPE)
         assert isinstance(me, Leader)
         self.leader = me
-        self.leader.event = lambda kind, **detail: self.events.append((kind, detail))
+        self.leader.log_event = lambda kind, **detail: self.events.append((kind, detail))
 
     def join(self, recipe: object = RECIPE) -> Member:
         me = rendezvous.join((LOCAL, self.port), (1, 2), 1, 1, lambda text: None, recipe)
@@ -57,19 +57,19 @@ class Meeting:
     def connect(self) -> socket.socket:
         return socket.create_connection((LOCAL, self.port), timeout=5)
 
-    def heard(self, text: str) -> bool:
-        return any(text in line for line in self.said)
+    def noticed(self, text: str) -> bool:
+        return any(text in line for line in self.notices)
 
 
 @pytest.fixture
-def meeting() -> Iterator[Meeting]:
-    made = Meeting()
-    yield made
-    made.leader.end(Outcome.OK, "")
+def observed() -> Iterator[ObservedLeader]:
+    observed = ObservedLeader()
+    yield observed
+    observed.leader.end_run(Outcome.OK, "")
 
 
-class Recorder:
-    """A connection in the middle that writes down what each side says."""
+class Eavesdropper:
+    """Forwards a connection, and records what each side sends."""
 
     def __init__(self, port: int) -> None:
         self.up, self.down = b"", b""
@@ -91,30 +91,30 @@ class Recorder:
         target.close()
 
 
-# --- who gets in ---
+# --- who is admitted ---
 
 
-def test_without_the_token_nobody_joins_and_nothing_is_learnt(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    with meeting.connect() as stranger:
+def test_without_the_token_nobody_joins_or_learns_anything(observed: ObservedLeader, monkeypatch: pytest.MonkeyPatch) -> None:
+    with observed.connect() as stranger:
         stranger.sendall(json.dumps({"drivetrain": handshake.VERSION, "nonce": "0" * 64}).encode() + b"\n")
         greeting = stranger.recv(4096)
         assert set(json.loads(greeting)) == {"drivetrain", "nonce"}, "nothing that identifies the run"
         stranger.sendall(b'{"proof": "' + b"0" * 64 + b'"}\n')
         assert json.loads(stranger.recv(4096)) == {"refused": "token"} and stranger.recv(1) == b""
-    until(lambda: meeting.heard("away that did not know the token, last from 127.0.0.1"), "a notice")
+    until(lambda: observed.noticed("away that did not know the token, last from 127.0.0.1"), "a notice")
     monkeypatch.setenv("DRIVETRAIN_TOKEN", "another secret altogether")
     with pytest.raises(Problem, match="the token here is not that of the run"):
-        meeting.join()
+        observed.join()
     monkeypatch.delenv("DRIVETRAIN_TOKEN")
     with pytest.raises(Problem, match=r"this machine has no token .* the command that the first machine printed"):
-        meeting.join()
-    assert not meeting.leader._peers
+        observed.join()
+    assert not observed.leader._peers
 
 
-def test_a_slow_network_is_no_wrong_token(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proof, or its answer, that comes too late: the machine tries again."""
+def test_a_late_answer_is_no_wrong_token(observed: ObservedLeader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proof, or its answer, comes too late: the machine tries again."""
     monkeypatch.setattr(handshake, "ANSWER_SECONDS", 0.3)
-    with meeting.connect() as slow:
+    with observed.connect() as slow:
         slow.sendall(json.dumps({"drivetrain": handshake.VERSION, "nonce": "0" * 64}).encode() + b"\n")
         answer = b""
         while data := slow.recv(4096):
@@ -128,8 +128,8 @@ def test_a_slow_network_is_no_wrong_token(meeting: Meeting, monkeypatch: pytest.
         far.close()
 
 
-def test_a_rogue_leader_learns_nothing_of_the_recipe() -> None:
-    """It answers as a leader does, without the token: the machine that came says nothing more."""
+def test_a_false_leader_learns_nothing_of_the_recipe() -> None:
+    """It answers as a leader does, but without the token: the member sends nothing more."""
     said = b""
 
     def pretend(server: socket.socket) -> None:
@@ -150,49 +150,53 @@ def test_a_rogue_leader_learns_nothing_of_the_recipe() -> None:
     assert [set(json.loads(line)) for line in said.splitlines()] == [{"drivetrain", "nonce"}, {"proof"}]
 
 
-def test_who_listens_reads_no_recipe_and_cannot_repeat_what_it_heard(meeting: Meeting) -> None:
-    ear = Recorder(meeting.port)
-    me = rendezvous.join((LOCAL, ear.port), (1, 2), 1, 1, lambda text: None, RECIPE)
+def test_an_eavesdropper_reads_no_recipe_and_cannot_replay_what_it_recorded(observed: ObservedLeader) -> None:
+    eavesdropper = Eavesdropper(observed.port)
+    me = rendezvous.join((LOCAL, eavesdropper.port), (1, 2), 1, 1, lambda text: None, RECIPE)
     assert isinstance(me, Member)
-    until(lambda: meeting.leader._peers, "a machine that joined")
+    until(lambda: observed.leader._peers, "a member")
     me.link.close()
-    until(lambda: not meeting.leader._present(), "one that left")
-    assert b"12345" not in ear.up + ear.down and b"small.py" not in ear.up and SECRET.encode() not in ear.up + ear.down
-    with meeting.connect() as thief, contextlib.suppress(OSError):
-        thief.sendall(ear.up)
+    until(lambda: not observed.leader.connected_peers(), "no member")
+    assert (
+        b"12345" not in eavesdropper.up + eavesdropper.down
+        and b"small.py" not in eavesdropper.up
+        and SECRET.encode() not in eavesdropper.up + eavesdropper.down
+    )
+    with observed.connect() as thief, contextlib.suppress(OSError):
+        thief.sendall(eavesdropper.up)
         answer = b""
         while data := thief.recv(4096):
             answer += data
         assert b'"refused": "token"' in answer
-    assert not meeting.leader._present()
+    assert not observed.leader.connected_peers()
 
 
-def test_the_token_file_is_for_its_owner_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_its_owner_may_read_the_token_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("DRIVETRAIN_TOKEN")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    made = Meeting()
-    threading.Thread(target=made.leader.gather, daemon=True).start()
-    until(lambda: made.heard("DRIVETRAIN_TOKEN="), "the command for the other machines")
+    observed = ObservedLeader()
+    threading.Thread(target=observed.leader.wait_for_members, daemon=True).start()
+    until(lambda: observed.noticed("DRIVETRAIN_TOKEN="), "the command for the other machines")
     (file,) = (tmp_path / "state").rglob("127.0.0.1-*")
     assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
-    assert made.heard(file.read_text().splitlines()[0]), "printed once, as part of the command"
-    made.join().link.close()  # a machine with the same home folder finds it by itself
+    assert observed.noticed(file.read_text().splitlines()[0]), "printed once, as part of the command"
+    observed.join().link.close()  # a machine with the same home folder needs nothing
     file.chmod(0o644)
     with pytest.raises(Problem, match="chmod 600"):
-        made.join()
-    made.leader.end(Outcome.INFRA, "")
-    assert file.exists(), "the repeated command goes on, and the others look for it"
-    made.leader.token.forget()
+        observed.join()
+    observed.leader.end_run(Outcome.INFRA, "")
+    assert file.exists(), "the repeated command needs it"
+    observed.leader.token.delete_file()
     assert not file.exists()
 
 
 def test_a_short_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRIVETRAIN_TOKEN", "short")
     with pytest.raises(Problem, match="at least 16 characters"):
-        Meeting()
+        ObservedLeader()
 
 
-# --- what is said ---
+# --- messages ---
 
 
 def start_attempt(**changes: Any) -> bytes:
@@ -200,7 +204,7 @@ def start_attempt(**changes: Any) -> bytes:
     return json.dumps({"kind": "start-attempt", **asdict(start)} | changes).encode()
 
 
-def test_what_machines_say_comes_back_whole() -> None:
+def test_a_message_survives_encoding_and_decoding() -> None:
     message = decode(start_attempt(), ToMember)
     assert isinstance(message, StartAttempt) and message.plan.world_size == 2 and message.master == (LOCAL, 29500)
     assert decode(encode(message), ToMember) == message
@@ -231,8 +235,8 @@ def test_what_machines_say_comes_back_whole() -> None:
         b'{"kind": ' + b"[" * 100_000,
     ],
 )
-def test_a_leader_s_odd_message_is_refused(line: bytes) -> None:
-    with pytest.raises(OddMessage):
+def test_an_invalid_message_of_a_leader_is_refused(line: bytes) -> None:
+    with pytest.raises(InvalidMessage):
         decode(line, ToMember)
 
 
@@ -255,21 +259,21 @@ ENDED = {"kind": "attempt-ended", "attempt": 1, "outcome": "oom", "message": "",
         ENDED | {"spent": {"ranks": [{}], "steps": 1}},
         ENDED | {"outcome": 5},
         {"kind": "time-spent", "spent": {"ranks": [{"surprise": 1.0}], "steps": 1}},
-        {"kind": "sighted", "attempt": 1, "sights": [{"rank": 1}]},
+        {"kind": "hang-report", "attempt": 1, "sights": [{"rank": 1}]},
         {"kind": "start-attempt"},
     ],
 )
-def test_a_member_s_odd_message_is_refused(value: dict[str, Any]) -> None:
-    with pytest.raises(OddMessage):
+def test_an_invalid_message_of_a_member_is_refused(value: dict[str, Any]) -> None:
+    with pytest.raises(InvalidMessage):
         decode(json.dumps(value).encode(), ToLeader)
 
 
-def joined(meeting: Meeting, name: str = "rogue") -> Link:
-    """A machine that knows the token and the recipe, and then does as it likes."""
-    sock = meeting.connect()
+def join_as(observed: ObservedLeader, name: str = "rogue") -> Link:
+    """Joins as a machine that knows token and recipe; it then sends what the test wants."""
+    sock = observed.connect()
     keys = prove_to_leader(sock, SECRET.encode())
-    me = Link(sock, keys.to_leader, keys.to_member, ToMember).begin()
-    me.send(Hello(1, name, meeting.leader.meeting.identity_digest(keys)))
+    me = Link(sock, keys.to_leader, keys.to_member, ToMember).start()
+    me.send(Hello(1, name, observed.leader.config.identity_digest(keys)))
     welcome = me.receive(5)
     assert isinstance(welcome, messages.Welcome)
     if not welcome.accepted:
@@ -278,7 +282,7 @@ def joined(meeting: Meeting, name: str = "rogue") -> Link:
 
 
 class FakeSupervisor:
-    """What a leader needs of a supervisor while an attempt runs."""
+    """The part of a supervisor that a leader uses while an attempt runs."""
 
     steps_taken = 0
 
@@ -289,72 +293,74 @@ class FakeSupervisor:
         self.aborted.append(why)
 
 
-def begun(meeting: Meeting, *names: str) -> FakeSupervisor:
-    until(lambda: len(meeting.leader._peers) == len(names), "all machines")
-    meeting.leader.high = 1 + len(names)
-    meeting.leader.gather()
-    meeting.leader.begin("both", Plan(), {})
+def begin_attempt(observed: ObservedLeader, *names: str) -> FakeSupervisor:
+    until(lambda: len(observed.leader._peers) == len(names), "all machines")
+    observed.leader.max_nodes = 1 + len(names)
+    observed.leader.wait_for_members()
+    observed.leader.start_attempt("both", Plan(), {})
     return FakeSupervisor()
 
 
 @pytest.mark.parametrize("odd", ["unsigned", "unknown", "others' ranks", "flood"])
-def test_one_odd_message_costs_the_sender_its_place_and_nothing_else(meeting: Meeting, odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rogue = joined(meeting)
-    supervisor = begun(meeting, "rogue")
+def test_one_invalid_message_excludes_its_sender_and_nothing_else(
+    observed: ObservedLeader, odd: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rogue = join_as(observed)
+    supervisor = begin_attempt(observed, "rogue")
     if odd == "unsigned":
-        rogue._peer.sendall(b"0" * 64 + b' {"kind": "beat"}\n')
+        rogue._peer.sendall(b"0" * 64 + b' {"kind": "heartbeat"}\n')
     elif odd == "unknown":
         monkeypatch.setattr(link, "encode", lambda message: b'{"kind": "surprise"}')
-        rogue.send(messages.Beat())
+        rogue.send(messages.NodeHeartbeat())
     elif odd == "flood":
-        for _ in range(link.MAX_WAITING + 2):
-            rogue.send(messages.Sighted(0, []))
-        until(lambda: meeting.leader._peers[0].link.fault, "a queue that is full")
+        for _ in range(link.MAX_QUEUED + 2):
+            rogue.send(messages.HangReport(0, []))
+        until(lambda: observed.leader._peers[0].link.fault, "a queue that is full")
     else:
         rogue.send(messages.TimeSpent(Spent.unknown(ranks=3)))
-    until(lambda: meeting.leader.look(supervisor) or supervisor.aborted, "an attempt that ends")  # type: ignore[arg-type, func-returns-value]
+    until(lambda: observed.leader.check(supervisor) or supervisor.aborted, "an attempt that ends")  # type: ignore[arg-type, func-returns-value]
     assert supervisor.aborted == ["the machine rogue was lost"]
-    assert [kind for kind, _ in meeting.events] == ["machine-lost"] and meeting.heard("lost rogue: ")
+    assert [kind for kind, _ in observed.events] == ["machine-lost"] and observed.noticed("lost rogue: ")
     monkeypatch.undo()
     monkeypatch.setenv("DRIVETRAIN_TOKEN", SECRET)
     with pytest.raises(PermissionError, match="excluded"):
-        joined(meeting)
-    joined(meeting, "honest").close()
+        join_as(observed)
+    join_as(observed, "honest").close()
 
 
-def test_a_machine_that_only_beats_is_excluded(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    rogue = joined(meeting)
-    monkeypatch.setattr(leader, "PACE_SECONDS", 0.5)
-    supervisor = begun(meeting, "rogue")
-    meeting.leader.look(supervisor)  # type: ignore[arg-type]
+def test_a_machine_that_only_sends_heartbeats_is_excluded(observed: ObservedLeader, monkeypatch: pytest.MonkeyPatch) -> None:
+    rogue = join_as(observed)
+    monkeypatch.setattr(leader, "START_TIMEOUT_SECONDS", 0.5)
+    supervisor = begin_attempt(observed, "rogue")
+    observed.leader.check(supervisor)  # type: ignore[arg-type]
     assert not supervisor.aborted
     time.sleep(0.6)
-    meeting.leader.look(supervisor)  # type: ignore[arg-type]
-    assert supervisor.aborted == ["the machine rogue was lost"] and meeting.heard("excluded, for it did not begin the attempt")
+    observed.leader.check(supervisor)  # type: ignore[arg-type]
+    assert supervisor.aborted == ["the machine rogue was lost"] and observed.noticed("excluded, for it did not begin the attempt")
     rogue.close()
-    joined(meeting).close()  # once more it may try
-    until(lambda: not meeting.leader._present(), "one that left")
+    join_as(observed).close()  # it may try once more
+    until(lambda: not observed.leader.connected_peers(), "no member")
 
 
-def test_a_machine_that_keeps_pace_stays(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = joined(meeting, "honest")
+def test_a_machine_that_starts_the_attempt_stays(observed: ObservedLeader, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = join_as(observed, "honest")
     honest.own_attempt = lambda: 1
-    monkeypatch.setattr(leader, "PACE_SECONDS", 1.5)
-    supervisor = begun(meeting, "honest")
+    monkeypatch.setattr(leader, "START_TIMEOUT_SECONDS", 1.5)
+    supervisor = begin_attempt(observed, "honest")
     time.sleep(2.0)
-    meeting.leader.look(supervisor)  # type: ignore[arg-type]
-    assert not supervisor.aborted and meeting.leader._peers
+    observed.leader.check(supervisor)  # type: ignore[arg-type]
+    assert not supervisor.aborted and observed.leader._peers
 
 
-def test_which_machine_is_away_is_said_and_noted(meeting: Meeting) -> None:
-    honest = joined(meeting, "node7")
-    supervisor = begun(meeting, "node7")
+def test_a_lost_machine_is_named_and_logged(observed: ObservedLeader) -> None:
+    honest = join_as(observed, "node7")
+    supervisor = begin_attempt(observed, "node7")
     honest.close()
-    until(lambda: meeting.leader.look(supervisor) or supervisor.aborted, "a lost machine")  # type: ignore[arg-type, func-returns-value]
-    meeting.leader.gather()
-    assert meeting.heard("more machine, without node7 (lost ")
-    joined(meeting, "node7").close()
-    assert [(kind, detail["machine"]) for kind, detail in meeting.events][:2] == [("machine-lost", "node7"), ("machine-back", "node7")]
+    until(lambda: observed.leader.check(supervisor) or supervisor.aborted, "a lost machine")  # type: ignore[arg-type, func-returns-value]
+    observed.leader.wait_for_members()
+    assert observed.noticed("more machine, without node7 (lost ")
+    join_as(observed, "node7").close()
+    assert [(kind, detail["machine"]) for kind, detail in observed.events][:2] == [("machine-lost", "node7"), ("machine-back", "node7")]
 
 
 # --- floods ---
@@ -364,7 +370,7 @@ import os, resource, socket, sys, threading, time
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 from drivetrain.launch import rendezvous
 me = rendezvous.join(("127.0.0.1", 0), (1, 2), 1, None, lambda text: print(text, flush=True), {"a": 1})
-print("port", me._listener._server.getsockname()[1], flush=True)
+print("port", me.listener.port, flush=True)
 hoard = []
 try:
     while True:
@@ -380,8 +386,8 @@ sys.stdin.readline()
 """
 
 
-def test_a_flood_of_connections_is_survived_and_said() -> None:
-    """At the limit of descriptors accept() fails: the port is open again once there are some."""
+def test_a_flood_of_connections_is_survived_and_reported() -> None:
+    """Without free descriptors accept() fails; the port opens again once there are some."""
     with (
         subprocess.Popen([sys.executable, "-c", FLOOD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
         contextlib.ExitStack() as stack,
@@ -401,7 +407,7 @@ def test_a_flood_of_connections_is_survived_and_said() -> None:
             process.stdin.flush()
             until(lambda: "free\n" in lines, "descriptors again", of=process)
             me = rendezvous.join((LOCAL, port), (1, 2), 1, 1, lambda text: None, {"a": 1})
-            assert isinstance(me, Member) and me.link.alive, "beside a hundred silent connections"
+            assert isinstance(me, Member) and me.link.is_alive, "beside a hundred silent connections"
             me.link.close()
         finally:
             process.kill()
