@@ -13,7 +13,7 @@ import torch
 
 from drivetrain import describe, task_ref
 from drivetrain.data import Tensors
-from drivetrain.engine.data.feeds import check_data
+from drivetrain.engine.data.make_feed import check_data
 from drivetrain.outcomes import Problem
 from drivetrain.settings_reader.declaration import read_declaration
 from drivetrain.task_ref import find_task, load_class

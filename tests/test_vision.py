@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from drivetrain.engine.data.rand import KeyedRand
+from drivetrain.engine.data.keyed_random import KeyedRand
 from drivetrain.outcomes import Problem
 from drivetrain.tasks.vision import augment, nets
 from drivetrain.tasks.vision.cifar import Cifar10

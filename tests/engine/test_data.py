@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from drivetrain.engine.data.base import shares
-from drivetrain.engine.data.feeds import check_data, eval_feed, train_feed
-from drivetrain.engine.data.rand import KeyedRand, key, permutation
+from drivetrain.engine.data.feed import micro_batch_spans
+from drivetrain.engine.data.keyed_random import KeyedRand, key, permutation
+from drivetrain.engine.data.make_feed import check_data, eval_feed, train_feed
 from drivetrain.engine.group import Group
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @given(length=st.integers(1, 200), world=st.integers(1, 9), micro=st.integers(1, 70))
 def test_shares_cover_a_batch_once_in_equal_numbers_of_micro_steps(length: int, world: int, micro: int) -> None:
-    spans = [shares(length, world, rank, micro) for rank in range(world)]
+    spans = [micro_batch_spans(length, world, rank, micro) for rank in range(world)]
     assert len({len(s) for s in spans}) == 1
     covered = [i for s in spans for low, high in s for i in range(low, high)]
     assert covered == list(range(length))
@@ -43,9 +43,9 @@ def test_every_sample_is_seen_once_an_epoch(samples: int, batch: int, world: int
             feed = train_feed(task, task.train_data(), plan, Group(rank, world, CPU))
             for index in range(feed.steps_per_epoch):
                 for part in feed.micro_batches(epoch, index):
-                    if part.weight:
-                        seen += part.given["id"].tolist()
-                        assert part.given["id"].tolist() == part.ids.tolist()
+                    if part.num_real:
+                        seen += part.loaded["id"].tolist()
+                        assert part.loaded["id"].tolist() == part.ids.tolist()
         assert sorted(seen) == list(range(samples))
 
 
@@ -56,7 +56,7 @@ def test_loader_workers_give_what_no_workers_give() -> None:
     def batches(workers: int, first: int) -> list[Any]:
         feed = train_feed(task, task.train_data(), Plan(global_batch=8, micro_batch=4, workers=workers), Group(0, 1, CPU))
         feed.open(first)
-        found = [part.given["inputs"]["x"] for s in range(first, 14) for part in feed.micro_batches(*divmod(s, feed.steps_per_epoch))]
+        found = [part.loaded["inputs"]["x"] for s in range(first, 14) for part in feed.micro_batches(*divmod(s, feed.steps_per_epoch))]
         feed.close()
         return found
 

@@ -66,7 +66,7 @@ def test_other_optimizers_formats_and_augmentation_in_place(name: str, options: 
 
 def test_augmentation_in_place_is_done_once(tmp_path: Path) -> None:
     """With and without counts(), the same batch gives the same loss at the first step."""
-    from drivetrain.engine.data.rand import KeyedRand
+    from drivetrain.engine.data.keyed_random import KeyedRand
     from drivetrain.engine.group import Group
     from tests.samples import training
 

@@ -17,7 +17,7 @@ from drivetrain.engine.faults.out_of_memory import Before, OutOfMemory
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observer, Observers
 from drivetrain.engine.loop import Training
-from drivetrain.engine.measure.memory import shortages
+from drivetrain.engine.measure.memory import allocation_errors_as_oom
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
@@ -62,9 +62,9 @@ def note_samples(job: Training) -> dict[tuple[int, int], list[int]]:
     def noting(epoch: int, index: int) -> Any:
         mine = seen[epoch, index] = []
         for micro in give(epoch, index):
-            numbers = micro.given["id"] if isinstance(micro.given, dict) else micro.ids
+            numbers = micro.loaded["id"] if isinstance(micro.loaded, dict) else micro.ids
             assert torch.equal(numbers, micro.ids)
-            mine += numbers[: micro.weight].tolist()
+            mine += numbers[: micro.num_real].tolist()
             yield micro
 
     job.feed.micro_batches = noting  # type: ignore[method-assign]
@@ -352,6 +352,6 @@ def test_no_rank_is_left_behind(tmp_path: Path) -> None:
     ],
 )
 def test_every_wording_of_a_shortage_is_one(said: str, short: bool) -> None:
-    with pytest.raises(torch.OutOfMemoryError if short else RuntimeError) as raised, shortages:
+    with pytest.raises(torch.OutOfMemoryError if short else RuntimeError) as raised, allocation_errors_as_oom:
         raise RuntimeError(said)
     assert isinstance(raised.value, torch.OutOfMemoryError) == short and str(raised.value) == said

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.engine.fast.parallel_kernels import FUSED_OPTIMIZERS, split_tensors
-from drivetrain.engine.maths.optim import has_short_way, short_step
+from drivetrain.engine.numerics.optim import can_call_kernel_directly, step_by_direct_kernel_call
 
 PROCESSORS = 4
 
@@ -83,8 +83,8 @@ def test_the_short_way_changes_no_number(kind: type[torch.optim.Optimizer]) -> N
                 optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0 + number), torch.tensor(float(number == 8))  # type: ignore[attr-defined]
         plain, short = optimizers
         plain.step()
-        assert has_short_way(short)
-        short_step(short)
+        assert can_call_kernel_directly(short)
+        step_by_direct_kernel_call(short)
         for a, b in zip(plain.param_groups, short.param_groups, strict=True):
             for p, q in zip(a["params"], b["params"], strict=True):
                 assert torch.equal(p, q)
@@ -94,20 +94,20 @@ def test_the_short_way_changes_no_number(kind: type[torch.optim.Optimizer]) -> N
 
 def test_only_what_has_a_short_way_takes_it() -> None:
     one, half = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    assert has_short_way(torch.optim.AdamW([one], fused=True))
-    assert not has_short_way(torch.optim.AdamW([one]))
-    assert not has_short_way(torch.optim.AdamW([one], fused=True, amsgrad=True))
-    assert not has_short_way(torch.optim.AdamW([one, half], fused=True))
-    assert not has_short_way(torch.optim.AdamW([one], lr=torch.tensor(1e-3), fused=True))
-    assert not has_short_way(torch.optim.SGD([one], fused=True))
+    assert can_call_kernel_directly(torch.optim.AdamW([one], fused=True))
+    assert not can_call_kernel_directly(torch.optim.AdamW([one]))
+    assert not can_call_kernel_directly(torch.optim.AdamW([one], fused=True, amsgrad=True))
+    assert not can_call_kernel_directly(torch.optim.AdamW([one, half], fused=True))
+    assert not can_call_kernel_directly(torch.optim.AdamW([one], lr=torch.tensor(1e-3), fused=True))
+    assert not can_call_kernel_directly(torch.optim.SGD([one], fused=True))
     hooked = torch.optim.AdamW([one], fused=True)
     hooked.register_step_post_hook(lambda *_: None)
-    assert not has_short_way(hooked)
-    assert not has_short_way(type("Own", (torch.optim.AdamW,), {})([one], fused=True))
+    assert not can_call_kernel_directly(hooked)
+    assert not can_call_kernel_directly(type("Own", (torch.optim.AdamW,), {})([one], fused=True))
 
 
 def test_momentum_is_a_setting_of_sgd() -> None:
-    from drivetrain.engine.maths.optim import make_optimizer
+    from drivetrain.engine.numerics.optim import make_optimizer
     from drivetrain.settings_reader.live import settings_of_class
     from drivetrain.task import Task
 

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from drivetrain.engine import loop
-from drivetrain.engine.data import rand, train_feed
-from drivetrain.engine.data.loader import LoaderFeed
-from drivetrain.engine.data.rand import HostRandom
+from drivetrain.engine.data.keyed_random import EpochRand, HostRandom, KeyedRand
+from drivetrain.engine.data.loader_feed import LoaderFeed
+from drivetrain.engine.data.make_feed import train_feed
 from drivetrain.engine.fast import pace
 from drivetrain.engine.fast.blocks import repeated_blocks
 from drivetrain.engine.fast.graphs import explain_failure, form_of, uncapturable_kind
@@ -397,7 +397,7 @@ def test_columns_that_change_are_another_form(tmp_path: Path) -> None:
 
     def begin(epoch: int, model: nn.Module) -> None:
         plain(epoch, model)
-        seen.append(job.feed.version)
+        seen.append(job.feed.data_version)
 
     job.feed.begin_epoch = begin  # type: ignore[method-assign]
     job.run_to_end()
@@ -411,22 +411,22 @@ def test_generators_of_the_host_are_watched_on_a_gpu() -> None:
         watch.begin(7, check=False)
         first = draw()
         watch.end()
-        assert watch.used
+        assert watch.is_used
         watch.begin(7, check=False)
         assert draw() == first, "and seeded for each micro-batch"
     watch = HostRandom(torch.device("cuda", 0))
     watch.begin(7, check=False)
     watch.end()
-    assert not watch.used
+    assert not watch.is_used
 
 
 def test_tables_of_random_numbers_have_a_budget() -> None:
-    draws = rand.Draws(100, torch.device("cpu"), 1, 2, room=1000)
-    draws.begin(0)
+    draws = EpochRand(100, torch.device("cpu"), 1, 2, max_table_numbers=1000)
+    draws.begin_epoch(0)
     ids = torch.tensor([3, 50])
     for k in range(1, 30):
-        found = draws.of(ids).uniform(k)
-        assert torch.equal(found, rand.KeyedRand(ids, 1, 0, 2).uniform(k))
+        found = draws.for_samples(ids).uniform(k)
+        assert torch.equal(found, KeyedRand(ids, 1, 0, 2).uniform(k))
     assert sum(t.numel() for t in draws._tables.values()) <= 1000
 
 
@@ -441,5 +441,5 @@ def test_measuring_the_loader_opens_nothing_in_this_process(tmp_path: Path, monk
 
     feed = train_feed(Loaded(), Opens(101, 0.0), Plan(global_batch=16, micro_batch=16), ALONE)
     assert isinstance(feed, LoaderFeed)
-    seconds = feed.loading_seconds()
+    seconds = feed.measure_loading_seconds()
     assert seconds is not None and 0.016 < seconds < 1.0 and not Opens.opened

@@ -108,8 +108,8 @@ def test_slow_samples_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(signature.time, "monotonic", lambda: float(next(clock)))
     known = signature.of_samples(lambda i: (torch.ones(2), i), 30)
     assert list(known) == ["0"] and all(known["0"])
-    assert not signature.changed({"samples": known}, {"samples": {}}), "what is not known is not compared"
-    assert signature.changed({"samples": known}, {"samples": {"0": ["0" * 16, known["0"][1]]}}) == "sample 0"
+    assert not signature.describe_difference({"samples": known}, {"samples": {}}), "what is not known is not compared"
+    assert signature.describe_difference({"samples": known}, {"samples": {"0": ["0" * 16, known["0"][1]]}}) == "sample 0"
 
 
 def test_large_and_odd_columns_have_signatures() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from drivetrain.data import Tensors
-from drivetrain.engine.measure.standins import AsOnGpu
+from drivetrain.engine.measure.fake_kernels import FakeGpuKernels
 from drivetrain.engine.measure.survey import _beside, survey
 from drivetrain.engine.measure.trace import Recorder, ShapesOnly
 from drivetrain.hardware.described import parse
@@ -137,7 +137,7 @@ def _pids() -> tuple[int, int]:
 def products(work: Callable[[], object]) -> list[tuple[str, float]]:
     """(kind, FLOPs) of the operations that multiply."""
     recorder = Recorder([])
-    with ShapesOnly(allow_non_fake_inputs=True), AsOnGpu(None, recorder.note), recorder:
+    with ShapesOnly(allow_non_fake_inputs=True), FakeGpuKernels(None, recorder.note), recorder:
         work()
     return [(kind, flops) for kind, _, flops, *_ in recorder.operations if flops]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.engine.data.rand import KeyedRand
+from drivetrain.engine.data.keyed_random import KeyedRand
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observers
 from drivetrain.engine.loop import Training

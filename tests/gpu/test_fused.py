@@ -204,13 +204,13 @@ def test_samples_and_their_order_are_the_plain_paths(kind: type[Ppo], tmp_path: 
     feed: Any = done.feed
     before = {k: v.clone() for k, v in learner.state.items()}
     epoch = 6
-    learner.streams.copy_(torch.tensor(feed.streams(epoch)))
+    learner.streams.copy_(torch.tensor(feed.random_keys(epoch)))
     learner._collect()
     after = {k: v.clone() for k, v in learner.state.items()}
     feed.source.load({k: v.clone() for k, v in before.items()})
     feed._graphs = None
     feed.begin_epoch(epoch, done.model)
-    plain = {k: v.clone() for k, v in feed.samples().items()}
+    plain = {k: v.clone() for k, v in feed.collected_batch().items()}
     plain["facts"] = plain["facts"][:, :6]
     mine = learner.facts[:, :6].clone()
     mine[:, 2] = (mine[:, 2] - learner.stats[4]) / learner.stats[5]

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from drivetrain.engine.data.base import ORDER
-from drivetrain.engine.data.rand import permutation, seed_everything
+from drivetrain.engine.data.keyed_random import RandomStream, permutation, seed_everything
 from drivetrain.engine.group import Group
 from drivetrain.tasks.lora import head
 from drivetrain.tasks.lora.beside import Beside
@@ -135,7 +134,7 @@ def test_it_learns_as_transformers_trainer_does(place: Path) -> None:
     task, net, ours = learn(place, "ours", {}, packing=False, precision="bf16")
     tokens, document, learned = (np.asarray(c) for c in task.train_data().columns)
     per_epoch = -(-len(tokens) // 4)
-    order = torch.cat([permutation(len(tokens), 0, epoch, ORDER) for epoch in range(-(-200 // per_epoch))]).tolist()
+    order = torch.cat([permutation(len(tokens), 0, epoch, RandomStream.ORDER) for epoch in range(-(-200 // per_epoch))]).tolist()
     columns = {"input_ids": tokens, "attention_mask": document > 0, "labels": np.where(learned, tokens, -100)}
     data = [{name: torch.from_numpy(column[i].astype(np.int64)) for name, column in columns.items()} for i in order]
 

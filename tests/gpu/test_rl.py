@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.engine.data.feeds import SourceFeed
+from drivetrain.engine.data.source_feed import SourceFeed
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observers
 from drivetrain.engine.loop import Training

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from drivetrain.engine.data.base import ORDER
-from drivetrain.engine.data.rand import permutation, seed_everything
+from drivetrain.engine.data.keyed_random import RandomStream, permutation, seed_everything
 from drivetrain.engine.group import Group
 from drivetrain.outcomes import Problem
 from drivetrain.runs import Run
@@ -105,7 +104,7 @@ def test_it_learns_as_transformers_trainer_does(place: Path) -> None:
 
     tokens, document, learned = (np.asarray(c) for c in task.train_data().columns)
     per_epoch = -(-len(tokens) // 4)
-    order = torch.cat([permutation(len(tokens), 0, epoch, ORDER) for epoch in range(-(-200 // per_epoch))]).tolist()
+    order = torch.cat([permutation(len(tokens), 0, epoch, RandomStream.ORDER) for epoch in range(-(-200 // per_epoch))]).tolist()
     assert len(tokens) % 4 == 0, "so that batches of theirs end where epochs do"
     labels = np.where(learned, tokens, -100)
     data = Dataset.from_dict({"input_ids": tokens[order], "attention_mask": (document > 0)[order].astype(int), "labels": labels[order]})

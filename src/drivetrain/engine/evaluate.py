@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.engine.cadence import SupportsBool
-from drivetrain.engine.data.base import EVAL, OrderedFeed
-from drivetrain.engine.data.rand import host_state, key, seed_model
+from drivetrain.engine.data.feed import OrderedFeed
+from drivetrain.engine.data.keyed_random import RandomStream, host_generator_state, key, seed_model
 from drivetrain.engine.fast.graphs import Graphs, form_of
 from drivetrain.engine.faults.out_of_memory import Short
 from drivetrain.engine.group import Group
-from drivetrain.engine.maths.metrics import Metrics
-from drivetrain.engine.maths.precision import Precision
-from drivetrain.engine.measure.memory import shortages
+from drivetrain.engine.measure.memory import allocation_errors_as_oom
+from drivetrain.engine.numerics.metrics import Metrics
+from drivetrain.engine.numerics.precision import Precision
 from drivetrain.task import Task
 
 
@@ -48,9 +48,9 @@ class Replay:
         if self._graphs.disabled_reason:
             return work(inputs)
         if self._calls <= 2:
-            before = self._look(), host_state(True)
+            before = self._look(), host_generator_state(True)
             output = work(inputs)
-            if (self._look(), host_state(True)) != before:
+            if (self._look(), host_generator_state(True)) != before:
                 self._graphs.disabled_reason = "metrics() changes something of Python's, or draws from the host's generators"
             return output
         got = tree_map(_kept, self._graphs(("evaluate", form_of(inputs[0]), len(inputs[1])), work, inputs))
@@ -91,7 +91,7 @@ def evaluate(
     short = left = False
 
     def compute(inputs: tuple[Any, Tensor]) -> Any:
-        with shortages, precision.forward():
+        with allocation_errors_as_oom, precision.forward():
             return task.metrics(model, feed.assemble(*inputs))
 
     def metrics_of(inputs: tuple[Any, Tensor]) -> Any:
@@ -106,13 +106,13 @@ def evaluate(
                 left = undoable and bool(stop)
                 if left:
                     break
-                seed = partial(seed_model, group.device, key(int(task.seed), EVAL, micro.position))
+                seed = partial(seed_model, group.device, key(int(task.seed), RandomStream.EVAL, micro.position))
                 seed()
-                inputs = micro.given, micro.ids
+                inputs = micro.loaded, micro.ids
                 if moment is not None:
                     moment("metrics")
                 metrics = metrics_of(inputs) if replay is None else replay(metrics_of, inputs, seed)
-                found.add(metrics, micro.weight, len(micro.ids))
+                found.add(metrics, micro.num_real, len(micro.ids))
     except torch.OutOfMemoryError:
         if not undoable:
             raise

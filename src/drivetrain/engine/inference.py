@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain.engine.data.base import OrderedFeed
-from drivetrain.engine.data.feeds import eval_feed
+from drivetrain.engine.data.feed import OrderedFeed
+from drivetrain.engine.data.make_feed import eval_feed
 from drivetrain.engine.evaluate import Evaluation, evaluate
 from drivetrain.engine.faults.out_of_memory import Short
 from drivetrain.engine.group import Group
-from drivetrain.engine.maths.precision import Precision
+from drivetrain.engine.numerics.precision import Precision
 from drivetrain.engine.setup import Weights, prepare, run_weights
 from drivetrain.engine.state import tensors as state
 from drivetrain.outcomes import Outcome, Problem
@@ -53,9 +53,9 @@ def _evaluate(task: Task, model: nn.Module, feed: OrderedFeed, plan: Plan, group
             return evaluate(task, model, feed, Precision(plan.precision, group.device), group)
         except Short:
             pass
-        was, now = half(feed.largest, feed.micro)
+        was, now = half(feed.max_rank_samples, feed.micro)
         if was == 1:
             raise Problem("out of memory with one sample at a time: a GPU with more memory is needed", Outcome.OOM)
-        feed.cut(now)
+        feed.set_micro_batch(now)
         if group.device.type == "cuda":
             torch.cuda.empty_cache()

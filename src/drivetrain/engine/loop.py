@@ -18,8 +18,9 @@ from torch import nn
 
 from drivetrain.data import EpochStepper, Source, StepperContext
 from drivetrain.engine.cadence import Agreement, Every, SupportsBool
-from drivetrain.engine.data.base import Feed, OrderedFeed
-from drivetrain.engine.data.feeds import SourceFeed, eval_feed, train_feed
+from drivetrain.engine.data.feed import Feed, OrderedFeed
+from drivetrain.engine.data.make_feed import eval_feed, train_feed
+from drivetrain.engine.data.source_feed import SourceFeed
 from drivetrain.engine.evaluate import Evaluation, Left, Replay, evaluate
 from drivetrain.engine.fast.graphs import Graphs, capture_graph, watch_host_syncs
 from drivetrain.engine.fast.pace import Pace
@@ -31,10 +32,10 @@ from drivetrain.engine.log.figures import FIGURES, TAIL, Figures
 from drivetrain.engine.log.ledger import HALF, Ledger
 from drivetrain.engine.log.observe import Observer
 from drivetrain.engine.log.rows import Rows
-from drivetrain.engine.maths.metrics import read_remarks
-from drivetrain.engine.maths.optim import Rates, make_optimizer, schedule_of
-from drivetrain.engine.maths.precision import Precision
 from drivetrain.engine.measure.memory import peak_memory
+from drivetrain.engine.numerics.metrics import read_remarks
+from drivetrain.engine.numerics.optim import Rates, make_optimizer, make_schedule
+from drivetrain.engine.numerics.precision import Precision
 from drivetrain.engine.setup import build_model, prepare
 from drivetrain.engine.state import saved
 from drivetrain.engine.state import tensors as state
@@ -74,7 +75,7 @@ class Training:
         check_agreement(task.settings())
         for feed in (self.feed, self.test):
             if feed is not None:
-                feed.signs = group.is_main
+                feed.records_signature = group.is_main
         if task.best and test is None:
             raise Problem(f"best={task.best} needs an evaluation, but the task has no eval_data()")
         self.source: Source | None = data if isinstance(data, Source) else None
@@ -89,7 +90,7 @@ class Training:
         self.optimizer = self.strategy.optimizer
         per_epoch = self.feed.steps_per_epoch
         self.total = int(task.steps or task.epochs * per_epoch)
-        self.rates = Rates(self.optimizer, schedule_of(task, self.total, per_epoch), self.total, group, on_device=not plan.shards)
+        self.rates = Rates(self.optimizer, make_schedule(task, self.total, per_epoch), self.total, group, on_device=not plan.shards)
         self.step = Step(task, self.model, self.feed, self.strategy, self.rates, self.precision, group)
         self.tail = TAIL
         self.step.undoable, self.step.stop = undoable(plan, self.model), stop
@@ -219,7 +220,7 @@ class Training:
         if self._sought or known is None:
             return self.stepper is not None
         self._sought = True
-        rates, feed = self.rates.table(), self.feed
+        rates, feed = self.rates.device_table(), self.feed
         alone = (
             self.strategy.is_one_piece and self.group.device.type == "cuda" and self.step.loss_scale is None and self.plan.capture != "off"
         )
@@ -232,7 +233,7 @@ class Training:
             rates,
             ledger.ring,
             FIGURES,
-            feed.streams,
+            feed.random_keys,
             capture_graph,
             watch_host_syncs,
             self.observer.notice,
@@ -240,7 +241,7 @@ class Training:
         self.stepper = feed.source.stepper(self.model, context)
         if self.stepper is not None:  # it may have moved the model's tensors
             self.step.know(known, ledger)
-            feed.forget()
+            feed.forget_graphs()
             if self.step.graphs is not None:
                 self.step.graphs.clear()
             self._replay = None
@@ -250,7 +251,7 @@ class Training:
         """An epoch's steps by the task's own learner; their figures are in the ledger as if the engine had taken them."""
         assert self.stepper is not None and self.step.ledger is not None and isinstance(self.feed, SourceFeed)
         per_epoch = self.feed.steps_per_epoch
-        samples = None if self.stepper.collects else self.feed.samples()
+        samples = None if self.stepper.collects else self.feed.collected_batch()
         self.stepper(self.done // per_epoch, self.done, samples)
         for step in range(self.done, self.done + per_epoch):
             if step + 1 < self.done + per_epoch and self.log.due(step + 1):

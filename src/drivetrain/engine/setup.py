@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from drivetrain.engine.data.rand import seed_everything
+from drivetrain.engine.data.keyed_random import seed_everything
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observer
 from drivetrain.engine.state import tensors as state

@@ -17,19 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.engine.cadence import SupportsBool
-from drivetrain.engine.data.base import Feed, Micro
-from drivetrain.engine.data.feeds import augmented, draws_of
-from drivetrain.engine.data.rand import HostRandom, generator_of, key
+from drivetrain.engine.data.feed import Feed, MicroBatch
+from drivetrain.engine.data.keyed_random import HostRandom, key, model_generator
+from drivetrain.engine.data.make_feed import augment_batch, augment_rand
 from drivetrain.engine.fast.compiled import Compiled
 from drivetrain.engine.fast.graphs import Graphs, form_of
 from drivetrain.engine.faults.out_of_memory import Before, Short
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.figures import FIGURES, NORM, SCALE, SKIPPED, STOP, Figures
 from drivetrain.engine.log.ledger import Ledger
-from drivetrain.engine.maths.losses import Part, read_counts, read_limits, read_loss, summed
-from drivetrain.engine.maths.optim import Rates, capturable, ready_to_skip
-from drivetrain.engine.maths.precision import LossScale, Precision
-from drivetrain.engine.measure.memory import shortages
+from drivetrain.engine.measure.memory import allocation_errors_as_oom
+from drivetrain.engine.numerics.losses import Part, read_counts, read_limits, read_loss, summed
+from drivetrain.engine.numerics.optim import Rates, capturable, prepare_for_skipped_steps
+from drivetrain.engine.numerics.precision import LossScale, Precision
 from drivetrain.engine.strategies import Strategy
 from drivetrain.outcomes import Problem
 from drivetrain.task import Task, overrides
@@ -42,8 +42,8 @@ Inputs = tuple[Any, Any]  # what a loader gave, and the samples' numbers
 class Form(NamedTuple):
     """What is fixed about a micro-batch: between two of one form only the values of tensors differ."""
 
-    weight: int
-    """Samples that count; where it is 0, one runs for company."""
+    num_real: int
+    """How many samples are real; 0: a dummy micro-batch that keeps collectives aligned."""
     size: int
     """Samples of the global batch."""
     ready: bool
@@ -64,7 +64,7 @@ class Step:
         self.loss_scale = LossScale(group.device) if precision.name == "fp16" else None
         self._limits = read_limits(feed.limits)
         if self.loss_scale is not None or self._limits:
-            ready_to_skip(strategy.optimizer)
+            prepare_for_skipped_steps(strategy.optimizer)
         self.figures: Figures | None = None
         self.requests = [False, False, False]
         self.stop: SupportsBool = False
@@ -82,9 +82,9 @@ class Step:
         self._updating = False
         self.host_random = HostRandom(group.device)
         self.ledger: Ledger | None = None
-        self._seed, self._generator = key(int(task.seed)), generator_of(group.device)
+        self._seed, self._generator = key(int(task.seed)), model_generator(group.device)
         self._clip = float(task.clip)
-        self._draws = draws_of(task, feed, group.device)
+        self._draws = augment_rand(task, feed, group.device)
         self.has_counts = overrides(task, "counts")
         self._enough = torch.zeros((), device=group.device)
         """Whether a limit was passed in this epoch."""
@@ -103,7 +103,7 @@ class Step:
         self.graphs = self.compiled = None
         self.strategy, self._tail = strategy, strategy.piggyback
         self._slots = () if self._tail is None else self._tail.unbind(0)
-        self._follows = self._at is not None and strategy.is_one_piece and self.feed.follow(self._at, 1) is not None
+        self._follows = self._at is not None and strategy.is_one_piece and self.feed.sample_ids_on_device(self._at, 1) is not None
 
     def __call__(self, step: int, with_norm: bool = True) -> None:
         """Take step number `step` (from 0); its figures go to the ledger."""
@@ -113,13 +113,13 @@ class Step:
         if self._at is not None and self._device_number != step:
             self._at.fill_(step)
         if self._draws is not None:
-            self._draws.begin(epoch)
+            self._draws.begin_epoch(epoch)
         if self._limits and index == 0:
             self._enough.zero_()
         if self._tail is None and self.ledger is not None:
             self._slots = self.ledger.slots(step)
-        size = self.feed.size(index)
-        kind, plain = (size, with_norm, self.feed.version), 0 if self.graphs is None else self.graphs.num_eager
+        size = self.feed.batch_size(index)
+        kind, plain = (size, with_norm, self.feed.data_version), 0 if self.graphs is None else self.graphs.num_eager
         if self.graphs is not None and self.graphs.only_replayed(kind):
             self._before.skip()
         else:
@@ -128,7 +128,7 @@ class Step:
         if self.moment is not None:
             self.moment("take")
         micros = self.feed.micro_batches(epoch, index)
-        if self.moment is not None and self.feed.resident:
+        if self.moment is not None and self.feed.is_resident:
             self.moment("fetched")  # what is on the device already is not waited for
         elif self.moment is not None:
             micros = _told(micros, self.moment)
@@ -146,7 +146,7 @@ class Step:
 
     # --- pieces ---
 
-    def _take_at_once(self, micros: Iterator[Micro], size: int, with_norm: bool) -> None:
+    def _take_at_once(self, micros: Iterator[MicroBatch], size: int, with_norm: bool) -> None:
         """One process, one micro-batch: all of the step is one piece."""
         try:
             [micro] = micros
@@ -157,8 +157,8 @@ class Step:
                 raise
         self.agree(short=True)  # out of the except clause, whose traceback holds the memory
 
-    def _take_whole(self, micro: Micro, size: int, with_norm: bool) -> None:
-        inputs, form = (micro.given, micro.ids), Form(micro.weight, size, False, form_of(micro.given), self.feed.version)
+    def _take_whole(self, micro: MicroBatch, size: int, with_norm: bool) -> None:
+        inputs, form = (micro.loaded, micro.ids), Form(micro.num_real, size, False, form_of(micro.loaded), self.feed.data_version)
         self._begin(micro.position, inputs, form)
         if self.graphs is not None:
             handed = (None, None) if self._follows else inputs
@@ -169,19 +169,19 @@ class Step:
 
     def _whole_step(self, inputs: Inputs, form: Form, with_norm: bool) -> None:
         if self._follows and self._at is not None:  # which samples they are, the device knows by itself
-            inputs = inputs[0], self.feed.follow(self._at, form.weight)
+            inputs = inputs[0], self.feed.sample_ids_on_device(self._at, form.num_real)
         self.strategy.zero_gradients()
         counts: dict[str, Tensor] = {}
         if self.has_counts:
             batch = self.make_batch(*inputs)
-            counts = self._counts([(batch, form.weight)])
+            counts = self._counts([(batch, form.num_real)])
             inputs, form = (batch, inputs[1]), form._replace(ready=True)
         self.backward(inputs, form, counts)
         self.strategy.reduce_gradients()
         self._begin_update()
         self._update(form.size, bool(counts), with_norm)
 
-    def _take_in_pieces(self, micros: Iterator[Micro], size: int, with_norm: bool) -> None:
+    def _take_in_pieces(self, micros: Iterator[MicroBatch], size: int, with_norm: bool) -> None:
         counts: dict[str, Tensor] = {}
         short = False
         try:
@@ -204,16 +204,19 @@ class Step:
         else:
             self._update(size, bool(counts), with_norm)
 
-    def _take_micros(self, micros: Iterator[Micro], size: int) -> dict[str, Tensor]:
+    def _take_micros(self, micros: Iterator[MicroBatch], size: int) -> dict[str, Tensor]:
         """Forward and backward of all micro-batches; gives the counts that losses were divided by."""
         self.strategy.zero_gradients()
         counts: dict[str, Tensor] = {}
         if self.has_counts:  # all batches must be seen before the first backward
-            ready = [(m._replace(given=self.make_batch(m.given, m.ids)), m.weight) for m in micros]
-            counts = self._counts([(m.given, weight) for m, weight in ready])
+            ready = [(m._replace(loaded=self.make_batch(m.loaded, m.ids)), m.num_real) for m in micros]
+            counts = self._counts([(m.loaded, num_real) for m, num_real in ready])
             micros = iter([m for m, _ in ready])
         for micro in micros:
-            inputs, form = (micro.given, micro.ids), Form(micro.weight, size, self.has_counts, form_of(micro.given), self.feed.version)
+            inputs, form = (
+                (micro.loaded, micro.ids),
+                Form(micro.num_real, size, self.has_counts, form_of(micro.loaded), self.feed.data_version),
+            )
             self._begin(micro.position, inputs, form)
             if self.graphs is not None:
                 self.graphs(("micro", form), self._micro_step, (*inputs, counts), form)
@@ -275,7 +278,7 @@ class Step:
         counts: dict[str, Tensor] = {}
         if self.has_counts:
             batch = inputs[0] if form.ready else self.make_batch(*inputs)
-            counts = self._counts([(batch, form.weight)], over_ranks=False)
+            counts = self._counts([(batch, form.num_real)], over_ranks=False)
             inputs, form = (batch, inputs[1]), form._replace(ready=True)
         self.backward(inputs, form, counts)
         if self.strategy.is_one_piece:
@@ -304,7 +307,7 @@ class Step:
 
     def make_batch(self, given: Any, ids: Tensor) -> Any:
         batch = self.feed.assemble(given, ids)
-        return batch if self._draws is None else augmented(self.task, batch, self._draws.of(ids))
+        return batch if self._draws is None else augment_batch(self.task, batch, self._draws.for_samples(ids))
 
     def loss_value(self, given: Any, ids: Tensor, ready: bool) -> Any:
         """What the task's loss gives for a micro-batch; this is what gets compiled."""
@@ -314,22 +317,22 @@ class Step:
 
     def backward(self, inputs: Inputs, form: Form, counts: dict[str, Tensor]) -> None:
         """Add a micro-batch's gradients, and its figures to the tail."""
-        with shortages:
+        with allocation_errors_as_oom:
             if self.compiled is None:
                 value = self.strategy.call(self.loss_value, *inputs, form.ready)
             else:
                 value = self.compiled(form, *inputs, form.ready)
             if self.moment is not None:
                 self.moment("backward")
-            self.strategy.backward(self._objective(value, form.weight, form.size, counts))
+            self.strategy.backward(self._objective(value, form.num_real, form.size, counts))
 
-    def _objective(self, value: Any, weight: int, size: int, counts: dict[str, Tensor]) -> Tensor:
+    def _objective(self, value: Any, num_real: int, size: int, counts: dict[str, Tensor]) -> Tensor:
         """This micro-batch's share of the objective; its figures go to the tail."""
         if self._plain is not None and isinstance(value, Tensor) and value.dim() == 0:  # the common case, by the shortest way
-            self._slots[self._plain].add_(value.detach(), alpha=weight)
-            objective = value if weight == size else value * (weight / size)
+            self._slots[self._plain].add_(value.detach(), alpha=num_real)
+            objective = value if num_real == size else value * (num_real / size)
         else:
-            objective = self._objective_of_parts(value, weight, size, counts)
+            objective = self._objective_of_parts(value, num_real, size, counts)
         if not objective.requires_grad:
             raise Problem(
                 "loss() gave a value without a gradient: it must depend on parameters that require one"
@@ -337,7 +340,7 @@ class Step:
             )
         return objective if self.loss_scale is None else objective * self.loss_scale.scale
 
-    def _objective_of_parts(self, value: Any, weight: int, size: int, counts: dict[str, Tensor]) -> Tensor:
+    def _objective_of_parts(self, value: Any, num_real: int, size: int, counts: dict[str, Tensor]) -> Tensor:
         parts, logged = read_loss(value)
         figures = self.figures or self._agree_on_figures(parts, logged, counts)
         objective: Tensor | None = None
@@ -351,16 +354,16 @@ class Step:
                 )
             total = part.value.detach()
             if part.count is None:
-                self._slots[figures.total[part.name]].add_(total, alpha=weight)
-                share = weight / size
+                self._slots[figures.total[part.name]].add_(total, alpha=num_real)
+                share = num_real / size
             else:
-                counted = 1 if weight else 0
+                counted = 1 if num_real else 0
                 self._slots[figures.total[part.name]].add_(total, alpha=counted)
                 self._slots[figures.count[part.name]].add_(part.count, alpha=counted)
                 share = counted / size
             if place < len(parts):
                 if part.name in counts:
-                    term = part.value / counts[part.name] if weight else part.value * 0.0
+                    term = part.value / counts[part.name] if num_real else part.value * 0.0
                 else:
                     term = part.value if share == 1.0 else part.value * share
                 objective = term if objective is None else objective + term
@@ -398,10 +401,10 @@ class Step:
     def _counts(self, batches: list[tuple[Any, int]], over_ranks: bool = True) -> dict[str, Tensor]:
         """What each part of the loss is divided by, over these micro-batches."""
         totals: dict[str, Tensor] = {}
-        for batch, weight in batches:
+        for batch, num_real in batches:
             for name, count in read_counts(self.task.counts(batch)).items():
                 value = count.float() if isinstance(count, Tensor) else torch.full((), float(count), device=self.group.device)
-                value = value.to(self.group.device) * (1.0 if weight else 0.0)
+                value = value.to(self.group.device) * (1.0 if num_real else 0.0)
                 totals[name] = totals[name] + value if name in totals else value
         if totals and over_ranks and self.group.size > 1:
             packed = torch.stack(list(totals.values()))
@@ -425,7 +428,7 @@ class Step:
         """What gradients are multiplied by, then the update."""
         assert self.figures is not None
         if self._at is not None:
-            self.rates.follow(self._at)
+            self.rates.set_on_device(self._at)
         factor: Tensor | None = None
         if self.figures.count and not counted and self.figures.parts[0] in self.figures.count:
             count = self._slots[self.figures.count[self.figures.parts[0]]]
@@ -445,7 +448,7 @@ class Step:
             self._at.add_(1)
 
 
-def _told(micros: Iterator[Micro], moment: Callable[[str], None]) -> Iterator[Micro]:
+def _told(micros: Iterator[MicroBatch], moment: Callable[[str], None]) -> Iterator[MicroBatch]:
     """The same, with a word before and after each wait for data."""
     while True:
         moment("fetch")

@@ -92,7 +92,7 @@ def as_called(task: Task, model: nn.Module) -> Graph:
 
 
 def _data(task: Task) -> Any:
-    from drivetrain.engine.data.feeds import check_data
+    from drivetrain.engine.data.make_feed import check_data
 
     data, hook = task.eval_data(), "eval_data()"
     if data is None:
@@ -110,7 +110,7 @@ def _batch(task: Task, data: Any, size: int) -> Any:
     from torch.utils._pytree import tree_map
     from torch.utils.data import default_collate
 
-    from drivetrain.engine.data.base import as_tensor
+    from drivetrain.engine.data.batches import as_tensor
 
     collate = task.collate if overrides(task, "collate") else None
     ids = [i % len(data) for i in range(size)]

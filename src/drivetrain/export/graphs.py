@@ -123,7 +123,7 @@ def _dynamic_shapes(graph: Graph) -> tuple[dict[int, Any], ...]:
 
 def _check_repeats(name: str, graph: Graph) -> None:
     """Refuse a module whose outputs differ from run to run."""
-    from drivetrain.engine.data.rand import seed_everything
+    from drivetrain.engine.data.keyed_random import seed_everything
 
     found = []
     for seed in (1, 2):

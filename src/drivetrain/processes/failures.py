@@ -30,12 +30,12 @@ def explain(error: BaseException, run: Path, loader_workers: int) -> tuple[Outco
 
 def _of_sample(error: BaseException, run: Path) -> tuple[Outcome, str] | None:
     """A sample's own code failed, in the loader."""
-    from drivetrain.engine.data.loader import LoaderDied, SampleError
+    from drivetrain.engine.data.loader_workers import LoaderDied, SampleError
 
     if isinstance(error, SampleError):  # from a loader worker it comes inside another traceback
         lines = str(error).splitlines(keepends=True)
         begin = max(i for i, line in enumerate(lines) if line.rstrip().endswith(" failed:"))
-        text = "".join(lines[begin:]).removeprefix("drivetrain.engine.data.loader.SampleError: ")
+        text = "".join(lines[begin:]).removeprefix("drivetrain.engine.data.loader_workers.SampleError: ")
         return Outcome.USER_ERROR, _with_users_paths(text, run)
     return (Outcome.INFRA, str(error)) if isinstance(error, LoaderDied) else None
 

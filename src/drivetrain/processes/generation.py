@@ -30,7 +30,7 @@ NOT_A_NUMBER = "the loss or its gradient is not a number by step {0:,}.\nTry a l
 
 def train(job: PopulationJob, group: Group, tell: Tell, stop: SupportsBool) -> dict[str, Any]:
     """Train a job's members; each one's rows and end are told as they come."""
-    from drivetrain.engine.maths.precision import Precision
+    from drivetrain.engine.numerics.precision import Precision
     from drivetrain.engine.setup import prepare
 
     plan = job.plan
@@ -114,9 +114,9 @@ class _Program:
 
     def _rates(self) -> list[list[float]]:
         """The learning rate of each step and member."""
-        from drivetrain.engine.maths.optim import schedule_of
+        from drivetrain.engine.numerics.optim import make_schedule
 
-        factors = [schedule_of(member.task, self.steps, self.per_epoch) for member in self.members]
+        factors = [make_schedule(member.task, self.steps, self.per_epoch) for member in self.members]
         peaks = [float(member.task.learning_rate) for member in self.members]
         return [[peak * factor(step) for peak, factor in zip(peaks, factors, strict=True)] for step in range(self.steps)]
 
@@ -142,10 +142,9 @@ class _Program:
 
     def _draws(self, epoch: int) -> Tensor:
         """The numbers that an ordinary run would play this collection with."""
-        from drivetrain.engine.data.base import GROUP
-        from drivetrain.engine.data.rand import KeyedRand
+        from drivetrain.engine.data.keyed_random import KeyedRand, RandomStream
 
-        streams = {seed: KeyedRand(self.groups, seed, epoch, GROUP) for seed in self._seeds()}
+        streams = {seed: KeyedRand(self.groups, seed, epoch, RandomStream.GROUP) for seed in self._seeds()}
         draws = self._by_seed(lambda seed: streams[seed].uniform(self.population.draws))
         if epoch == 0:
             self.population.begin(self._by_seed(lambda seed: streams[seed].uniform(self.population.resets)))
@@ -155,13 +154,12 @@ class _Program:
         """And the orders in which it would learn from it."""
         import torch
 
-        from drivetrain.engine.data.base import ORDER
-        from drivetrain.engine.data.rand import KeyedRand
+        from drivetrain.engine.data.keyed_random import KeyedRand, RandomStream
 
         first = self.groups[:, None] * self.population.per_group
 
         def order(seed: int, turn: int) -> Tensor:
-            drawn = KeyedRand(self.groups, seed, epoch, turn, ORDER).uniform(self.population.per_group)
+            drawn = KeyedRand(self.groups, seed, epoch, turn, RandomStream.ORDER).uniform(self.population.per_group)
             return torch.argsort(drawn, dim=1, stable=True) + first
 
         return self._by_seed(lambda seed: torch.stack([order(seed, turn) for turn in range(self.population.source.passes)]))

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain.engine.data.loader import LoaderFeed
+from drivetrain.engine.data.loader_feed import LoaderFeed
 from drivetrain.engine.fast.python_state import first_change, read_python_state
 from drivetrain.engine.fast.trial import Findings, Trial
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observer
-from drivetrain.engine.maths.optim import capturable
+from drivetrain.engine.numerics.optim import capturable
 from drivetrain.engine.step import Form, Inputs, Step
 from drivetrain.plan import Plan
 
@@ -137,7 +137,7 @@ class Pace:
         """What neither a graph nor a compiler could follow, if there is such a thing."""
         if self.step.strategy.capture_obstacle:
             return self.step.strategy.capture_obstacle
-        if self.step.host_random.used:
+        if self.step.host_random.is_used:
             return "the loss draws from the host's random generators (Python's, numpy's or torch's for the CPU: draw on the device)"
         if any(isinstance(m, nn.SyncBatchNorm) for m in self.step.model.modules()):
             return "SyncBatchNorm talks to the other processes in the forward pass"
@@ -169,10 +169,10 @@ class Pace:
         """As many loader workers as keep up with the step."""
         if self.plan.reasons.get("workers", "pinned").startswith(("pinned", "measured")):
             return
-        load = feed.loading_seconds()
+        load = feed.measure_loading_seconds()
         if load is None:
             return
-        waited = (feed.waited - self._waited) / (self._count - UNTIMED - 1)
+        waited = (feed.wait_seconds - self._waited) / (self._count - UNTIMED - 1)
         per_micro = (next(iter(self.found.step_seconds.values())) - waited) / self.plan.accumulation
         work = min(self.found.work_seconds.values(), default=per_micro)
         needed = int(1.25 * load / max(1e-6, work)) + 1
@@ -181,7 +181,7 @@ class Pace:
         else:  # workers take their time from the training itself
             workers = 0 if load < 0.1 * work else min(needed, self.plan.threads // 2)
         self.found.reasons["workers"] = f"measured: a micro-batch takes {1e3 * load:.1f} ms to load and {1e3 * work:.1f} ms to train on"
-        feed.use(workers)
+        feed.set_num_workers(workers)
 
     def marked(self) -> dict[str, object]:
         step = self.step
@@ -198,7 +198,7 @@ class Pace:
 
     def _start_clock(self) -> None:
         self._sync()
-        self._waited = self.step.feed.waited if isinstance(self.step.feed, LoaderFeed) else 0.0
+        self._waited = self.step.feed.wait_seconds if isinstance(self.step.feed, LoaderFeed) else 0.0
         self._timed, self._spent = 0, 0.0
         self._go()
 
@@ -253,9 +253,9 @@ class Pace:
             "sentence": self.sentence(),
         }
         feed = self.step.feed
-        facts["data"] = "device" if feed.resident else "loader"
+        facts["data"] = "device" if feed.is_resident else "loader"
         if isinstance(feed, LoaderFeed):
-            facts["workers"] = feed.workers
+            facts["workers"] = feed.num_workers
         return facts
 
     def sentence(self) -> str:

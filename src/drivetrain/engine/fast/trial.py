@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from drivetrain.engine.data.rand import seed_model
+from drivetrain.engine.data.keyed_random import seed_model
 from drivetrain.engine.fast.blocks import repeated_blocks
 from drivetrain.engine.fast.compiled import Compiled
 from drivetrain.engine.fast.graphs import Graphs, explain_failure, uncapturable_kind, watch_host_syncs

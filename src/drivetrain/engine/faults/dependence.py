@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from drivetrain.engine.data.rand import generator_of, seed_host, seed_model
+from drivetrain.engine.data.keyed_random import model_generator, seed_host, seed_model
 from drivetrain.engine.fast.python_state import PLAIN_TYPES
 from drivetrain.engine.faults.out_of_memory import undoable
 from drivetrain.engine.faults.snapshot import Snapshot
-from drivetrain.engine.maths.losses import read_loss
+from drivetrain.engine.numerics.losses import read_loss
 from drivetrain.engine.step import Form, Inputs, Step
 
 if TYPE_CHECKING:
@@ -258,9 +258,9 @@ def _samples(step: Step, inputs: Inputs, form: Form) -> tuple[int, Batch]:
     """How many samples it is tried on, and what makes a batch of some of them."""
     given, ids = inputs
     share = form.size // step.group.size
-    if step.feed.resident:  # any rows can be a batch
+    if step.feed.is_resident:  # any rows can be a batch
         epoch, index = divmod(step.number, step.feed.steps_per_epoch)
-        mine = [micro.ids for micro in step.feed.micro_batches(epoch, index) if micro.weight]
+        mine = [micro.ids for micro in step.feed.micro_batches(epoch, index) if micro.num_real]
         count = min(share, MANY, max(FEW, share // 4))
         rows = torch.cat(mine)[:count] if mine else ids[:0]
         return len(rows), lambda part: step.make_batch(None, rows[part])
@@ -318,6 +318,6 @@ def _unheard() -> Iterator[None]:
 
 def _generators(device: torch.device) -> list[tuple[Callable[[Any], object], Any]]:
     """What puts each generator back, and its state."""
-    chosen = [torch.default_generator] if device.type == "cpu" else [torch.default_generator, generator_of(device)]
+    chosen = [torch.default_generator] if device.type == "cpu" else [torch.default_generator, model_generator(device)]
     states: list[tuple[Callable[[Any], object], Any]] = [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
     return states + [(generator.set_state, generator.get_state()) for generator in chosen]

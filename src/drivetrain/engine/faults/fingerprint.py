@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.engine.data.base import tensors_in
+from drivetrain.engine.data.batches import tensors_in
 from drivetrain.engine.state.tensors import local_tensor
 
 

@@ -189,7 +189,7 @@ class SampleLog:
         def micro_batches(epoch: int, index: int) -> Iterator[Any]:
             ids: list[int] = []
             for micro in original(epoch, index):
-                ids += micro.ids[: micro.weight].tolist()
+                ids += micro.ids[: micro.num_real].tolist()
                 yield micro
             file.write(json.dumps([epoch * steps_per_epoch + index + 1, training.group.size, ids]) + "\n")
 

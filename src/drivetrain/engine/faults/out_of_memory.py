@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.engine.data.base import Feed
+from drivetrain.engine.data.feed import Feed
 from drivetrain.engine.setup import batchnorm_notice, has_batchnorm
 from drivetrain.engine.state.tensors import unsavable_form
 from drivetrain.engine.strategies.replicate import Replicated
@@ -107,7 +107,7 @@ def shrink(training: Training, ranks: list[int], possible: bool) -> None:
         training.strategy = Replicated(training.model, training.group, training.tail)
         training.strategy.set_optimizer(training.optimizer)
     training.plan = Plan.from_json(training.plan.to_json() | smaller.changes)
-    training.feed.cut(training.plan.micro_batch)
+    training.feed.set_micro_batch(training.plan.micro_batch)
     training.step.renew(training.strategy)
     training.pace.rest()  # it may have convolutions tried out, and another takes its place
     training.compiled_from = training.pace.compiled_from if training.plan.reasons.get("compile") == "pinned" else None
@@ -127,7 +127,7 @@ def shrink_evaluation(training: Training, ranks: list[int]) -> None:
         raise _the_end(training, where, evaluation=True)
     training._replay = None
     training.plan = Plan.from_json(training.plan.to_json() | smaller.changes)
-    training.test.cut(training.plan.eval_micro_batch)
+    training.test.set_micro_batch(training.plan.eval_micro_batch)
     _free(training)
     _tell(training, smaller, training.done, ranks, "evaluation", f"out of memory {where}: {smaller.sentence()}; it is done again")
 
@@ -165,11 +165,11 @@ def new_start(training: Training, error: torch.OutOfMemoryError) -> OutOfMemory:
 
 def _smaller(training: Training, evaluation: bool) -> Smaller | None:
     """Half as many samples at a time; None where that cannot be."""
-    smaller = training.plan.halved(training.done + (not evaluation), _feed(training, evaluation).largest, evaluation)
+    smaller = training.plan.halved(training.done + (not evaluation), _feed(training, evaluation).max_rank_samples, evaluation)
     if smaller is None or evaluation or not has_batchnorm(training.model):
         return smaller
     feed, world = training.feed, training.group.size
-    sizes = {feed.size(0), feed.size(feed.steps_per_epoch - 1)}
+    sizes = {feed.batch_size(0), feed.batch_size(feed.steps_per_epoch - 1)}
     return smaller if all(_least(size, world, smaller.now) > 1 for size in sizes) else None
 
 
@@ -186,7 +186,7 @@ def _feed(training: Training, evaluation: bool) -> Feed:
 
 def _the_end(training: Training, where: str, evaluation: bool) -> OutOfMemory:
     plan = training.plan
-    least, _ = half(_feed(training, evaluation).largest, plan.eval_micro_batch if evaluation else plan.micro_batch)
+    least, _ = half(_feed(training, evaluation).max_rank_samples, plan.eval_micro_batch if evaluation else plan.micro_batch)
     few = "one sample" if least == 1 else f"{least} samples"
     why = "" if least == 1 else ", and BatchNorm needs more than one in every micro-batch"
     ways = f"Ways out: {WAYS_OUT} (drivetrain resume {training.run.name} plan.KEY=VALUE)"

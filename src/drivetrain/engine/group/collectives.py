@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from drivetrain.engine.data.base import tensors_in
+from drivetrain.engine.data.batches import tensors_in
 from drivetrain.engine.group import Group
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.project import is_users

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from drivetrain.engine.maths.losses import Part
+from drivetrain.engine.numerics.losses import Part
 from drivetrain.outcomes import Problem
 
 # The tail of the gradient buffer: the norm, three requests any rank may make, fp16's scale and skipped

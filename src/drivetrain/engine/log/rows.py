@@ -10,8 +10,8 @@ from typing import Any
 from drivetrain.engine.log.figures import NORM, SCALE, SKIPPED
 from drivetrain.engine.log.ledger import Block, Ledger
 from drivetrain.engine.log.observe import Observer
-from drivetrain.engine.maths.precision import LEAST_SCALE
 from drivetrain.engine.measure.memory import peak_memory
+from drivetrain.engine.numerics.precision import LEAST_SCALE
 from drivetrain.engine.step import Step
 from drivetrain.outcomes import Problem
 
@@ -125,7 +125,7 @@ class Rows:
                 self.epoch_sums = {"figures": [0.0] * len(rows[0]), "samples": 0}
             self.epoch_sums["figures"] = [a + sum(b) for a, b in zip(self.epoch_sums["figures"], zip(*rows, strict=True), strict=True)]
             last = block.last % feed.steps_per_epoch
-            self.epoch_sums["samples"] += sum(feed.size(i) for i in range(last - len(rows) + 1, last + 1))
+            self.epoch_sums["samples"] += sum(feed.batch_size(i) for i in range(last - len(rows) + 1, last + 1))
         self._blocks.clear()
 
     def means(self) -> dict[str, float]:
@@ -139,7 +139,7 @@ class Rows:
         feed = self.step.feed
         epoch, index = divmod(step, feed.steps_per_epoch)
         facts: dict[str, Any] = {"step": step + 1, "epoch": epoch + 1, "time": self.elapsed()}
-        for name, value in self.step.figures.read(row, feed.size(index)).items():
+        for name, value in self.step.figures.read(row, feed.batch_size(index)).items():
             facts[f"train/{name}"] = value
         facts["grad_norm"] = row[NORM]
         facts["learning_rate"] = self.step.rates.at(step)
@@ -154,7 +154,7 @@ class Rows:
     def _count(self, block: Block) -> None:
         """Add a block's samples and seconds to those that speed is averaged over; the first block's, which warm up, count for its own rows alone."""
         feed, now = self.step.feed, time.monotonic()
-        samples = sum(feed.size(step % feed.steps_per_epoch) for step in range(block.first, block.last + 1))
+        samples = sum(feed.batch_size(step % feed.steps_per_epoch) for step in range(block.first, block.last + 1))
         seconds = now - self._marked if block.seconds is None else block.seconds
         if self._warming_up:
             self._recent, self._older = (0, 0.0), (0, 0.0)

@@ -20,7 +20,7 @@ def peak_memory(device: torch.device) -> int:
 SHORT = ("DefaultCPUAllocator: ", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 
 
-class Shortages:
+class _AllocationErrorsAsOom:
     """Around a pass of the model: a shortage that torch's allocator was not asked for (the host's memory, what cuBLAS or
     cuDNN take for themselves) is raised as the same error as its own."""
 
@@ -34,4 +34,4 @@ class Shortages:
                 raise torch.OutOfMemoryError(said) from error
 
 
-shortages = Shortages()
+allocation_errors_as_oom = _AllocationErrorsAsOom()

@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from drivetrain.engine.data.feeds import train_feed
+from drivetrain.engine.data.make_feed import train_feed
 from drivetrain.engine.fast.graphs import WARM_UP_CALLS, capture_graph
 from drivetrain.engine.fast.pace import TIMED, UNTIMED, Pace
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.figures import TAIL
 from drivetrain.engine.log.observe import Observer
-from drivetrain.engine.maths.optim import Rates, make_optimizer, schedule_of
-from drivetrain.engine.maths.precision import Precision
+from drivetrain.engine.numerics.optim import Rates, make_optimizer, make_schedule
+from drivetrain.engine.numerics.precision import Precision
 from drivetrain.engine.setup import build_model, prepare
 from drivetrain.engine.step import Step
 from drivetrain.engine.strategies import make_strategy
@@ -75,7 +75,7 @@ class Probe:
         feed = train_feed(self.task, self.data, plan, self.group)
         strategy = make_strategy(self.model, lambda: self.optimizer, self.task, plan, self.group, TAIL, Path())
         total = 100_000  # more than are taken; their rates lie on the device
-        rates = Rates(self.optimizer, schedule_of(self.task, total, feed.steps_per_epoch), total, self.group)
+        rates = Rates(self.optimizer, make_schedule(self.task, total, feed.steps_per_epoch), total, self.group)
         step = Step(self.task, self.model, feed, strategy, rates, self.precision, self.group)
         step.undoable = False  # running out of memory is an answer here
         self.model.train()
@@ -84,7 +84,7 @@ class Probe:
         def take() -> None:
             nonlocal number
             number += 1
-            while feed.size(number % feed.steps_per_epoch) < feed.size(0):
+            while feed.batch_size(number % feed.steps_per_epoch) < feed.batch_size(0):
                 number += 1  # an epoch's last batch is smaller, and not what is measured
             if number % feed.steps_per_epoch == 0:
                 feed.begin_epoch(number // feed.steps_per_epoch, self.model)

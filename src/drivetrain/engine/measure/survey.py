@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from drivetrain.data import Source, Tensors
-from drivetrain.engine.data.base import as_tensor, tensors_in
-from drivetrain.engine.data.feeds import check_data
+from drivetrain.engine.data.batches import as_tensor, tensors_in
+from drivetrain.engine.data.make_feed import check_data
 from drivetrain.engine.fast.blocks import repeated_blocks
-from drivetrain.engine.maths.losses import read_loss
-from drivetrain.engine.maths.optim import make_optimizer
-from drivetrain.engine.maths.precision import Precision
 from drivetrain.engine.measure.trace import ShapesOnly, trace, trace_evaluation, without_values
+from drivetrain.engine.numerics.losses import read_loss
+from drivetrain.engine.numerics.optim import make_optimizer
+from drivetrain.engine.numerics.precision import Precision
 from drivetrain.engine.state.tensors import unsavable_form
 from drivetrain.outcomes import Problem
 from drivetrain.plan.profile import REAL_LIMIT, Profile
@@ -153,7 +153,7 @@ def _facts(task: Task, model: nn.Module, data: Any) -> dict[str, Any]:
     if not trained:
         raise Problem("model() has no parameter that requires a gradient: there is nothing to train")
     blocks = repeated_blocks(model)
-    columns = data.columns if isinstance(data, Tensors) and not hasattr(task, "collate") else []
+    columns = data.columns if isinstance(data, Tensors) and not overrides(task, "collate") else []
     return {
         "parameters": sum(p.numel() for p in parameters),
         "parameter_bytes": sum(p.nbytes for p in parameters),
@@ -173,7 +173,7 @@ def _facts(task: Task, model: nn.Module, data: Any) -> dict[str, Any]:
 
 def _taker(task: Task, data: Any) -> Callable[[int], Any]:
     """Gives a batch of the first samples."""
-    if isinstance(data, Tensors) and not hasattr(task, "collate"):
+    if isinstance(data, Tensors) and not overrides(task, "collate"):
         columns = [as_tensor(c) for c in data.columns]
 
         def rows(size: int) -> Any:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
-from drivetrain.engine.measure.standins import AsOnGpu
+from drivetrain.engine.measure.fake_kernels import FakeGpuKernels
 from drivetrain.plan.profile import Line, Pass, Work, staging
 
 ROUND = 512  # bytes: a GPU's allocator gives whole multiples
@@ -273,7 +273,7 @@ def trace_evaluation(loss: Callable[[int], Tensor], model: nn.Module, half: torc
     peaks = []
     for size in sizes:
         recorder = Recorder([*model.parameters(), *model.buffers()])
-        with torch.no_grad(), AsOnGpu(half, recorder.note), recorder:
+        with torch.no_grad(), FakeGpuKernels(half, recorder.note), recorder:
             loss(size)
         peaks.append(float(recorder.curve(set()).max()))
     return (_line(peaks[0], peaks[1], sizes),)
@@ -285,7 +285,7 @@ class _Traced(Recorder):
 
 def _one_pass(loss: Callable[[int], Tensor], model: nn.Module, half: torch.dtype | None, size: int, run_again: list[nn.Module]) -> _Traced:
     recorder = _Traced([*model.parameters(), *model.buffers()])
-    mode = AsOnGpu(half, recorder.note)
+    mode = FakeGpuKernels(half, recorder.note)
     model.zero_grad(set_to_none=True)
     for module in run_again:
         module.forward = _checkpointed(module.forward, mode)
@@ -301,7 +301,7 @@ def _one_pass(loss: Callable[[int], Tensor], model: nn.Module, half: torch.dtype
     return recorder
 
 
-def _checkpointed(forward: Callable[..., Any], mode: AsOnGpu) -> Callable[..., Any]:
+def _checkpointed(forward: Callable[..., Any], mode: FakeGpuKernels) -> Callable[..., Any]:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     # While a backward pass runs, the mode rests: what runs again needs it anew.
     return lambda *args, **kwargs: checkpoint(forward, *args, context_fn=lambda: (nullcontext(), mode), **options, **kwargs)

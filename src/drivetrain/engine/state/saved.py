@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from drivetrain.data import Source
-from drivetrain.engine.data.base import Feed
-from drivetrain.engine.data.feeds import SourceFeed
+from drivetrain.engine.data.feed import Feed
+from drivetrain.engine.data.source_feed import SourceFeed
 from drivetrain.engine.state import tensors as state
 from drivetrain.engine.state.checkpoint import Checkpoint, folder_name, newest_good
 from drivetrain.outcomes import Problem
@@ -74,8 +74,8 @@ def _check_data(training: Training, before: dict[str, Any]) -> None:
                 f"{hook} is not what it was when {run.name} was saved ({what} differ): the run goes on, but not exactly"
             )
 
-        feed.expected, feed.changed = known, tell
-        feed.compare()
+        feed.expected_signature, feed.on_data_changed = known, tell
+        feed.check_signature()
 
 
 def _source_state(source: Source) -> dict[str, Tensor]:
@@ -117,7 +117,7 @@ def restore(training: Training) -> None:
             training.step.loss_scale.tensors()[name].copy_(scale.load(name))
     if training.source is not None:
         assert isinstance(training.feed, SourceFeed)
-        rows = slice(training.feed.low, training.feed.high)
+        rows = slice(training.feed.first_group, training.feed.end_group)
         kept = stored.subset("source")
         training.source.load({name: kept.load(name)[rows].to(group.device) for name in kept.layout})
     training.done, training.before, training.metrics = step, extra["time"], extra["metrics"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from drivetrain.engine.group import Group
-from drivetrain.engine.maths.optim import capturable
+from drivetrain.engine.numerics.optim import capturable
 from drivetrain.engine.strategies.base import Strategy
 from drivetrain.engine.strategies.replicate import Replicated
 from drivetrain.engine.strategies.single import Single

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from drivetrain.engine.fast.parallel_kernels import parallel_optimizer_kernels
 from drivetrain.engine.group import Group
-from drivetrain.engine.maths.optim import has_short_way, short_step, takes_factor
+from drivetrain.engine.numerics.optim import can_call_kernel_directly, step_by_direct_kernel_call, supports_fused_scaling
 from drivetrain.engine.state import tensors as state
 
 
@@ -36,7 +36,7 @@ class Strategy:
     def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Uses an optimizer that was made for the model as it is distributed now."""
         self.optimizer = optimizer
-        self._optimizer_scales, self._has_short_step = takes_factor(optimizer), has_short_way(optimizer)
+        self._optimizer_scales, self._has_short_step = supports_fused_scaling(optimizer), can_call_kernel_directly(optimizer)
 
     # --- forward and backward ---
 
@@ -105,7 +105,7 @@ class Strategy:
 
     def _optimizer_step(self) -> None:
         if self._has_short_step:
-            short_step(self.optimizer)
+            step_by_direct_kernel_call(self.optimizer)
         else:
             with parallel_optimizer_kernels(self.group.device):
                 self.optimizer.step()

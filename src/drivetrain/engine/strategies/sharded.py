@@ -17,8 +17,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from drivetrain.engine.fast.blocks import repeated_blocks
 from drivetrain.engine.group import Group
-from drivetrain.engine.maths.optim import is_torchs, takes_factor
-from drivetrain.engine.maths.precision import HALF
+from drivetrain.engine.numerics.optim import is_plain_torch_optimizer, supports_fused_scaling
+from drivetrain.engine.numerics.precision import HALF
 from drivetrain.engine.state import tensors as state
 from drivetrain.engine.strategies.base import Strategy
 from drivetrain.engine.strategies.root import Root, broadcast_model, use_dense_gradients
@@ -81,7 +81,7 @@ class Sharded(Strategy):
     def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Hands elementwise optimizers this rank's shards as plain tensors, which all their kernels take; others keep the DTensors."""
         self.optimizer = optimizer
-        if not (is_torchs(optimizer) and type(optimizer).__name__ in ELEMENTWISE_OPTIMIZERS):
+        if not (is_plain_torch_optimizer(optimizer) and type(optimizer).__name__ in ELEMENTWISE_OPTIMIZERS):
             return
         self._local_parameters = {
             p: nn.Parameter(state.local_tensor(p), p.requires_grad) for p in self.model.parameters() if state.is_sharded(p)
@@ -94,7 +94,7 @@ class Sharded(Strategy):
                 optimizer.state[local] = {k: state.local_tensor(v) if isinstance(v, Tensor) else v for k, v in values.items()}
         # A kernel on the host would read a factor of the device before it has come.
         offloaded = any(p.device != self.group.device for p in self.parameters)
-        self._optimizer_scales = takes_factor(optimizer) and not offloaded
+        self._optimizer_scales = supports_fused_scaling(optimizer) and not offloaded
 
     # --- forward and backward ---
 

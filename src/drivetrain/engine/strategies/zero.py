@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.engine.group import Group
-from drivetrain.engine.maths.optim import is_torchs
+from drivetrain.engine.numerics.optim import is_plain_torch_optimizer
 from drivetrain.engine.state import tensors as state
 from drivetrain.engine.strategies.base import Strategy
 from drivetrain.engine.strategies.root import Root, broadcast_model, use_dense_gradients
@@ -70,7 +70,7 @@ class Zero(Strategy):
         if group.is_main:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "deepspeed.json").write_text(json.dumps(config, indent=1) + "\n")
-        if not is_torchs(optimizer):
+        if not is_plain_torch_optimizer(optimizer):
             _hide_empty_groups(optimizer)
         self.engine = _start(Root(model), optimizer, config, group)
         self.zero_optimizer: Any = self.engine.optimizer

@@ -111,7 +111,7 @@ _IN_FULL = {  # what autocast computes in fp32 on a GPU and in the input's own f
 }  # fmt: skip
 
 
-class AsOnGpu(TorchFunctionMode):
+class FakeGpuKernels(TorchFunctionMode):
     """Attention, dropout, recurrent layers and number formats as a GPU has them."""
 
     def __init__(self, half: torch.dtype | None, note: Note) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.engine.group import Group
-from drivetrain.engine.maths.losses import real_number, shown
+from drivetrain.engine.numerics.losses import real_number, shown
 from drivetrain.outcomes import Problem
 from drivetrain.settings import Length
 from drivetrain.task import Task, overrides
@@ -19,7 +19,7 @@ from drivetrain.task import Task, overrides
 
 def make_optimizer(task: Task, model: torch.nn.Module, device: torch.device, captured: bool = True) -> torch.optim.Optimizer:
     optimizer = _make(task, model)
-    if captured and device.type == "cuda" and is_torchs(optimizer):
+    if captured and device.type == "cuda" and is_plain_torch_optimizer(optimizer):
         for group in optimizer.param_groups:
             if "capturable" in group:
                 group["capturable"] = True  # its counts of steps live on the device, where a graph finds them
@@ -64,22 +64,22 @@ def _check(own: Any, task: Task, model: torch.nn.Module) -> None:
         )
 
 
-def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+def is_plain_torch_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is one of torch's own, with nothing derived, wrapped or hooked around its step."""
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return type(optimizer).__module__.startswith("torch.optim.") and not hooked
 
 
-def takes_factor(optimizer: torch.optim.Optimizer) -> bool:
+def supports_fused_scaling(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's own kernel divides gradients and skips overflowed steps."""
     supports = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return is_torchs(optimizer) and supports and all(group.get("fused") for group in optimizer.param_groups)
+    return is_plain_torch_optimizer(optimizer) and supports and all(group.get("fused") for group in optimizer.param_groups)
 
 
-def ready_to_skip(optimizer: torch.optim.Optimizer) -> None:
+def prepare_for_skipped_steps(optimizer: torch.optim.Optimizer) -> None:
     """Before fp16's first steps, which may overflow: fused SGD makes its momentum in the first step it sees, skipped or not,
     and leaves it without values then. From zeros the first step that counts gives the same."""
-    if isinstance(optimizer, torch.optim.SGD) and takes_factor(optimizer):
+    if isinstance(optimizer, torch.optim.SGD) and supports_fused_scaling(optimizer):
         for group in optimizer.param_groups:
             for parameter in group["params"] if group["momentum"] else ():
                 optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
@@ -89,18 +89,18 @@ def capturable(optimizer: torch.optim.Optimizer, scaled: bool) -> bool:
     """Whether the optimizer's step can be part of a graph; with fp16's scale it must skip steps by itself."""
     able = (
         not scaled
-        and is_torchs(optimizer)
+        and is_plain_torch_optimizer(optimizer)
         and all(group.get("capturable") and group.get("foreach") is not False for group in optimizer.param_groups)
     )
-    return takes_factor(optimizer) or able
+    return supports_fused_scaling(optimizer) or able
 
 
 _ADAMS: dict[type, Callable[..., None]] = {torch.optim.Adam: torch._fused_adam_, torch.optim.AdamW: torch._fused_adamw_}
 
 
-def has_short_way(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `short_step` does what its `step` does: torch's fused Adam or AdamW for plain tensors of one kind on a CPU."""
-    if type(optimizer) not in _ADAMS or not takes_factor(optimizer):
+def can_call_kernel_directly(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step_by_direct_kernel_call` does what its `step` does: torch's fused Adam or AdamW for plain tensors of one kind on a CPU."""
+    if type(optimizer) not in _ADAMS or not supports_fused_scaling(optimizer):
         return False
     groups = optimizer.param_groups
     parameters = [p for group in groups for p in group["params"]]
@@ -110,7 +110,7 @@ def has_short_way(optimizer: torch.optim.Optimizer) -> bool:
 
 
 @torch.no_grad()
-def short_step(optimizer: Any) -> None:
+def step_by_direct_kernel_call(optimizer: Any) -> None:
     """The same kernel on the same tensors, without what `step` does around it, which takes longer than a small model's kernel."""
     kernel, state = _ADAMS[type(optimizer)], optimizer.state
     scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
@@ -136,7 +136,7 @@ def short_step(optimizer: Any) -> None:
             torch._foreach_sub_(steps, [overflow] * len(steps))
 
 
-def schedule_of(task: Task, steps: int, steps_per_epoch: int) -> Callable[[int], float]:
+def make_schedule(task: Task, steps: int, steps_per_epoch: int) -> Callable[[int], float]:
     """The factor of the peak learning rate at each step of the run."""
     if overrides(task, "schedule") and task.schedule(0, steps) is not None:
         return lambda step: _own_factor(task, step, steps)
@@ -183,11 +183,11 @@ class Rates:
                 options["lr"] = place.view(())
                 self._tables.append((factors * peak, place))
 
-    def table(self) -> Tensor | None:
+    def device_table(self) -> Tensor | None:
         """The rates of all steps, where the device has them and they are the same for all parameters."""
         return self._tables[0][0] if len(self._tables) == 1 else None
 
-    def follow(self, step: Tensor) -> None:
+    def set_on_device(self, step: Tensor) -> None:
         """Set the rates of the step whose number the device holds: nothing of it passes through the host."""
         for rates, place in self._tables:
             torch.index_select(rates, 0, step, out=place)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.engine.group import Group
-from drivetrain.engine.maths.losses import real_number, shown
+from drivetrain.engine.numerics.losses import real_number, shown
 from drivetrain.outcomes import Problem
 from drivetrain.task import Task, overrides
 

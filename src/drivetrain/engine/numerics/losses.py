@@ -43,7 +43,7 @@ def read_loss(value: Any) -> tuple[list[Part], list[Part]]:
     logged: list[Part] = []
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
         value, figures = value
-        logged = [read_figure(name, figure) for name, figure in figures.items()]
+        logged = [read_logged_value(name, figure) for name, figure in figures.items()]
     if isinstance(value, dict):
         if not value:
             raise Problem("loss() gave an empty dict: return a scalar, (total, count), or a dict of such parts")
@@ -68,7 +68,7 @@ def _part(name: str, value: Any) -> Part:
     return Part(name, value, None if count is None else read_count(count, f"loss() gave for {name!r}"))
 
 
-def read_figure(name: str, value: Any) -> Part:
+def read_logged_value(name: str, value: Any) -> Part:
     """A logged-only figure: per-sample values, a mean, or (total, count)."""
     value = _total(value)
     if isinstance(value, tuple) and len(value) == 2:
