@@ -28,9 +28,12 @@ from drivetrain.engine.measure.probe import Probe
 from drivetrain.engine.measure.survey import survey
 from drivetrain.hardware.described import parse
 from drivetrain.plan import Plan
-from drivetrain.plan.fit import Fit, Point, next_to_measure, worth_measuring
-from drivetrain.plan.predict import Candidate, Machine, memory, step_seconds
-from drivetrain.plan.search import Search
+from drivetrain.plan.candidates import Candidate
+from drivetrain.plan.capacity import MachineCapacity
+from drivetrain.plan.fit import Fit, Point, next_size_to_measure, sizes_to_measure
+from drivetrain.plan.predict_memory import memory_by_part
+from drivetrain.plan.predict_time import step_seconds
+from drivetrain.plan.rating import Rater
 
 LARGEST = {
     "Cnn": 4096,
@@ -66,7 +69,7 @@ def run(task_class: Any, words: str, seconds: float) -> dict[str, Any]:
     begun = time.monotonic()
     profile = survey(task, "bf16")
     surveyed = time.monotonic() - begun
-    machine = Machine.of(parse(words), "cuda", 1)
+    machine = MachineCapacity.of(parse(words), "cuda", 1)
     plan = Plan(device="cuda", precision="bf16", channels_last=True, pin_memory=True, threads=8)
     probe = Probe(task, plan, torch.device("cuda", 0))
     points: list[Point] = []
@@ -87,7 +90,7 @@ def run(task_class: Any, words: str, seconds: float) -> dict[str, Any]:
 
 def predicted_anew(task_class: Any, words: str, known: dict[str, Any]) -> dict[str, Any]:
     """What was measured before, beside what is predicted now."""
-    task, machine, begun = task_class(), Machine.of(parse(words), "cuda", 1), time.monotonic()
+    task, machine, begun = task_class(), MachineCapacity.of(parse(words), "cuda", 1), time.monotonic()
     profile = survey(task, "bf16")
     surveyed = time.monotonic() - begun
     names = ("peak_bytes", "step_seconds", "update_seconds", "kind")
@@ -99,23 +102,23 @@ def _candidate(size: int) -> Candidate:
     return Candidate("single", size, 1, 1)
 
 
-def _probed(profile: Any, machine: Machine, points: list[Point]) -> list[Point]:
+def _probed(profile: Any, machine: MachineCapacity, points: list[Point]) -> list[Point]:
     """Those that planning would measure."""
     known = {p.micro_batch: p for p in points}
     predicted = {s: step_seconds(profile, _candidate(s), machine)["work"] for s in known}
-    wanted, found = worth_measuring(list(known), points[-1].micro_batch), list[Point]()
-    while (size := next_to_measure(found, wanted, predicted)) is not None:
+    wanted, found = sizes_to_measure(list(known), points[-1].micro_batch), list[Point]()
+    while (size := next_size_to_measure(found, wanted, predicted)) is not None:
         found.append(known[size])
     return found
 
 
-def _rows(profile: Any, machine: Machine, points: list[Point]) -> list[dict[str, Any]]:
+def _rows(profile: Any, machine: MachineCapacity, points: list[Point]) -> list[dict[str, Any]]:
     probed = _probed(profile, machine, points)
     fit = Fit.of(probed)
     assert fit is not None
 
     def bytes_at(size: int) -> float:
-        return float(sum(memory(profile, _candidate(size)).values()))
+        return float(sum(memory_by_part(profile, _candidate(size)).values()))
 
     def work_at(size: int) -> float:
         return step_seconds(profile, _candidate(size), machine)["work"]
@@ -136,18 +139,18 @@ def _rows(profile: Any, machine: Machine, points: list[Point]) -> list[dict[str,
     return rows
 
 
-def _choice(task: Any, profile: Any, machine: Machine, points: list[Point]) -> dict[str, Any]:
+def _choice(task: Any, profile: Any, machine: MachineCapacity, points: list[Point]) -> dict[str, Any]:
     """The order of candidates, and the chosen one against the best: samples a second of one micro-batch after another."""
     real = {p.micro_batch: p.micro_batch / (p.step_seconds - p.update_seconds) for p in points}
     said = {p.micro_batch: p.micro_batch / step_seconds(profile, _candidate(p.micro_batch), machine)["work"] for p in points}
     largest = points[-1].micro_batch
     chosen = {}
     for how, fit in (("described", None), ("measured", Fit.of(_probed(profile, machine, points)))):
-        search = Search(profile, machine, largest * 3 * 2**4, 1, 1, fit)
-        way = search.ways({}, deepspeed=False)[0]
-        rated = {size: search.rate(way, size) for size in real}
-        fastest = max(r.rate for r in rated.values())
-        best = min((s for s, r in rated.items() if r.rate >= 0.98 * fastest), key=lambda s: rated[s].bytes)
+        rater = Rater(profile, machine, largest * 3 * 2**4, 1, 1, fit)
+        way = rater.candidates({}, deepspeed=False)[0]
+        rated = {size: rater.rate(way, size) for size in real}
+        fastest = max(r.samples_per_second for r in rated.values())
+        best = min((s for s, r in rated.items() if r.samples_per_second >= 0.98 * fastest), key=lambda s: rated[s].needed_bytes)
         chosen[how] = {"micro_batch": best, "of_the_best": real[best] / max(real.values())}
     return {"kendall_tau": kendall([real[s] for s in real], [said[s] for s in real]), "chosen": chosen}
 

@@ -32,10 +32,11 @@ from drivetrain.engine.measure.survey import survey
 from drivetrain.hardware import Hardware
 from drivetrain.hardware.described import parse
 from drivetrain.plan import Plan
+from drivetrain.plan.candidates import Candidate
+from drivetrain.plan.capacity import MachineCapacity
 from drivetrain.plan.choose import choose
-from drivetrain.plan.predict import Candidate, Machine
 from drivetrain.plan.profile import Profile
-from drivetrain.plan.search import Search
+from drivetrain.plan.rating import Rater
 from drivetrain.runs import Run
 from plan import kendall
 
@@ -108,17 +109,17 @@ class Case:
     hardware: Hardware
 
     @property
-    def search(self) -> Search:
-        return Search(self.profile, Machine.of(self.hardware, "cuda", 1), 1 << 14, 1, 1)
+    def rater(self) -> Rater:
+        return Rater(self.profile, MachineCapacity.of(self.hardware, "cuda", 1), 1 << 14, 1, 1)
 
     @property
-    def way(self) -> Candidate:
-        [way] = self.search.ways(self.pins, deepspeed=False)
-        return way
+    def candidate(self) -> Candidate:
+        [candidate] = self.rater.candidates(self.pins, deepspeed=False)
+        return candidate
 
     def largest(self) -> int:
-        search, way = self.search, self.way
-        size = max(s for s in range(1, 4097) if search.rate(way, s).fits)
+        rater, candidate = self.rater, self.candidate
+        size = max(s for s in range(1, 4097) if rater.rate(candidate, s).fits)
         return size - size % 8 if size > 16 else size
 
     def task(self, size: int) -> Any:
@@ -164,7 +165,7 @@ def compared(case: Case, size: int, largest: bool, found: dict[str, Any]) -> dic
     plan = case.plan(size)
     predicted, memory = plan.predicted["step_seconds"], sum(plan.predicted["memory_bytes"].values())
     return found | {
-        "model": case.model, "way": case.way.name(), "micro_batch": size, "largest": largest, "predicted_bytes": memory, "predicted_seconds": predicted,
+        "model": case.model, "way": case.candidate.name(), "micro_batch": size, "largest": largest, "predicted_bytes": memory, "predicted_seconds": predicted,
         "memory_error": memory / found["peak_bytes"] - 1, "time_factor": predicted / found["step_seconds"],
     }  # fmt: skip
 
@@ -197,7 +198,7 @@ def main() -> None:
             profiles[model] = survey(MODELS[model](), "bf16")
         case, largest = Case(model, pins, profiles[model], hardware), micro_batch == LARGEST
         size = micro_batch or case.largest()
-        before = None if args.only and model in args.only else known.get((model, case.way.name(), largest))
+        before = None if args.only and model in args.only else known.get((model, case.candidate.name(), largest))
         if before is not None:
             rows.append(compared(case, before["micro_batch"], largest, before))
         elif torch.cuda.is_available():

@@ -12,7 +12,7 @@ import torch
 from drivetrain.engine.log.rows import SPIKE_QUIET, Spikes
 from drivetrain.engine.state import checkpoint
 from drivetrain.engine.state.checkpoint import CheckpointWriter
-from drivetrain.plan import HOST_WAITS, Plan
+from drivetrain.plan import HOST_SYNC_REASON, Plan
 from drivetrain.runs import Run
 from drivetrain.watch.pulse import PARTS
 from drivetrain.watch.spent import Spent
@@ -60,7 +60,7 @@ def test_a_tiny_batch_is_named() -> None:
 
 
 def test_a_host_that_waits_for_its_gpu_is_named() -> None:
-    why = f"small.py:31, `scale = x.max().item()`: {HOST_WAITS}"
+    why = f"small.py:31, `scale = x.max().item()`: {HOST_SYNC_REASON}"
     said = spent(HEALTHY).bottleneck(Plan(capture="off", reasons={"capture": why}), 8)
     assert said.startswith("small.py:31, `scale = x.max().item()`") and "keep values on the device" in said
     assert not spent(HEALTHY).bottleneck(Plan(capture="off", reasons={"capture": "pinned"}), 8)

@@ -28,8 +28,8 @@ from drivetrain.hardware.cards import CARDS, capability_of, card_of_product
 from drivetrain.hardware.described import parse
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
+from drivetrain.plan.capacity import MachineCapacity
 from drivetrain.plan.choose import choose
-from drivetrain.plan.predict import Machine
 from tests.command import bad, good
 from tests.patience import Stopwatch
 from tests.samples import Plain
@@ -215,7 +215,7 @@ def test_a_known_card_with_another_memory_size_keeps_its_rates() -> None:
 
 def test_a_mig_slice_has_its_share_of_the_rates() -> None:
     whole, part = (
-        Machine.of(Hardware(8, 2**36, (Gpu(0, name, int(gb * 2**30), (8, 0), mig=mig),)), "cuda", 1).card
+        MachineCapacity.of(Hardware(8, 2**36, (Gpu(0, name, int(gb * 2**30), (8, 0), mig=mig),)), "cuda", 1).card
         for name, gb, mig in (("NVIDIA A100-SXM4-40GB", 39.4, False), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4.75, True))
     )
     assert part.bf16 == pytest.approx(whole.bf16 / 7)

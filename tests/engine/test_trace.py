@@ -19,7 +19,8 @@ from drivetrain.engine.measure.fake_kernels import FakeGpuKernels
 from drivetrain.engine.measure.survey import _beside, survey
 from drivetrain.engine.measure.trace import Recorder, ShapesOnly
 from drivetrain.hardware.described import parse
-from drivetrain.plan.predict import CHANNEL, Machine, _seconds
+from drivetrain.plan.capacity import MachineCapacity
+from drivetrain.plan.predict_time import NORM_CHANNEL_BYTES_PER_SECOND, operation_seconds
 from drivetrain.task import Task
 
 
@@ -51,12 +52,12 @@ def test_pooling_stays_in_half_precision_as_on_a_gpu(profiles: Any) -> None:
 
 
 def test_a_norm_of_few_channels_is_as_slow_as_they_are_few(profiles: Any) -> None:
-    machine = Machine.of(parse("1xH200-141GB"), "cuda", 1)
+    machine = MachineCapacity.of(parse("1xH200-141GB"), "cuda", 1)
     [forward, backward] = [w for w in profiles["bf16"].plain.work if w.kind == "channels"]
     for work in (forward, backward):
         moved = work.bytes[0] + 4096 * work.bytes[1]
         assert work.depth == (8.0, 0.0)
-        assert _seconds(work, 4096, machine, "bf16") > moved / (CHANNEL * 8)
+        assert operation_seconds(work, 4096, machine, "bf16") > moved / (NORM_CHANNEL_BYTES_PER_SECOND * 8)
     assert not [w for w in profiles["fp32"].plain.work if w.kind == "channels"], "cuDNN's, in full precision"
 
 
@@ -186,7 +187,7 @@ def test_a_frozen_layer_costs_its_forward_and_its_input_s_gradient() -> None:
 
     found = survey(Frozen(), "bf16").plain
     assert found is not None
-    flops = sum(w.times * (w.flops[0] + w.flops[1]) for w in found.work)
+    flops = sum(w.num_calls * (w.flops[0] + w.flops[1]) for w in found.work)
     assert flops == 2 * (2 * 32 * 64 + 2 * 64 * 64 + 3 * 64 * 4)
 
 

@@ -16,7 +16,7 @@ import torch
 from drivetrain.engine.fast import pace
 from drivetrain.engine.fast.graphs import capture_graph, watch_host_syncs
 from drivetrain.engine.group import Group
-from drivetrain.plan import HOST_WAITS
+from drivetrain.plan import HOST_SYNC_REASON
 from tests.gpu.kinds import train
 from tests.samples import rows, weights
 
@@ -211,4 +211,4 @@ def test_a_wait_of_another_thread_is_none_of_the_steps() -> None:
     assert not waits
     with watch_host_syncs() as waits:
         wait()
-    assert len(waits) == 1 and HOST_WAITS in waits[0]
+    assert len(waits) == 1 and HOST_SYNC_REASON in waits[0]

@@ -94,7 +94,7 @@ CRASHES = ("return F.cross_entropy(model(x), y)", "import os, signal; os.kill(os
 
 
 def test_a_survey_that_crashes_leaves_a_plan_by_the_models_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "REAL_LIMIT", 0)  # one crash suffices here
+    monkeypatch.setattr(profiling, "MAX_PARAMETERS_WITH_VALUES", 0)  # one crash suffices here
     write_task(change=CRASHES)
     [recipe] = load("small.py", [])
     plan = make_plan(recipe, Cluster(parse("1xT4"), "cuda", 1, 1), Screen(quiet=True))

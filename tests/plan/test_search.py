@@ -12,11 +12,15 @@ from drivetrain.hardware import format_need
 from drivetrain.hardware.described import parse
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
+from drivetrain.plan.candidates import Candidate
+from drivetrain.plan.capacity import MachineCapacity
 from drivetrain.plan.choose import choose
-from drivetrain.plan.fit import Fit, Point, next_to_measure, worth_measuring
-from drivetrain.plan.predict import Candidate, Machine, _seconds, memory
-from drivetrain.plan.profile import Profile, Work, staging
-from drivetrain.plan.search import Search
+from drivetrain.plan.fit import Fit, Point, next_size_to_measure, sizes_to_measure
+from drivetrain.plan.predict_memory import memory_by_part
+from drivetrain.plan.predict_time import operation_seconds
+from drivetrain.plan.profile import Profile, Work, reduction_buffer_bytes
+from drivetrain.plan.rating import Rater
+from drivetrain.plan.reasons import why_lost
 from drivetrain.task import Task
 from tests.plan.golden import FILE, MACHINES, TASKS, plan, profile, text
 
@@ -57,11 +61,11 @@ def test_the_host_s_memory_is_the_last_resort() -> None:
 
 def test_deepspeed_is_taken_where_only_its_offload_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host has room for the optimizer's state and not for all, the GPU for parameters and gradients."""
-    monkeypatch.setattr("drivetrain.plan.choose.find_spec", lambda name: True)
+    monkeypatch.setattr("drivetrain.plan.deepspeed.find_spec", lambda name: True)
     made = plan("1.7B", "1xRTX5090-29GB, 30GB RAM")
     assert (made.strategy, made.zero_stage, made.offload) == ("deepspeed", 2, "optimizer")
     assert "single does not fit" in made.reasons["strategy"]
-    monkeypatch.setattr("drivetrain.plan.choose.find_spec", lambda name: None)
+    monkeypatch.setattr("drivetrain.plan.deepspeed.find_spec", lambda name: None)
     with pytest.raises(Problem, match=r"24 GiB of the host's memory can be used.\nWays out: \(1\) 32 GiB of RAM .*\(2\) a GPU with 3\d GB"):
         plan("1.7B", "1xRTX5090-29GB, 30GB RAM")
 
@@ -95,7 +99,7 @@ def test_several_machines_that_do_not_tell_of_their_network_can_be_planned(words
 
 
 def test_a_strategy_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drivetrain.plan.choose.find_spec", lambda name: None)
+    monkeypatch.setattr("drivetrain.plan.deepspeed.find_spec", lambda name: None)
     with pytest.raises(Problem, match=r"pip install 'drivetrain\[deepspeed\]'"):
         plan("135M", "4xL4-24GB", strategy="deepspeed")
 
@@ -109,9 +113,9 @@ def test_more_processes_than_samples_is_refused() -> None:
 def test_memory_by_part_falls_as_more_is_sharded() -> None:
     known = profile("1.7B", "bf16")
     ways = [Candidate("ddp", 1, 16, 4), Candidate("fsdp", 1, 16, 4, zero_stage=2), Candidate("fsdp", 1, 16, 4, zero_stage=3)]
-    needs = [sum(memory(known, way).values()) for way in ways]
+    needs = [sum(memory_by_part(known, way).values()) for way in ways]
     assert needs == sorted(needs, reverse=True)
-    assert memory(known, ways[0])["optimizer"] == 4 * memory(known, ways[2])["optimizer"]
+    assert memory_by_part(known, ways[0])["optimizer"] == 4 * memory_by_part(known, ways[2])["optimizer"]
 
 
 def test_measured_points_correct_the_prediction_between_them() -> None:
@@ -128,16 +132,16 @@ def test_measured_points_correct_the_prediction_between_them() -> None:
 
 def test_what_sums_over_many_rows_take_for_a_moment() -> None:
     """As seen on an H200: the gradient of a bias of 4,096 numbers, from 768, 1,536 and 6,144 rows."""
-    assert [staging(4096, rows) for rows in (768, 1536, 6144)] == [0, 50_331_648, 138_412_032]
-    assert staging(0, 1e9) == 0
+    assert [reduction_buffer_bytes(4096, rows) for rows in (768, 1536, 6144)] == [0, 50_331_648, 138_412_032]
+    assert reduction_buffer_bytes(0, 1e9) == 0
 
 
 def test_three_sizes_around_the_best_are_worth_measuring() -> None:
     sizes = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]
-    assert worth_measuring(sizes, 128) == [8, 32, 128]
-    assert worth_measuring(sizes, 16) == [4, 16, 64]
-    assert worth_measuring(sizes, 1) == [1, 2, 4]
-    assert worth_measuring([7], 7) == worth_measuring([], 7) == [7]
+    assert sizes_to_measure(sizes, 128) == [8, 32, 128]
+    assert sizes_to_measure(sizes, 16) == [4, 16, 64]
+    assert sizes_to_measure(sizes, 1) == [1, 2, 4]
+    assert sizes_to_measure([7], 7) == sizes_to_measure([], 7) == [7]
 
 
 def test_what_lies_between_is_measured_where_it_is_far_or_the_prediction_fails_there() -> None:
@@ -146,13 +150,13 @@ def test_what_lies_between_is_measured_where_it_is_far_or_the_prediction_fails_t
 
     def measured(seconds: dict[int, float]) -> list[int]:
         points: list[Point] = []
-        while (size := next_to_measure(points, [8, 32, 128], predicted)) is not None:
+        while (size := next_size_to_measure(points, [8, 32, 128], predicted)) is not None:
             points.append(Point(size, size < 200, 0, seconds[size] + 0.002, 0.002, "captured"))
         return [p.micro_batch for p in points]
 
     assert measured({s: 1.3 * t for s, t in predicted.items()}) == [8, 32, 128, 16, 64]
     assert measured({s: (1.4 if s < 10 else 1.0) * t for s, t in predicted.items()}) == [8, 32, 128, 16, 12, 64]
-    assert next_to_measure([Point(8, True, 0, 0.1), Point(32, False)], [8, 32, 128], predicted) is None
+    assert next_size_to_measure([Point(8, True, 0, 0.1), Point(32, False)], [8, 32, 128], predicted) is None
 
 
 # --- plans that can be ---------------------------------------------------------------------------
@@ -162,22 +166,22 @@ def test_what_lies_between_is_measured_where_it_is_far_or_the_prediction_fails_t
 @pytest.mark.parametrize("name", TASKS)
 def test_no_plan_exceeds_the_card_s_rates(name: str, words: str) -> None:
     made, known = plan(name, words), profile(name, "bf16")
-    machine = Machine.of(parse(words), "cuda", made.world_size // made.nodes)
+    machine = MachineCapacity.of(parse(words), "cuda", made.world_size // made.nodes)
     done = known.checkpointed if made.activation_checkpointing else known.plain
     assert done is not None
     share = made.micro_batch * made.accumulation
     seconds = made.predicted["seconds_by_part"]["work"]
     for figure, rate in (("flops", 1e12 * machine.card.bf16), ("bytes", 1e9 * machine.card.bandwidth)):
-        total = sum(w.times * (made.accumulation * getattr(w, figure)[0] + share * getattr(w, figure)[1]) for w in done.work)
+        total = sum(w.num_calls * (made.accumulation * getattr(w, figure)[0] + share * getattr(w, figure)[1]) for w in done.work)
         assert total / seconds <= rate, figure
 
 
 def test_an_operation_takes_at_least_its_flops_at_the_card_s_rate() -> None:
     """Whatever kind it was taken for."""
-    machine = Machine.of(parse("1xRTX3090-24GB"), "cuda", 1)
+    machine = MachineCapacity.of(parse("1xRTX3090-24GB"), "cuda", 1)
     for kind in ("gemm", "conv", "grouped", "attention", "recurrent", "other", "scattered", "summed", "embedding"):
         work = Work(1, kind, "bfloat16", (71e12, 0.0), (1.0, 0.0), (1e9, 0.0), (64.0, 0.0))
-        assert _seconds(work, 1, machine, "bf16") >= 1.0, kind
+        assert operation_seconds(work, 1, machine, "bf16") >= 1.0, kind
 
 
 def untraced(parameters: int) -> Profile:
@@ -191,7 +195,7 @@ def planned(parameters: int, words: str) -> Plan:
 
 
 def test_what_cannot_be_traced_is_bounded_by_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drivetrain.plan.choose.find_spec", lambda name: None)
+    monkeypatch.setattr("drivetrain.plan.deepspeed.find_spec", lambda name: None)
     made = planned(922_000_000, "1xT4-16GB")
     assert made.offload == "all", "parameters, gradients and optimizer state are 13.7 GiB"
     assert "single does not fit (its state alone needs 14 GiB of 13 GiB)" in made.reasons["strategy"]
@@ -217,12 +221,12 @@ def test_a_cpu_takes_its_share_at_once_if_it_fits() -> None:
 
 
 def test_a_faster_way_that_is_not_worth_its_labour_says_by_how_much() -> None:
-    search = Search(profile("135M", "bf16"), Machine.of(parse("8xH100-80GB"), "cuda", 8), 512, 8, 1)
-    best = search.rate(Candidate("ddp", 8, 8, 8), 8)
+    rater = Rater(profile("135M", "bf16"), MachineCapacity.of(parse("8xH100-80GB"), "cuda", 8), 512, 8, 1)
+    best = rater.rate(Candidate("ddp", 8, 8, 8), 8)
     sharded = Candidate("fsdp", 8, 8, 8, zero_stage=2)
     for faster, words in ((1.19, "19 % faster, less than the 25 % from which"), (1.0, "as fast, and more laborious"), (0.8, "20 % slower")):
-        found = replace(best, candidate=sharded, seconds={"work": best.step / faster})
-        assert search._lost(sharded, found, best)["why"].startswith(words)
+        found = replace(best, candidate=sharded, seconds={"work": best.step_seconds / faster})
+        assert why_lost(rater, sharded, found, best)["why"].startswith(words)
 
 
 def test_need_and_room_are_told_apart() -> None:

@@ -124,7 +124,7 @@ def _total(recipe: Any, plan: Any, samples: int | None, price: float | None, wor
 
 def _show(plan: Any, total: dict[str, Any], place: Any) -> None:
     from drivetrain.hardware import format_bytes, format_need
-    from drivetrain.plan.search import rate_text
+    from drivetrain.plan.rating import format_rate
 
     _line("plan", plan.sentence())
     figures = plan.predicted
@@ -135,7 +135,7 @@ def _show(plan: Any, total: dict[str, Any], place: Any) -> None:
         room = format_need(need, figures["usable_bytes"], format_bytes)
         _line("memory", f"{room} {how}: {_parts_text(figures['memory_bytes'], scale, 1)} {unit}")
         parts = _parts_text(figures["seconds_by_part"], 1e-3, 2)
-        _line("time", f"{figures['step_seconds'] * 1e3:,.1f} ms a step {how} ({parts} ms), {rate_text(figures['samples_per_second'])}")
+        _line("time", f"{figures['step_seconds'] * 1e3:,.1f} ms a step {how} ({parts} ms), {format_rate(figures['samples_per_second'])}")
     if total:
         cost = f", ${total['cost']:,.2f} at ${total['price']:g} a GPU-hour" if "cost" in total else ""
         _line("run", f"{total['steps']:,} steps over {total['samples']:,} samples: {_duration(total['seconds'])}{cost}")
@@ -162,8 +162,9 @@ def _show(plan: Any, total: dict[str, Any], place: Any) -> None:
 def _compare(recipe: Any, plan: Any, other: Any, place: Any, profile: Any) -> None:
     """Where the guide's table differs, and what that costs by prediction."""
     from drivetrain.hardware import format_gib
-    from drivetrain.plan.predict import Candidate, Machine
-    from drivetrain.plan.search import Search, rate_text
+    from drivetrain.plan.candidates import Candidate
+    from drivetrain.plan.capacity import MachineCapacity
+    from drivetrain.plan.rating import Rater, format_rate
 
     show("\nthe guide's table")
     mine, theirs = plan.to_json(), other.to_json()
@@ -172,17 +173,17 @@ def _compare(recipe: Any, plan: Any, other: Any, place: Any, profile: Any) -> No
             show(f"  {name:<26}{theirs[name]!s:<10} instead of {mine[name]}: {other.reasons.get(name, '')}".rstrip(": "))
     if profile is None or profile.plain is None:
         return
-    machine = Machine.of(place.hardware, place.device, place.local_procs)
-    search = Search(profile, machine, other.global_batch, place.world_size, place.nodes)
-    way = Candidate(
+    machine = MachineCapacity.of(place.hardware, place.device, place.local_procs)
+    rater = Rater(profile, machine, other.global_batch, place.world_size, place.nodes)
+    candidate = Candidate(
         other.strategy, other.micro_batch, other.accumulation, other.world_size, other.nodes, other.zero_stage,
         other.activation_checkpointing and profile.checkpointed is not None, other.offload,
     )  # fmt: skip
-    rated = search.rate(way, other.micro_batch)
-    faster = plan.predicted["samples_per_second"] / rated.rate
+    rated = rater.rate(candidate, other.micro_batch)
+    faster = plan.predicted["samples_per_second"] / rated.samples_per_second
     fits = "" if rated.fits else "; it does not fit"
     show(
-        f"  predicted                 {rate_text(rated.rate)}, {format_gib(rated.bytes)}{fits}: the plan above is {faster:.2f} times as fast"
+        f"  predicted                 {format_rate(rated.samples_per_second)}, {format_gib(rated.needed_bytes)}{fits}: the plan above is {faster:.2f} times as fast"
     )
 
 

@@ -16,7 +16,7 @@ from drivetrain.engine.numerics.precision import Precision
 from drivetrain.engine.setup import Weights, prepare, run_weights
 from drivetrain.engine.state import tensors as state
 from drivetrain.outcomes import Outcome, Problem
-from drivetrain.plan import Plan, half
+from drivetrain.plan import Plan, halved_size
 from drivetrain.runs import Run
 from drivetrain.task import Task
 
@@ -53,7 +53,7 @@ def _evaluate(task: Task, model: nn.Module, feed: OrderedFeed, plan: Plan, group
             return evaluate(task, model, feed, Precision(plan.precision, group.device), group)
         except Short:
             pass
-        was, now = half(feed.max_rank_samples, feed.micro)
+        was, now = halved_size(feed.max_rank_samples, feed.micro)
         if was == 1:
             raise Problem("out of memory with one sample at a time: a GPU with more memory is needed", Outcome.OOM)
         feed.set_micro_batch(now)

@@ -85,12 +85,12 @@ class Training:
             "parameters": state.count_parameters(parameters),
             "trainable": state.count_parameters(parameters, lambda p: p.requires_grad),
         }
-        make = partial(make_optimizer, task, self.model, group.device, captured=not plan.shards)
+        make = partial(make_optimizer, task, self.model, group.device, captured=not plan.is_sharded)
         self.strategy = make_strategy(self.model, make, task, plan, group, TAIL, run.path)
         self.optimizer = self.strategy.optimizer
         per_epoch = self.feed.steps_per_epoch
         self.total = int(task.steps or task.epochs * per_epoch)
-        self.rates = Rates(self.optimizer, make_schedule(task, self.total, per_epoch), self.total, group, on_device=not plan.shards)
+        self.rates = Rates(self.optimizer, make_schedule(task, self.total, per_epoch), self.total, group, on_device=not plan.is_sharded)
         self.step = Step(task, self.model, self.feed, self.strategy, self.rates, self.precision, group)
         self.tail = TAIL
         self.step.undoable, self.step.stop = undoable(plan, self.model), stop
@@ -99,7 +99,7 @@ class Training:
         if group.is_main or self.strategy.checkpoint_group is not None:
             self.writer = CheckpointWriter(run, task.keep, observer.moment, observer.notice, self.strategy.checkpoint_group, group.is_main)
         self.log, self.evaluate_every, self.save_every = (Every(s, per_epoch) for s in (task.log_every, task.eval_every, task.save_every))
-        self.compiled_from = plan.compiled_from(0, None)
+        self.compiled_from = plan.first_compiled_step(0, None)
         self.done = self._kept = 0
         """Steps taken, and those that are saved."""
         self.looks_closely = False
@@ -360,7 +360,7 @@ class Training:
 
     def _remark(self) -> None:
         """Let the task say what the model makes; where that is sharded, all ranks ask it together."""
-        if not overrides(self.task, "remarks") or not (self.group.is_main or self.plan.shards):
+        if not overrides(self.task, "remarks") or not (self.group.is_main or self.plan.is_sharded):
             return
         with torch.no_grad(), self.precision.forward():
             remarks = read_remarks(self.strategy.call(self.task.remarks, self.model))

@@ -58,7 +58,7 @@ def build_model(task: Task, plan: Plan, run: Run, group: Group, observer: Observ
         found = weights_of(task.start) if group.is_main else None  # another machine may not have the file
         aliases = group.broadcast_object(found[1] if found else None)
         state.load_model(model, state.StoredTensors(found[0] if found else None, group), aliases, task.start)
-    if not plan.shards:  # which brings it there part by part, for it may not fit at once
+    if not plan.is_sharded:  # which brings it there part by part, for it may not fit at once
         model = model.to(group.device)
     if plan.channels_last and any(isinstance(m, nn.Conv2d) for m in model.modules()):
         for parameter in model.parameters():

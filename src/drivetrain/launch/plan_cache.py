@@ -13,7 +13,7 @@ from typing import Any
 from drivetrain import __version__
 from drivetrain.hardware import Hardware
 from drivetrain.plan import Plan
-from drivetrain.plan.profile import FORMAT
+from drivetrain.plan.profile import PROFILE_FORMAT
 from drivetrain.recipe import MAY_CHANGE, Recipe
 
 IRRELEVANT_SETTINGS = {
@@ -48,7 +48,7 @@ class CacheFile:
 
 def profile_cache(recipe: Recipe, plan: Plan) -> CacheFile:
     """Returns the file for the task's profile."""
-    return CacheFile("profile", recipe, {"precision": plan.precision, "format": FORMAT})
+    return CacheFile("profile", recipe, {"precision": plan.precision, "format": PROFILE_FORMAT})
 
 
 def points_cache(recipe: Recipe, plan: Plan, hardware: Hardware) -> CacheFile:

@@ -7,7 +7,6 @@ import os
 import time
 from dataclasses import replace
 from enum import Enum
-from importlib.util import find_spec
 from typing import Any
 
 from drivetrain.launch.machine import Cluster
@@ -16,9 +15,10 @@ from drivetrain.launch.profiling import MAX_SHARE, SurveyBudget, cached_points, 
 from drivetrain.launch.request import Planner, Request
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
+from drivetrain.plan.capacity import MachineCapacity
 from drivetrain.plan.choose import choose
+from drivetrain.plan.deepspeed import is_deepspeed_installed
 from drivetrain.plan.environment import allowed_variables
-from drivetrain.plan.predict import Machine
 from drivetrain.plan.profile import Profile
 from drivetrain.plan.table import ORIGIN, table
 from drivetrain.recipe import Recipe
@@ -98,13 +98,13 @@ def _plan(recipe: Recipe, cluster: Cluster, screen: Screen, planner: Planner, me
     if planner == "table":
         return table(
             recipe.settings, cluster.hardware, **_cluster_arguments(cluster), pins=recipe.pins,
-            deepspeed_installed=find_spec("deepspeed") is not None,
+            deepspeed_installed=is_deepspeed_installed(),
         )  # fmt: skip
     begun = time.monotonic()
     plain = _choose(recipe, cluster)
     if planner == "off" or (not survey and profile_cache(recipe, plain).read() is None):
         return plain
-    machine = Machine.of(cluster.hardware, cluster.device, cluster.local_procs)
+    machine = MachineCapacity.of(cluster.hardware, cluster.device, cluster.local_procs)
     budget = SurveyBudget(recipe, machine, cluster.world_size) if measure is Measure.IF_WORTHWHILE else None
     profile = profile_task(recipe, plain, screen, fresh, budget)
     if profile is None or not profile.parameters:

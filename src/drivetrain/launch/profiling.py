@@ -11,10 +11,11 @@ from drivetrain.launch.plan_cache import points_cache, profile_cache
 from drivetrain.launch.survey_process import WALL_LIMIT_SECONDS, SurveyProcess
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
-from drivetrain.plan.fit import Point, worth_measuring
-from drivetrain.plan.predict import Machine, step_seconds
-from drivetrain.plan.profile import REAL_LIMIT, Profile
-from drivetrain.plan.search import Search
+from drivetrain.plan.capacity import MachineCapacity
+from drivetrain.plan.fit import Point, sizes_to_measure
+from drivetrain.plan.predict_time import step_seconds
+from drivetrain.plan.profile import MAX_PARAMETERS_WITH_VALUES, Profile
+from drivetrain.plan.rating import Rater
 from drivetrain.processes.job import ProbeJob, SurveyJob
 from drivetrain.recipe import Recipe
 from drivetrain.watch.screen import Screen
@@ -28,7 +29,7 @@ class SurveyBudget:
     """How long a training may wait for the survey of its task."""
 
     recipe: Recipe
-    machine: Machine
+    machine: MachineCapacity
     world_size: int
 
     def limit_seconds(self, sizes: dict[str, Any] | None) -> float:
@@ -72,7 +73,7 @@ def profile_task(recipe: Recipe, plan: Plan, screen: Screen, fresh: bool = False
             cache.write(result)
             return Profile.from_json(result)
         crash = crash or f"the process that looked at it {child.failure()}"
-        if child.was_killed or sizes.get("parameters", 0) > REAL_LIMIT:
+        if child.was_killed or sizes.get("parameters", 0) > MAX_PARAMETERS_WITH_VALUES:
             break
     return Profile.of_sizes(sizes, crash)
 
@@ -110,13 +111,13 @@ def cached_points(recipe: Recipe, plan: Plan, cluster: Cluster, fresh: bool = Fa
 
 
 def measure_points(
-    recipe: Recipe, plan: Plan, cluster: Cluster, machine: Machine, profile: Profile, screen: Screen, limit_seconds: float | None
+    recipe: Recipe, plan: Plan, cluster: Cluster, machine: MachineCapacity, profile: Profile, screen: Screen, limit_seconds: float | None
 ) -> list[Point]:
     """Measures a few micro-batches in a child process, which alone ends if memory runs out, and caches the points."""
-    search = Search(profile, machine, plan.global_batch, cluster.world_size, cluster.nodes)
-    candidate = search.ways({}, deepspeed=False)[0]
-    fitting = [s for s in sorted(search.micro_batches({})) if search.rate(candidate, s).fits]
-    sizes = worth_measuring(fitting, plan.micro_batch)
+    rater = Rater(profile, machine, plan.global_batch, cluster.world_size, cluster.nodes)
+    candidate = rater.candidates({}, deepspeed=False)[0]
+    fitting = [s for s in sorted(rater.micro_batches({})) if rater.rate(candidate, s).fits]
+    sizes = sizes_to_measure(fitting, plan.micro_batch)
     predicted = [(s, step_seconds(profile, replace(candidate, micro_batch=s, accumulation=1), machine)["work"]) for s in {*fitting, *sizes}]
     screen.busy(f"measuring steps with micro-batches of {', '.join(map(str, sizes))} ...")
     environment = {"CUDA_VISIBLE_DEVICES": cluster.gpu} if cluster.gpu else {}

@@ -1,24 +1,48 @@
-"""From a recipe's settings and a machine to a plan."""
+"""Chooses the plan: takes a recipe's settings, hardware, pins and (where known) the task's profile; returns a `Plan` with reasons."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from drivetrain.hardware import ASSUMED_NETWORK_GBPS, UNKNOWN_CAPABILITY, Hardware
 from drivetrain.outcomes import Problem
-from drivetrain.plan import Plan, read_pins
-from drivetrain.plan.deepspeed import configuration
+from drivetrain.plan.capacity import MachineCapacity
+from drivetrain.plan.choices import is_sharding
+from drivetrain.plan.deepspeed import configuration, is_deepspeed_installed
 from drivetrain.plan.fit import Fit, Point
-from drivetrain.plan.predict import Machine
+from drivetrain.plan.pins import read_pins
+from drivetrain.plan.plan import Plan
 from drivetrain.plan.profile import Profile
-from drivetrain.plan.search import Search
+from drivetrain.plan.rating import Rater
+from drivetrain.plan.search import choose_by_state, choose_fastest
 from drivetrain.structured import parse_json, read_text
 
-GPU_LOADER_WORKERS = 4
-SHARDS = {"zero_stage": "fsdp or deepspeed", "offload": "fsdp or deepspeed", "deepspeed_config": "deepspeed"}
+MAX_LOADER_WORKERS_PER_GPU = 4
+STRATEGY_OF_KEY = {"zero_stage": "fsdp or deepspeed", "offload": "fsdp or deepspeed", "deepspeed_config": "deepspeed"}
+
+
+@dataclass(frozen=True)
+class _Searched:
+    """What a search chose, by the plan's keys, and its reasons."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+class _Picker:
+    """Picks the value of each key (the user's pin, else the search's, else a default) and records the reason."""
+
+    def __init__(self, pins: dict[str, Any], searched: _Searched) -> None:
+        self.pins = pins
+        self.reasons: dict[str, str] = {}
+        self._searched = searched
+
+    def pick(self, key: str, default: Any, reason: str) -> Any:
+        self.reasons[key] = "pinned" if key in self.pins else self._searched.reasons.get(key, reason)
+        return self.pins.get(key, self._searched.values.get(key, default))
 
 
 def choose(
@@ -33,73 +57,50 @@ def choose(
     profile: Profile | None = None,
     points: Sequence[Point] = (),
 ) -> Plan:
-    """The plan for a recipe's settings on this hardware. `global_batch` is always kept.
+    """Returns the plan for a recipe's settings on this hardware. `global_batch` never changes.
 
-    With a profile, the fastest way that fits; with points measured on this machine, by these. With a profile without passes, the
-    first way that the model's state fits. With none, each process takes its share at once.
+    With a profile: the fastest candidate that fits, corrected by `points` that were measured on this machine. With a profile
+    without passes: the first candidate whose state fits. Without a profile: each process takes its share at once.
     """
     pin = read_pins(pins or {})
-    reasons: dict[str, str] = {}
-    global_batch = int(settings["global_batch"])
-    share = -(-global_batch // world_size)
-    if world_size > global_batch:
-        raise Problem(f"global_batch={global_batch} is less than one sample for each of {world_size} processes: raise it, or lower --procs")
-    if "accumulation" in pin and "micro_batch" not in pin:
-        pin["micro_batch"] = -(-share // pin["accumulation"])
-    searched: dict[str, Any] = {}
-    found_reasons: dict[str, str] = {}
+    share = _share(int(settings["global_batch"]), world_size, pin)
+    searched = _Searched()
     if profile is not None:
-        searched, found_reasons = _search(profile, hardware, device, world_size, local_procs, nodes, global_batch, pin, points)
-
-    def pinned(key: str, default: Any, reason: str) -> Any:
-        reasons[key] = "pinned" if key in pin else found_reasons.get(key, reason)
-        return pin.get(key, searched.get(key, default))
-
-    alone = world_size == 1
-    strategy = pinned("strategy", "single" if alone else "ddp", "one process" if alone else "the model fits each process")
-    sharding = _sharding(strategy, pin, pinned)
-    if not sharding and (strategy == "single") != alone:
-        raise Problem(f"plan.strategy={strategy} does not go with {world_size} process{'' if alone else 'es'} (--procs)")
-    backend = "none" if alone and not sharding else "nccl" if device == "cuda" else "gloo"
+        machine = MachineCapacity.of(hardware, device, local_procs)
+        rater = Rater(profile, machine, int(settings["global_batch"]), world_size, nodes, Fit.of(points))
+        searched = _search(rater, pin, points)
+    picker = _Picker(pin, searched)
+    reasons, is_gpu = picker.reasons, device == "cuda"
+    strategy = _strategy(picker, world_size)
+    sharding = _sharding(strategy, picker, world_size)
+    backend = "none" if world_size == 1 and not sharding else "nccl" if is_gpu else "gloo"
     reasons["backend"] = {"none": "one process needs none", "nccl": "GPUs", "gloo": "CPU processes"}[backend]
     precision, reasons["precision"] = _precision(settings["precision"], device, hardware)
-    micro_batch = min(share, pinned("micro_batch", share, "each process takes its share of the global batch at once"))
-    accumulation = -(-share // micro_batch)
-    if pin.get("accumulation", accumulation) != accumulation:
-        raise Problem(
-            f"plan.accumulation={pin['accumulation']} and plan.micro_batch={micro_batch} do not make a share of {share}"
-            f" samples a process: leave one of them out"
-        )
-    reasons["accumulation"] = f"{share} samples a process in micro-batches of at most {micro_batch}"
+    micro_batch, accumulation = _micro_batch(picker, share)
     cores = max(1, hardware.cpu_cores // max(1, local_procs))
-    threads = pinned("threads", cores, f"{hardware.cpu_cores} cores over {local_procs} local process{'es' if local_procs > 1 else ''}")
-    gpu = device == "cuda"
-    half = gpu and precision in ("bf16", "fp16")
+    threads = picker.pick("threads", cores, f"{hardware.cpu_cores} cores over {local_procs} local process{'es' if local_procs > 1 else ''}")
+    has_fast_half = is_gpu and precision in ("bf16", "fp16")
     plan = Plan(
         strategy=strategy,
         device=device,
         backend=backend,
         world_size=world_size,
         nodes=nodes,
-        global_batch=global_batch,
+        global_batch=int(settings["global_batch"]),
         micro_batch=micro_batch,
-        eval_micro_batch=pinned("eval_micro_batch", micro_batch, "as in training"),
+        eval_micro_batch=picker.pick("eval_micro_batch", micro_batch, "as in training"),
         accumulation=accumulation,
         precision=precision,
         deterministic=bool(settings["deterministic"]),
-        activation_checkpointing=pinned("activation_checkpointing", False, "not asked for"),
+        activation_checkpointing=picker.pick("activation_checkpointing", False, "not asked for"),
         **sharding,
         threads=threads,
-        **_pace(strategy, bool(sharding), gpu, half, profile is None or profile.conv2d, pin, reasons),
-        data=pinned("data", "auto", "tensors stay on the device, data sets go through the loader"),
-        workers=pinned("workers", min(GPU_LOADER_WORKERS, cores) if gpu else 0, "of a GPU's host" if gpu else "the CPU is busy training"),
-        prefetch=pinned("prefetch", 2, "two batches ahead a worker"),
-        pin_memory=gpu,
+        **_execution(strategy, is_gpu, has_fast_half, profile is None or profile.conv2d, picker),
+        **_data(is_gpu, cores, picker),
+        pin_memory=is_gpu,
         env=_environment(device, threads, bool(sharding)),
-        predicted=searched.get("predicted", {}),
-        measured=searched.get("measured", {}),
+        **{key: searched.values[key] for key in ("predicted", "measured", "rejected") if key in searched.values},
         reasons=reasons,
-        rejected=searched.get("rejected", []),
     )
     if nodes > 1 and not hardware.network_gbps:
         reasons["network"] = (
@@ -107,103 +108,115 @@ def choose(
             f' --hardware "{nodes} nodes x {local_procs}xNAME-MEMORYGB, 100Gb/s"'
         )
     if strategy == "deepspeed":
-        configuration(plan, float(settings["clip"]))  # what conflicts is said before anything starts
+        configuration(plan, float(settings["clip"]))  # raises Problem for conflicts, before anything starts
     return plan
 
 
-def _pace(strategy: str, shards: bool, gpu: bool, half: bool, conv2d: bool, pin: dict[str, Any], reasons: dict[str, str]) -> dict[str, Any]:
-    """How steps run, where the first ones do not decide it."""
-    faster = "convolutions in half precision run faster so" if half else "no gain in full precision"
-    chosen = {
-        "capture": ("auto", "the first steps show") if gpu else ("off", "graphs are a GPU's"),
-        "compile": ("auto", "the first steps show"),
-        "channels_last": (half, faster) if conv2d else (False, "the model has no nn.Conv2d"),
-    }
-    if shards:
-        why = f"parameters come and go under {strategy}"
-        chosen = {"capture": ("off", why), "compile": ("off", why), "channels_last": (False, "parts of parameters lie flat")}
-        for key, off in (("capture", "off"), ("compile", "off"), ("channels_last", False)):
-            if pin.get(key, off) not in (off, "auto"):
-                raise Problem(f"plan.{key}={pin[key]} does not go with plan.strategy={strategy}: {chosen[key][1]}")
-    for key, (_, reason) in chosen.items():
-        pinnable = key in pin and (gpu or key != "capture")
-        reasons[key] = "pinned" if pinnable and not shards else reason
-    return {k: pin.get(k, value) if reasons[k] == "pinned" else value for k, (value, _) in chosen.items()}
+# --- batches ------------------------------------------------------------------------------------
 
 
-def _search(
-    profile: Profile, hardware: Hardware, device: str, world_size: int, local_procs: int, nodes: int, global_batch: int,
-    pin: Mapping[str, Any], points: Sequence[Point],
-) -> tuple[dict[str, Any], dict[str, str]]:  # fmt: skip
-    """What the search found, by the plan's words, and its reasons."""
-    machine = Machine.of(hardware, device, local_procs)
-    fit, deepspeed = Fit.of(points), find_spec("deepspeed") is not None
-    search = Search(profile, machine, global_batch, world_size, nodes, fit)
-    if profile.plain is None:
-        way, reasons, rejected = search.choose_by_state(pin, deepspeed)
-        return {"strategy": way.strategy, "zero_stage": way.zero_stage, "offload": way.offload, "rejected": rejected}, reasons
-    choice = search.choose(pin, deepspeed)
+def _share(global_batch: int, world_size: int, pins: dict[str, Any]) -> int:
+    """Returns the samples that one process takes. A pinned accumulation alone also pins the micro-batch that follows from it."""
+    share = -(-global_batch // world_size)
+    if world_size > global_batch:
+        raise Problem(f"global_batch={global_batch} is less than one sample for each of {world_size} processes: raise it, or lower --procs")
+    if "accumulation" in pins and "micro_batch" not in pins:
+        pins["micro_batch"] = -(-share // pins["accumulation"])
+    return share
+
+
+def _micro_batch(picker: _Picker, share: int) -> tuple[int, int]:
+    """Returns micro-batch and accumulation."""
+    micro_batch = min(share, picker.pick("micro_batch", share, "each process takes its share of the global batch at once"))
+    accumulation = -(-share // micro_batch)
+    if picker.pins.get("accumulation", accumulation) != accumulation:
+        raise Problem(
+            f"plan.accumulation={picker.pins['accumulation']} and plan.micro_batch={micro_batch} do not make a share of {share}"
+            f" samples a process: leave one of them out"
+        )
+    picker.reasons["accumulation"] = f"{share} samples a process in micro-batches of at most {micro_batch}"
+    return micro_batch, accumulation
+
+
+# --- strategy -----------------------------------------------------------------------------------
+
+
+def _search(rater: Rater, pins: Mapping[str, Any], points: Sequence[Point]) -> _Searched:
+    deepspeed = is_deepspeed_installed()
+    if rater.profile.plain is None:
+        candidate, reasons, rejected = choose_by_state(rater, pins, deepspeed)
+        state_values = {"strategy": candidate.strategy, "zero_stage": candidate.zero_stage, "offload": candidate.offload}
+        return _Searched(state_values | {"rejected": rejected}, reasons)
+    choice = choose_fastest(rater, pins, deepspeed)
     best, candidate = choice.best, choice.best.candidate
-    figures = {
-        "memory_bytes": best.memory, "usable_bytes": best.usable, "step_seconds": best.step, "seconds_by_part": best.seconds,
-        "samples_per_second": best.rate,
+    predicted = {
+        "memory_bytes": best.memory, "usable_bytes": best.usable_bytes, "step_seconds": best.step_seconds, "seconds_by_part": best.seconds,
+        "samples_per_second": best.samples_per_second,
     }  # fmt: skip
-    found = {
+    values: dict[str, Any] = {
         "strategy": candidate.strategy, "zero_stage": candidate.zero_stage, "micro_batch": candidate.micro_batch,
         "activation_checkpointing": candidate.checkpointing, "offload": candidate.offload,
-        "eval_micro_batch": choice.eval_micro_batch, "rejected": choice.rejected, "predicted": figures,
+        "eval_micro_batch": choice.eval_micro_batch, "rejected": choice.rejected, "predicted": predicted,
     }  # fmt: skip
-    if fit is not None:
-        found["measured"] = {"points": [p.to_json() for p in points]}
-    return found, choice.reasons
+    if rater.fit is not None:
+        values["measured"] = {"points": [p.to_json() for p in points]}
+    return _Searched(values, choice.reasons)
 
 
-def _environment(device: str, threads: int, sharded: bool) -> dict[str, str]:
-    """Variables that workers get, unless the user has set them."""
-    # Threads that wait by spinning take the cores from whatever else runs on them: beside other load a step took ten times as long (measured).
-    variables = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
-    # Parameters that come and go leave gaps, which growing segments close. Captured steps are ten times slower with them (measured).
-    return variables | ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if device == "cuda" and sharded else {})
+def _strategy(picker: _Picker, world_size: int) -> Any:
+    if world_size == 1:
+        return picker.pick("strategy", "single", "one process")
+    return picker.pick("strategy", "ddp", "the model fits each process")
 
 
-def _sharding(strategy: str, pin: dict[str, Any], pinned: Callable[[str, Any, str], Any]) -> dict[str, Any]:
-    """What is sharded and where it lives, for the strategies that shard."""
-    if strategy not in ("fsdp", "deepspeed"):
+def _sharding(strategy: str, picker: _Picker, world_size: int) -> dict[str, Any]:
+    """Returns zero_stage, offload and deepspeed_config for strategies that shard, {} for others; raises Problem for impossible pins."""
+    if not is_sharding(strategy):
         for key in ("zero_stage", "offload", "deepspeed_config"):
-            if pin.get(key, "none") != "none":
-                raise Problem(f"plan.{key} does not go with plan.strategy={strategy}: add plan.strategy={SHARDS[key]}")
+            if picker.pins.get(key, "none") != "none":
+                raise Problem(f"plan.{key} does not go with plan.strategy={strategy}: add plan.strategy={STRATEGY_OF_KEY[key]}")
+        if (strategy == "single") != (world_size == 1):
+            raise Problem(f"plan.strategy={strategy} does not go with {world_size} process{'' if world_size == 1 else 'es'} (--procs)")
         return {}
-    stage = pinned("zero_stage", 3 if strategy == "fsdp" else 2, "asked for the strategy alone")
-    offload = pinned("offload", "none", "state fits the device")
+    stage = picker.pick("zero_stage", 3 if strategy == "fsdp" else 2, "asked for the strategy alone")
+    offload = picker.pick("offload", "none", "state fits the device")
     if strategy == "fsdp":
-        if stage == 1:
-            raise Problem("plan.zero_stage=1 is DeepSpeed's: fsdp knows 2 (parameters stay after the forward pass) and 3")
-        if offload == "optimizer":
-            raise Problem("plan.offload=optimizer is DeepSpeed's: fsdp moves parameters, gradients and optimizer state together (all)")
-        if "deepspeed_config" in pin:
-            raise Problem("plan.deepspeed_config does not go with plan.strategy=fsdp")
+        _check_fsdp(stage, offload, picker.pins)
         return {"zero_stage": stage, "offload": offload}
-    if find_spec("deepspeed") is None:
+    if not is_deepspeed_installed():
         raise Problem("plan.strategy=deepspeed: DeepSpeed is not installed; pip install 'drivetrain[deepspeed]'")
     if offload == "all" and stage != 3:
         raise Problem("plan.offload=all moves parameters too, which needs plan.zero_stage=3")
-    return {"zero_stage": stage, "offload": offload, "deepspeed_config": _read_json(pin.get("deepspeed_config"))}
+    return {"zero_stage": stage, "offload": offload, "deepspeed_config": _read_json(picker.pins.get("deepspeed_config"))}
+
+
+def _check_fsdp(stage: int, offload: str, pins: Mapping[str, Any]) -> None:
+    if stage == 1:
+        raise Problem("plan.zero_stage=1 is DeepSpeed's: fsdp knows 2 (parameters stay after the forward pass) and 3")
+    if offload == "optimizer":
+        raise Problem("plan.offload=optimizer is DeepSpeed's: fsdp moves parameters, gradients and optimizer state together (all)")
+    if "deepspeed_config" in pins:
+        raise Problem("plan.deepspeed_config does not go with plan.strategy=fsdp")
 
 
 def _read_json(path: str | dict[str, Any] | None) -> dict[str, Any]:
     if path is None or isinstance(path, dict):
         return path or {}
-    found = parse_json(read_text(Path(path), "plan.deepspeed_config"), Path(path))
-    if not isinstance(found, dict):
-        raise Problem(f"plan.deepspeed_config={path}: DeepSpeed's configuration is an object, not a {type(found).__name__}")
-    return found
+    content = parse_json(read_text(Path(path), "plan.deepspeed_config"), Path(path))
+    if not isinstance(content, dict):
+        raise Problem(f"plan.deepspeed_config={path}: DeepSpeed's configuration is an object, not a {type(content).__name__}")
+    return content
 
 
-def _precision(asked: str, device: str, hardware: Hardware) -> tuple[Any, str]:
-    if asked == "tf32" and device != "cuda":
+# --- how steps run ------------------------------------------------------------------------------
+
+
+def _precision(setting: str, device: str, hardware: Hardware) -> tuple[Any, str]:
+    """Returns the precision and its reason."""
+    if setting == "tf32" and device != "cuda":
         raise Problem("precision=tf32 needs an NVIDIA GPU (Ampere or later): use precision=fp32 here")
-    if asked != "auto":
-        return asked, "asked for"
+    if setting != "auto":
+        return setting, "asked for"
     if device != "cuda":
         return "fp32", "exact, and half precision gains nothing on most CPUs"
     oldest = min((g.compute_capability for g in hardware.gpus), default=(8, 0))
@@ -212,3 +225,45 @@ def _precision(asked: str, device: str, hardware: Hardware) -> tuple[Any, str]:
     if oldest >= (8, 0):
         return "bf16", f"compute capability {oldest[0]}.{oldest[1]} has it"
     return "fp16", f"compute capability {oldest[0]}.{oldest[1]} has no bf16"
+
+
+def _execution(strategy: str, is_gpu: bool, has_fast_half: bool, has_conv2d: bool, picker: _Picker) -> dict[str, Any]:
+    """Returns capture, compile and channels_last; "auto" where the first steps of the run decide."""
+    pins = picker.pins
+    faster = "convolutions in half precision run faster so" if has_fast_half else "no gain in full precision"
+    defaults: dict[str, tuple[Any, str]] = {
+        "capture": ("auto", "the first steps show") if is_gpu else ("off", "graphs are a GPU's"),
+        "compile": ("auto", "the first steps show"),
+        "channels_last": (has_fast_half, faster) if has_conv2d else (False, "the model has no nn.Conv2d"),
+    }
+    if is_sharding(strategy):
+        why = f"parameters come and go under {strategy}"
+        defaults = {"capture": ("off", why), "compile": ("off", why), "channels_last": (False, "parts of parameters lie flat")}
+        for key, (off, reason) in defaults.items():
+            if pins.get(key, off) not in (off, "auto"):
+                raise Problem(f"plan.{key}={pins[key]} does not go with plan.strategy={strategy}: {reason}")
+    chosen = {}
+    for key, (default, reason) in defaults.items():
+        is_pinned = key in pins and (is_gpu or key != "capture") and not is_sharding(strategy)
+        picker.reasons[key] = "pinned" if is_pinned else reason
+        chosen[key] = pins[key] if is_pinned else default
+    return chosen
+
+
+def _data(is_gpu: bool, cores: int, picker: _Picker) -> dict[str, Any]:
+    """Returns where the data lives and how it is loaded."""
+    workers, why_workers = (min(MAX_LOADER_WORKERS_PER_GPU, cores), "of a GPU's host") if is_gpu else (0, "the CPU is busy training")
+    return {
+        "data": picker.pick("data", "auto", "tensors stay on the device, data sets go through the loader"),
+        "workers": picker.pick("workers", workers, why_workers),
+        "prefetch": picker.pick("prefetch", 2, "two batches ahead a worker"),
+    }
+
+
+def _environment(device: str, threads: int, is_sharded: bool) -> dict[str, str]:
+    """Returns the environment variables of the workers, unless the user set them."""
+    # Threads that wait by spinning keep cores busy that other processes need: beside other load a step took ten times as long (measured).
+    variables = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+    # Gathering and freeing parameters fragments memory, which expandable segments avoid. Captured steps are ten times slower
+    # with them (measured).
+    return variables | ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if device == "cuda" and is_sharded else {})

@@ -1,14 +1,15 @@
-"""DeepSpeed's configuration: what follows from the plan and the recipe, and what of the user's own goes with it."""
+"""DeepSpeed's configuration: takes the plan and the user's own keys, returns the dict that DeepSpeed runs with, or raises Problem."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 from drivetrain.outcomes import Problem
-from drivetrain.plan import Plan
+from drivetrain.plan.plan import Plan
 
-# Keys that are the plan's or the recipe's, and what to set instead. Dots lead into objects.
-OWNED = {
+# Keys that the plan or the recipe sets -> what the user sets instead. Dots lead into objects.
+RESERVED_KEYS = {
     "train_batch_size": "global_batch",
     "train_micro_batch_size_per_gpu": "plan.micro_batch",
     "gradient_accumulation_steps": "plan.accumulation",
@@ -43,36 +44,40 @@ OWNED = {
 
 
 def configuration(plan: Plan, clip: float) -> dict[str, Any]:
-    """What DeepSpeed runs with: the user's keys under the plan's."""
-    ours = _ours(plan, clip)
-    given = _without_auto(plan.deepspeed_config)
-    for key, instead in OWNED.items():
-        value, own = _look(given, key), _look(ours, key)
-        if value is None or value == own or _is_off(value, own):
+    """Returns the user's keys with the plan's keys added."""
+    from_plan = _from_plan(plan, clip)
+    from_user = _without_auto(plan.deepspeed_config)
+    for key, instead in RESERVED_KEYS.items():
+        users, plans = _value_at(from_user, key), _value_at(from_plan, key)
+        if users is None or users == plans or (plans is None and _is_off(users)):
             continue
-        there = f": the plan has {own}" if own is not None and not isinstance(own, dict) else ""
-        raise Problem(f"plan.deepspeed_config: {key} is not its to set{there}" + (f"; use {instead}" if instead else ""))
-    return _merged(given, ours)
+        value = f": the plan has {plans}" if plans is not None and not isinstance(plans, dict) else ""
+        raise Problem(f"plan.deepspeed_config: {key} is not its to set{value}" + (f"; use {instead}" if instead else ""))
+    return _merged(from_user, from_plan)
 
 
-def _ours(plan: Plan, clip: float) -> dict[str, Any]:
-    pinned = {"device": "cpu", "pin_memory": plan.device == "cuda"}
+def is_deepspeed_installed() -> bool:
+    return find_spec("deepspeed") is not None
+
+
+def _from_plan(plan: Plan, clip: float) -> dict[str, Any]:
+    on_host = {"device": "cpu", "pin_memory": plan.device == "cuda"}
     zero: dict[str, Any] = {"stage": plan.zero_stage}
     if plan.offload != "none":
-        zero["offload_optimizer"] = pinned
+        zero["offload_optimizer"] = on_host
     if plan.offload == "all":
-        zero["offload_param"] = pinned
-    # The engine's own autocast runs the forward pass, over parameters in fp32, and its own scale serves fp16: the maths of
-    # single and ddp. DeepSpeed's bf16 would also round the sums between blocks, and its autocast the sums over ranks.
+        zero["offload_param"] = on_host
+    # The engine's own autocast runs the forward pass over fp32 parameters, with its own loss scale for fp16, so that the maths are
+    # those of single and ddp. DeepSpeed's bf16 would also round the sums between blocks, and its autocast the sums over ranks.
     return {
         "train_batch_size": plan.micro_batch * plan.world_size,
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,  # the engine says when a step ends: the last of an epoch has fewer parts
+        "managed_gradient_accumulation": False,  # the engine ends a step: an epoch's last step has fewer micro-batches
         "gradient_clipping": clip,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,  # torch's own kernels run on the host as well, without a compiler
+        "zero_force_ds_cpu_optimizer": False,  # torch's own kernels also run on the host and need no compiler
         "steps_per_print": None,
     }
 
@@ -83,19 +88,19 @@ def _without_auto(value: Any) -> Any:
     return value
 
 
-def _look(config: dict[str, Any], key: str) -> Any:
-    found: Any = config
+def _value_at(config: dict[str, Any], key: str) -> Any:
+    value: Any = config
     for name in key.split("."):
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
-def _is_off(value: Any, own: Any) -> bool:
-    """Whether a key of the user's says no to what the plan does not do either."""
-    off = value in (False, {}, "none") or (isinstance(value, dict) and value.get("enabled") is False)
-    return own is None and off
+def _is_off(value: Any) -> bool:
+    """Returns whether a value turns its feature off."""
+    return value in (False, {}, "none") or (isinstance(value, dict) and value.get("enabled") is False)
 
 
 def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Returns two nested dicts as one; `over` wins."""
     both = {k: _merged(under[k], v) if isinstance(v, dict) and isinstance(under.get(k), dict) else v for k, v in over.items()}
     return under | both

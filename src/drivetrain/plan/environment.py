@@ -1,5 +1,7 @@
-"""The environment variables that a plan may set. A plan comes from a file or from another machine, so names that load
-code, name a file or pick a device are refused."""
+"""The environment variables that a plan may set: takes a mapping, returns it or raises Problem.
+
+A plan can come from a file or from another machine, so names that load code, name a file or select a device are refused.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Any
 
 from drivetrain.outcomes import Problem
 
-MAX_VALUE = 1024  # characters; real values have a few dozen
+MAX_VALUE_LENGTH = 1024
 
 # Exact names, not prefixes: NCCL_NET, NCCL_TUNER_PLUGIN, OMP_TOOL_LIBRARIES and CUDA_INJECTION64_PATH load libraries,
 # TORCH_LOGS imports modules, TORCH_EXTENSIONS_DIR names a folder of code.
@@ -41,12 +43,12 @@ NAMES = frozenset(prefix + rest for prefix, words in NAMES_BY_PREFIX.items() for
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a variable's value is short text without control characters."""
-    return isinstance(value, str) and len(value) <= MAX_VALUE and value.isascii() and value.isprintable()
+    """Returns whether a variable's value is short ASCII text without control characters."""
+    return isinstance(value, str) and len(value) <= MAX_VALUE_LENGTH and value.isascii() and value.isprintable()
 
 
 def allowed_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns those variables of an environment that a plan may carry."""
+    """Returns the variables of an environment that a plan may set."""
     return {name: value for name, value in sorted(environment.items()) if name in NAMES and is_plain(value)}
 
 
@@ -61,5 +63,7 @@ def check_environment(env: Any) -> dict[str, str]:
                 " leave it out of the plan, and set it in your shell if you want it"
             )
         if not is_plain(value):
-            raise Problem(f"plan.env: {name}: {str(value)[:80]!r} does not fit: it is text of at most {MAX_VALUE} printable characters")
+            raise Problem(
+                f"plan.env: {name}: {str(value)[:80]!r} does not fit: it is text of at most {MAX_VALUE_LENGTH} printable characters"
+            )
     return dict(env)

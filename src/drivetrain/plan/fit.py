@@ -1,4 +1,4 @@
-"""From measured points to figures at any micro-batch: the prediction's shape, corrected by what was measured."""
+"""Corrects predictions by measurements: takes measured points of a few micro-batches, returns time and memory at any micro-batch."""
 
 from __future__ import annotations
 
@@ -8,31 +8,23 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-SPAN = 4  # from one of the micro-batches that are measured first to the next
-WIDE = 2  # further apart than this, or with errors of the prediction that differ by more than UNEVEN: what lies between is measured too
-UNEVEN = 0.03
-
-
-def worth_measuring(sizes: Sequence[int], best: int) -> list[int]:
-    """Of the micro-batches that should fit, three whose figures tell those of the others around the one predicted best."""
-    if best not in sizes:
-        return [best]
-    high = max(s for s in sizes if s <= SPAN * best)
-    low = min(s for s in sizes if s * SPAN**2 >= high)
-    middle = min(sizes, key=lambda s: abs(math.log(s * s / (low * high))))
-    return sorted({low, middle, high})
+SIZE_RATIO = 4  # between neighbours of the micro-batches that are measured first
+# What lies between two measured micro-batches is measured too if their ratio is larger than MAX_SIZE_RATIO,
+# or if the prediction's errors at the two differ by more than MAX_ERROR_DIFFERENCE.
+MAX_SIZE_RATIO = 2
+MAX_ERROR_DIFFERENCE = 0.03
 
 
 @dataclass(frozen=True)
 class Point:
-    """What was measured at one micro-batch: one step of one micro-batch on one device."""
+    """A measurement at one micro-batch: one step of one micro-batch on one device."""
 
     micro_batch: int
     fits: bool = True
     peak_bytes: int = 0
     step_seconds: float = 0.0
     update_seconds: float = 0.0
-    """The optimizer's part of it, once a step whatever the accumulation."""
+    """The optimizer's part of the step, which runs once a step whatever the accumulation."""
     kind: str = ""
     """How the step ran: eager or captured."""
 
@@ -40,34 +32,51 @@ class Point:
         return asdict(self)
 
 
-def next_to_measure(points: Sequence[Point], wanted: Sequence[int], predicted: Mapping[int, float]) -> int | None:
-    """The wanted micro-batches from the smallest up, until one does not fit; then those halfway between two that are so far
-    apart, or whose times the prediction (of forward and backward at each) explains so differently, that they do not tell
-    what lies between."""
+def sizes_to_measure(sizes: Sequence[int], best: int) -> list[int]:
+    """Returns three of the micro-batches that should fit, around the one that is predicted to be best."""
+    if best not in sizes:
+        return [best]
+    high = max(s for s in sizes if s <= SIZE_RATIO * best)
+    low = min(s for s in sizes if s * SIZE_RATIO**2 >= high)
+    middle = min(sizes, key=lambda s: _log_distance(s, low, high))
+    return sorted({low, middle, high})
+
+
+def next_size_to_measure(points: Sequence[Point], wanted: Sequence[int], predicted: Mapping[int, float]) -> int | None:
+    """Returns the micro-batch to measure next, or None.
+
+    First the wanted ones, smallest first, until one does not fit. Then one between two measured ones that do not tell what lies
+    between: they are far apart, or the prediction's errors at the two differ. `predicted`: seconds of forward and backward by size.
+    """
     if any(not p.fits for p in points):
         return None
-    known = {
+    errors = {
         p.micro_batch: (p.step_seconds - p.update_seconds) / predicted[p.micro_batch] for p in sorted(points, key=lambda p: p.micro_batch)
     }
-    if missing := [size for size in sorted(wanted) if size not in known]:
+    if missing := [size for size in sorted(wanted) if size not in errors]:
         return missing[0]
-    for low, high in pairwise(known):
+    for low, high in pairwise(errors):
         between = [size for size in predicted if low < size < high]
-        if between and (high > WIDE * low or abs(math.log(known[high] / known[low])) > UNEVEN):
-            return min(between, key=lambda size: abs(math.log(size * size / (low * high))))
+        if between and (high > MAX_SIZE_RATIO * low or abs(math.log(errors[high] / errors[low])) > MAX_ERROR_DIFFERENCE):
+            return min(between, key=lambda size: _log_distance(size, low, high))
     return None
+
+
+def _log_distance(size: int, low: int, high: int) -> float:
+    """Returns how far a size is from the middle of two others on a logarithmic scale."""
+    return abs(math.log(size * size / (low * high)))
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Measured points of a task on this machine."""
+    """The measured points of a task on this machine, smallest micro-batch first."""
 
     points: tuple[Point, ...]
 
     @staticmethod
     def of(points: Sequence[Point]) -> Fit | None:
-        good = tuple(sorted((p for p in points if p.fits), key=lambda p: p.micro_batch))
-        return Fit(good) if good else None
+        fitting = tuple(sorted((p for p in points if p.fits), key=lambda p: p.micro_batch))
+        return Fit(fitting) if fitting else None
 
     @property
     def largest(self) -> int:
@@ -77,7 +86,7 @@ class Fit:
         return min(p.update_seconds for p in self.points)
 
     def work_seconds(self, micro_batch: int, predicted: Callable[[int], float]) -> float:
-        """Forward and backward of one micro-batch."""
+        """Returns the seconds of forward and backward of one micro-batch."""
         update = self.update_seconds()
         return self._corrected(micro_batch, predicted, lambda p: max(1e-9, p.step_seconds - update))
 
@@ -85,12 +94,12 @@ class Fit:
         return self._corrected(micro_batch, predicted, lambda p: float(p.peak_bytes))
 
     def _corrected(self, micro_batch: int, predicted: Callable[[int], float], measured: Callable[[Point], float]) -> float:
-        """The prediction times the ratio seen at the points around (on a logarithmic scale of samples)."""
+        """Returns the prediction times the ratio (measured / predicted) of the points around, interpolated over log(micro-batch)."""
         ratios = [(p.micro_batch, measured(p) / max(1e-12, predicted(p.micro_batch))) for p in self.points]
         below = [r for r in ratios if r[0] <= micro_batch]
         above = [r for r in ratios if r[0] >= micro_batch]
         if not below or not above:
             return predicted(micro_batch) * (ratios[0][1] if not below else ratios[-1][1])
-        (low, first), (high, last) = below[-1], above[0]
+        (low, low_ratio), (high, high_ratio) = below[-1], above[0]
         part = 0.0 if low == high else math.log(micro_batch / low) / math.log(high / low)
-        return predicted(micro_batch) * (first + part * (last - first))
+        return predicted(micro_batch) * (low_ratio + part * (high_ratio - low_ratio))

@@ -1,6 +1,6 @@
-"""What a task asks of any machine: its parameters, and how memory and work grow with the micro-batch.
+"""The profile of a task: its parameters, and how memory and work grow with the micro-batch. Independent of any machine.
 
-Made by `engine.trace` without a GPU; everything here is arithmetic, so that a plan for any machine follows from it.
+`engine.measure` makes it without a GPU; `predict_memory` and `predict_time` make predictions for any machine from it.
 """
 
 from __future__ import annotations
@@ -10,53 +10,57 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
-FORMAT = 6
-REAL_LIMIT = 200_000_000  # parameters of a model that is run with values where shapes do not suffice
-PROCESSORS, THREADS = 132, 2048  # of a GPU, and threads on each, that sums are divided over
+PROFILE_FORMAT = 6
+MAX_PARAMETERS_WITH_VALUES = 200_000_000  # of a model that is run on real tensors where fake ones do not suffice
+GPU_PROCESSORS, THREADS_PER_PROCESSOR = 132, 2048  # over which torch divides a sum
 
 
 class Work(NamedTuple):
-    """Like operations of one micro-batch; each figure at 0 samples and its growth with every sample."""
+    """Operations of one kind in one micro-batch. Each pair is (value at 0 samples, increase with every sample)."""
 
-    times: int
+    num_calls: int
     kind: str
-    """What its speed goes by: gemm, conv, grouped, attention, ... (predict.py has a rule for each)."""
+    """What its speed depends on: gemm, conv, grouped, attention, ... (predict_time.py has a rule for each)."""
     dtype: str
     flops: tuple[float, float]
     bytes: tuple[float, float]
     tiles: tuple[float, float]
-    """Pieces of the output that a GPU can work on at once."""
+    """Pieces of the output, which a GPU computes in parallel."""
     depth: tuple[float, float]
-    """Terms of each sum: further pieces, where there are too few of the output."""
+    """Terms of each sum. Long sums are divided too where the output has too few pieces."""
 
 
 class Line(NamedTuple):
-    """Bytes that are needed at one moment of a micro-batch."""
+    """Bytes that are allocated at one point of a micro-batch, as a linear function of its samples."""
 
     fixed: float
     per_sample: float
     width: int = 0
-    """Where it is a sum over many rows: columns,"""
+    """If a sum over many rows runs at that point: its columns,"""
     rows: float = 0.0
-    """and rows a sample."""
+    """and its rows per sample."""
 
     def at(self, samples: float) -> float:
-        return self.fixed + self.per_sample * samples + staging(self.width, self.rows * samples)
+        return self.fixed + self.per_sample * samples + reduction_buffer_bytes(self.width, self.rows * samples)
 
 
-def staging(width: int, rows: float) -> float:
-    """Bytes that torch takes on a GPU for a moment to sum many rows (a bias's gradient): each part of a sum has a place for
-    every column of its block, and a long sum is cut into as many parts as keep the GPU busy."""
+def reduction_buffer_bytes(width: int, rows: float) -> float:
+    """Returns the bytes that torch allocates on a GPU while it sums many rows (a bias's gradient).
+
+    A long sum is cut into as many parts as keep the GPU busy, and each part has a buffer for every column of its block.
+    """
     if not width:
         return 0.0
-    together = math.gcd(4, width)
-    threads = 512 // together
-    across = min(32, 2 ** int(math.log2(max(1, width // together))))
-    each, blocks, most = rows * across / threads, math.ceil(width / together / across), PROCESSORS * THREADS // threads
-    if each < 256 or blocks > most:
+    vector = math.gcd(4, width)
+    threads = 512 // vector
+    threads_across = min(32, 2 ** int(math.log2(max(1, width // vector))))
+    rows_per_thread = rows * threads_across / threads
+    blocks = math.ceil(width / vector / threads_across)
+    max_blocks = GPU_PROCESSORS * THREADS_PER_PROCESSOR // threads
+    if rows_per_thread < 256 or blocks > max_blocks:
         return 0.0
-    parts = max(min(math.ceil(most / blocks), math.ceil(each / 16)), math.ceil(each / 256))
-    return 4.0 * width * across * together * parts if parts > 1 else 0.0
+    parts = max(min(math.ceil(max_blocks / blocks), math.ceil(rows_per_thread / 16)), math.ceil(rows_per_thread / 256))
+    return 4.0 * width * threads_across * vector * parts if parts > 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -64,13 +68,13 @@ class Pass:
     """Forward and backward of one micro-batch."""
 
     with_gradients: tuple[Line, ...]
-    """Activations and the gradients made so far, at the moments that can be the highest."""
+    """Activations and the gradients that exist so far, at each point that can be the peak."""
     activations: tuple[Line, ...]
     """Activations alone."""
     weight_copies: float
-    """Of the activations: half-precision copies of weights, which sharded parameters do not need beside them."""
+    """Bytes of the activations that are half-precision copies of weights. Sharded parameters need none."""
     multiplies: bool
-    """Whether there are matrix products for which a library keeps room of its own."""
+    """Whether there are matrix products, for which a library allocates a workspace."""
     work: tuple[Work, ...]
 
     def peak(self, samples: float, gradients: bool) -> float:
@@ -80,50 +84,53 @@ class Pass:
 @dataclass(frozen=True)
 class Profile:
     parameters: int
-    """0 where not even the model is known."""
+    """0 where even the model is unknown."""
     parameter_bytes: int
     trained_bytes: int
     trained: int
+    """The number of trained parameters."""
     largest_bytes: int
-    """The largest trained parameter."""
+    """Of the largest trained parameter."""
     optimizer_bytes: int
     buffer_bytes: int
     blocks: int
-    """Repeated blocks, and the bytes of the largest; 0 where the model is not made of such."""
+    """The number of repeated blocks; 0 where the model has none."""
     block_bytes: int
+    """Of the largest block."""
     samples: int
     sample_bytes: int
     data_bytes: int
     """Of a data set that can live on the device; 0 where a loader reads it."""
     precision: str
     traced: str
-    """How: "fake", on tensors without values, or "real"; else why there is no pass."""
+    """How the passes were traced: "fake" (tensors without values) or "real". Without passes: the reason."""
     plain: Pass | None = None
     checkpointed: Pass | None = None
+    """The pass with activation checkpointing."""
     evaluated: tuple[Line, ...] = ()
     """Bytes of a forward pass without gradients."""
     batchnorm: bool = False
     conv2d: bool = True
     notes: list[str] = field(default_factory=list)
-    format: int = FORMAT
+    format: int = PROFILE_FORMAT
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def of_sizes(sizes: Mapping[str, Any], traced: str) -> Profile:
-        """A profile without passes, of a task of which only sizes are known, or nothing at all."""
+        """Returns a profile without passes, for a task of which only sizes are known, or nothing."""
         return Profile(**(_NO_SIZES | dict(sizes)), traced=traced)
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Profile:
-        known = {f.name for f in fields(Profile)}
-        kept = {k: v for k, v in values.items() if k in known}
+        names = {f.name for f in fields(Profile)}
+        known = {k: v for k, v in values.items() if k in names}
         for name in ("plain", "checkpointed"):
-            if kept.get(name):
-                kept[name] = _pass(kept[name])
-        kept["evaluated"] = tuple(Line(*line) for line in kept.get("evaluated", ()))
-        return Profile(**kept)
+            if known.get(name):
+                known[name] = _pass_from_json(known[name])
+        known["evaluated"] = tuple(Line(*line) for line in known.get("evaluated", ()))
+        return Profile(**known)
 
 
 _NO_SIZES: dict[str, Any] = {
@@ -132,7 +139,7 @@ _NO_SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _pass(values: Mapping[str, Any]) -> Pass:
+def _pass_from_json(values: Mapping[str, Any]) -> Pass:
     lines = {name: tuple(Line(*line) for line in values[name]) for name in ("with_gradients", "activations")}
     work = tuple(Work(w[0], w[1], w[2], *(tuple(pair) for pair in w[3:])) for w in values["work"])
     return Pass(lines["with_gradients"], lines["activations"], values["weight_copies"], values["multiplies"], work)

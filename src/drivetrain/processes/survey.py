@@ -45,13 +45,13 @@ def _probe(job: TaskJob, result_file: Path) -> None:
     import torch
 
     from drivetrain.engine.measure.probe import Probe
-    from drivetrain.plan.fit import Point, next_to_measure
+    from drivetrain.plan.fit import Point, next_size_to_measure
     from drivetrain.task_ref import instantiate
 
     assert isinstance(job, ProbeJob)
     probe = Probe(instantiate(job.task, job.settings), job.plan, torch.device(job.plan.device))
     points: list[Point] = []
-    while (micro_batch := next_to_measure(points, job.micro_batches, dict(job.predicted))) is not None:
+    while (micro_batch := next_size_to_measure(points, job.micro_batches, dict(job.predicted))) is not None:
         points.append(probe.at(micro_batch))
         _write(result_file, {"outcome": Outcome.OK, "found": [point.to_json() for point in points]})
 

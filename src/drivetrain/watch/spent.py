@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from drivetrain.plan import HOST_WAITS, Plan
+from drivetrain.plan import HOST_SYNC_REASON, Plan
 from drivetrain.watch.pulse import PARTS
 
 ENOUGH = 2.0  # seconds of training before anything is said
@@ -109,6 +109,6 @@ class Spent:
 def _host_waits(plan: Plan) -> str:
     """The line of the task at which the host waits for the GPU in every step, if that kept steps from being replayed."""
     why = plan.reasons.get("capture", "")
-    if plan.capture != "off" or HOST_WAITS not in why:
+    if plan.capture != "off" or HOST_SYNC_REASON not in why:
         return ""
     return f"{why} in every step, so steps are called one by one: keep values on the device there (no item(), no `if` on a tensor)"

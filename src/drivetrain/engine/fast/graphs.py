@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from drivetrain.engine.fast.python_state import PLAIN_TYPES
-from drivetrain.plan import HOST_WAITS
+from drivetrain.plan import HOST_SYNC_REASON
 from drivetrain.settings import PACKAGE
 
 WARM_UP_CALLS = 2  # times a form is seen before it is worth a graph
@@ -218,7 +218,7 @@ def watch_host_syncs() -> Iterator[list[str]]:
                 if "Synchronization debug mode" not in str(message):
                     show(message, category, filename, lineno, file, line)
             elif threading.get_ident() == thread:
-                found.append(_sentence(filename, lineno, HOST_WAITS))
+                found.append(_sentence(filename, lineno, HOST_SYNC_REASON))
 
         warnings.showwarning = look
         torch.cuda.set_sync_debug_mode("warn")

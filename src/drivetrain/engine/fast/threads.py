@@ -45,7 +45,7 @@ class Threads:
         self.num_useful: int | None = None
         """Threads that the products of a step keep busy; None while that is not known."""
         self.reason = ""
-        self._chooses = plan.threads > 1 and group.device.type == "cpu" and not plan.shards and plan.reasons.get("threads") != "pinned"
+        self._chooses = plan.threads > 1 and group.device.type == "cpu" and not plan.is_sharded and plan.reasons.get("threads") != "pinned"
 
     @contextlib.contextmanager
     def measure_products(self) -> Iterator[None]:

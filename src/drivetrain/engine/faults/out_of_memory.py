@@ -18,7 +18,7 @@ from drivetrain.engine.setup import batchnorm_notice, has_batchnorm
 from drivetrain.engine.state.tensors import unsavable_form
 from drivetrain.engine.strategies.replicate import Replicated
 from drivetrain.outcomes import Outcome, Problem
-from drivetrain.plan import Plan, Smaller, half
+from drivetrain.plan import Plan, SmallerPlan, halve, halved_size
 
 if TYPE_CHECKING:
     from drivetrain.engine.loop import Training
@@ -97,7 +97,7 @@ def shrink(training: Training, ranks: list[int], possible: bool) -> None:
     if smaller is None:
         raise _the_end(training, where, evaluation=False)
     if not possible:
-        raise OutOfMemory(f"out of memory {where}, in a step that cannot be undone here", smaller.facts(at, ranks[0], "step"))
+        raise OutOfMemory(f"out of memory {where}, in a step that cannot be undone here", smaller.restart_facts(at, ranks[0], "step"))
     training.step.undo()
     training._replay = None
     if training.step.strategy.is_one_piece:
@@ -132,11 +132,11 @@ def shrink_evaluation(training: Training, ranks: list[int]) -> None:
     _tell(training, smaller, training.done, ranks, "evaluation", f"out of memory {where}: {smaller.sentence()}; it is done again")
 
 
-def _tell(training: Training, smaller: Smaller, step: int, ranks: list[int], during: str, sentence: str) -> None:
+def _tell(training: Training, smaller: SmallerPlan, step: int, ranks: list[int], during: str, sentence: str) -> None:
     if not training.group.is_main:
         return
     for rank in ranks:
-        training.run.log_event("oom", step=step, rank=rank, was=smaller.was, now=smaller.now, during=during)
+        training.run.log_event("oom", step=step, rank=rank, was=smaller.old_size, now=smaller.new_size, during=during)
     training.run.log_event("replanned", step=step, **smaller.sizes())
     training.observer.planned(smaller.changes | {"sentence": sentence})
 
@@ -159,18 +159,18 @@ def new_start(training: Training, error: torch.OutOfMemoryError) -> OutOfMemory:
     smaller = _smaller(training, training.evaluating)
     if smaller is None:
         return _the_end(training, f"at step {at:,} ({first})", training.evaluating)
-    facts = smaller.facts(at, training.group.rank, during)
+    facts = smaller.restart_facts(at, training.group.rank, during)
     return OutOfMemory(f"out of memory at step {at:,} ({first}): {smaller.sentence()} from here on", facts)
 
 
-def _smaller(training: Training, evaluation: bool) -> Smaller | None:
+def _smaller(training: Training, evaluation: bool) -> SmallerPlan | None:
     """Half as many samples at a time; None where that cannot be."""
-    smaller = training.plan.halved(training.done + (not evaluation), _feed(training, evaluation).max_rank_samples, evaluation)
+    smaller = halve(training.plan, training.done + (not evaluation), _feed(training, evaluation).max_rank_samples, evaluation)
     if smaller is None or evaluation or not has_batchnorm(training.model):
         return smaller
     feed, world = training.feed, training.group.size
     sizes = {feed.batch_size(0), feed.batch_size(feed.steps_per_epoch - 1)}
-    return smaller if all(_least(size, world, smaller.now) > 1 for size in sizes) else None
+    return smaller if all(_least(size, world, smaller.new_size) > 1 for size in sizes) else None
 
 
 def _least(size: int, world: int, micro: int) -> int:
@@ -186,7 +186,7 @@ def _feed(training: Training, evaluation: bool) -> Feed:
 
 def _the_end(training: Training, where: str, evaluation: bool) -> OutOfMemory:
     plan = training.plan
-    least, _ = half(_feed(training, evaluation).max_rank_samples, plan.eval_micro_batch if evaluation else plan.micro_batch)
+    least, _ = halved_size(_feed(training, evaluation).max_rank_samples, plan.eval_micro_batch if evaluation else plan.micro_batch)
     few = "one sample" if least == 1 else f"{least} samples"
     why = "" if least == 1 else ", and BatchNorm needs more than one in every micro-batch"
     ways = f"Ways out: {WAYS_OUT} (drivetrain resume {training.run.name} plan.KEY=VALUE)"

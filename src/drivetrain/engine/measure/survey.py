@@ -27,7 +27,7 @@ from drivetrain.engine.numerics.optim import make_optimizer
 from drivetrain.engine.numerics.precision import Precision
 from drivetrain.engine.state.tensors import unsavable_form
 from drivetrain.outcomes import Problem
-from drivetrain.plan.profile import REAL_LIMIT, Profile
+from drivetrain.plan.profile import MAX_PARAMETERS_WITH_VALUES, Profile
 from drivetrain.runs import die_with_parent
 from drivetrain.task import Task, overrides
 
@@ -62,7 +62,7 @@ def survey(task: Task, precision: str, early: Callable[[dict[str, Any]], None] =
     for kind, sizes in (("fake", SIZES), ("real", REAL_SIZES)):
         if kind == "fake" and with_values:
             continue
-        if kind == "real" and facts["parameters"] > REAL_LIMIT:
+        if kind == "real" and facts["parameters"] > MAX_PARAMETERS_WITH_VALUES:
             why = why or "its pass without values crashed"
             break
         try:

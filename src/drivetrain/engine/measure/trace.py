@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from drivetrain.engine.measure.fake_kernels import FakeGpuKernels
-from drivetrain.plan.profile import Line, Pass, Work, staging
+from drivetrain.plan.profile import Line, Pass, Work, reduction_buffer_bytes
 
 ROUND = 512  # bytes: a GPU's allocator gives whole multiples
 TILE = 128  # rows and columns of a matrix product that one processor of a GPU takes at once
@@ -329,7 +329,7 @@ def _hull(a: np.ndarray, b: np.ndarray, sizes: tuple[int, int], sums: dict[int, 
     for samples in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536):
         heights = fixed + slopes * samples
         for clock, (width, rows) in sums.items():
-            heights[clock] += staging(width, rows * samples)
+            heights[clock] += reduction_buffer_bytes(width, rows * samples)
         top = int(np.argmax(heights))
         line = Line(float(fixed[top]), float(slopes[top]), *sums.get(top, (0, 0.0)))
         if line not in kept:

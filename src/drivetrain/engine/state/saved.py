@@ -122,7 +122,7 @@ def restore(training: Training) -> None:
         training.source.load({name: kept.load(name)[rows].to(group.device) for name in kept.layout})
     training.done, training.before, training.metrics = step, extra["time"], extra["metrics"]
     training.best.load(extra["best"])
-    training.compiled_from = training.plan.compiled_from(step, extra.get("compiled_from"))
+    training.compiled_from = training.plan.first_compiled_step(step, extra.get("compiled_from"))
     training.threads.set_useful(extra.get("threads"))
     training.rows.load(step, extra["epoch_sums"], extra["train"], extra.get("held"))
     training.figures = extra.get("figures")

@@ -1,161 +1,167 @@
-"""What the keys of other programs' files become: tables of rules, and the walk over a file that leaves none out."""
+"""Rules for the keys of other programs' files, and the `Draft` that applies them: every key is either used or gets a reason."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from drivetrain.outcomes import Problem
-from drivetrain.plan import PINNABLE
-from drivetrain.settings import coerce, nearest, read_type
+from drivetrain.plan.choices import Device
+from drivetrain.plan.pins import PINNABLE
+from drivetrain.settings import Range, coerce, nearest
 from drivetrain.settings_reader.live import settings_of_class
 from drivetrain.task import Task
 
 T = TypeVar("T")
 Kind = Literal["pins", "settings", "request"]
-REQUEST = {
-    "procs": "Annotated[int, Range(1)]",
-    "nodes": "Annotated[int, Range(1)]",
-    "rendezvous": "str",
-    "node_rank": "Annotated[int, Range(0)]",
-    "gpus": "str",
-    "device": "Literal['cuda', 'cpu', 'mps']",
+REQUEST: dict[str, Any] = {
+    "procs": Annotated[int, Range(1)],
+    "nodes": Annotated[int, Range(1)],
+    "rendezvous": str,
+    "node_rank": Annotated[int, Range(0)],
+    "gpus": str,
+    "device": Device,
 }
+"""Flag of the command line -> type of its value."""
 LEFT_OPEN = {"auto": "left open (auto): the recipe and the plan decide", "": "left empty"}
 
 
 @dataclass(frozen=True)
-class Use:
-    """What a key becomes: a pin of the plan, a setting of the recipe or a request of the command line."""
+class Destination:
+    """What a key becomes: a pin of the plan, a setting of the recipe or a flag of the command line."""
 
     kind: Kind
     name: str
     value: Any
 
-    def words(self) -> str:
+    def label(self) -> str:
         return {"pins": f"plan.{self.name}", "settings": self.name, "request": f"--{self.name.replace('_', '-')}"}[self.kind]
 
 
 Values = Mapping[str, Any]
-"""A file's dotted keys, without those it leaves open (see `left_open`)."""
-Rule = Callable[[Any, Values], "Use | str"]
-"""From a key's value to its use, or to the reason why it has none; ValueError says what it should have been."""
+"""Dotted key -> value, without the keys that a file leaves open. A key with the value auto is noted, see `is_auto`."""
+Rule = Callable[[Any, Values], "Destination | str"]
+"""Takes a key's value and all values; returns what the key becomes, or why it is not used. ValueError names the values that fit."""
 
 
 @dataclass(frozen=True)
 class Key:
     name: str
-    """Dotted; a last part `*` stands for all below."""
+    """Dotted; a last part `*` stands for every key below."""
     becomes: str
-    """In words: what a reader of the docs is told."""
+    """For the docs."""
     rule: Rule
 
 
 def pin(key: str, name: str) -> Key:
-    return Key(key, f"`plan.{name}`", lambda value, _: Use("pins", name, value))
+    return Key(key, f"`plan.{name}`", lambda value, _: Destination("pins", name, value))
 
 
 def setting(key: str, name: str) -> Key:
-    return Key(key, f"`{name}`", lambda value, _: Use("settings", name, value))
+    return Key(key, f"`{name}`", lambda value, _: Destination("settings", name, value))
 
 
-def unused(why: str, *keys: str) -> list[Key]:
+def unused_keys(why: str, *keys: str) -> list[Key]:
     return [Key(key, f"not used: {why}", lambda value, _: why) for key in keys]
 
 
-def flag(value: Any) -> bool:
+def as_bool(value: Any) -> bool:
     return bool(coerce(bool, value))
 
 
-def number(value: Any) -> int:
+def as_int(value: Any) -> int:
     return int(coerce(int, value))
 
 
-def left_open(said: Values, key: str) -> bool:
-    """Whether a file says auto for a key, which is not the same as not having it."""
-    return f"{key}: auto" in said
+def is_auto(values: Values, key: str) -> bool:
+    """Returns whether a file sets a key to auto (a missing key is not auto)."""
+    return f"{key}: auto" in values
 
 
-class Elsewhere(ValueError):
-    """A rule met a value of another key that does not fit."""
+class OtherKeyError(ValueError):
+    """A rule read another key, whose value does not fit."""
 
-    def __init__(self, key: str, value: Any, words: str) -> None:
-        super().__init__(words)
+    def __init__(self, key: str, value: Any, text: str) -> None:
+        super().__init__(text)
         self.key, self.value = key, value
 
 
-def look(said: Values, key: str, form: Callable[[Any], T], default: Any) -> T:
-    """The value of another key in its form."""
-    value = said.get(key, default)
+def value_of(values: Values, key: str, convert: Callable[[Any], T], default: Any) -> T:
+    """Returns another key's value, converted."""
+    value = values.get(key, default)
     try:
-        return form(value)
+        return convert(value)
     except ValueError as error:
-        raise Elsewhere(key, value, str(error)) from None
+        raise OtherKeyError(key, value, str(error)) from None
 
 
-def flatten(values: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key with a value of its own, dotted."""
+def flatten(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value) for every key of a nested mapping."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{above}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
-            yield f"{above}{key}", value
+            yield f"{prefix}{key}", value
 
 
 @dataclass
 class Draft:
-    """What has been made of a file so far."""
+    """Collects what the keys of a file become."""
 
     file: str
     pins: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     request: dict[str, Any] = field(default_factory=dict)
     used: list[tuple[str, str]] = field(default_factory=list)
+    """(key, what it became)."""
     unused: list[tuple[str, str]] = field(default_factory=list)
+    """(key, why it is not used)."""
     notes: list[str] = field(default_factory=list)
-    _owner: dict[str, str] = field(default_factory=dict)
+    _first_key_of: dict[str, str] = field(default_factory=dict)
+    """Label of a destination -> the key that set it."""
 
-    def walk(self, values: Mapping[Any, Any], keys: Sequence[Key], prefix: str = "", also: Values | None = None) -> Values:
-        """Take every key of a file; gives the dotted ones that say something. `also` is known from elsewhere."""
-        flat = dict(flatten(values))
-        said = {key: value for key, value in flat.items() if _open(value) is None} | dict(also or {})
-        said |= {f"{key}: auto": True for key, value in flat.items() if value == "auto"}
+    def read(self, content: Mapping[Any, Any], keys: Sequence[Key], prefix: str = "", also: Values | None = None) -> Values:
+        """Applies the rules to every key of a file and returns the values that are not left open. `also`: values from another file."""
+        flat = dict(flatten(content))
+        values = {key: value for key, value in flat.items() if _why_open(value) is None} | dict(also or {})
+        values |= {f"{key}: auto": True for key, value in flat.items() if value == "auto"}
         table = {key.name: key for key in keys}
-        sections = {name.rpartition(".")[0] for name in table if "." in name}
+        groups = {name.rpartition(".")[0] for name in table if "." in name}
         for key, value in flat.items():
-            if key in sections and key not in table and value not in (None, {}):
+            if key in groups and key not in table and value not in (None, {}):
                 raise Problem(f"{self.file}: {prefix}{key} is a group of keys, not {value!r}: write {key}: {{...}}, or leave it out")
             try:
-                found = _open(value) or _rule(key, table)(value, said)
-                use = replace(found, value=_checked(found)) if isinstance(found, Use) else None
+                result = _why_open(value) or _rule(key, table)(value, values)
+                destination = replace(result, value=_checked(result)) if isinstance(result, Destination) else None
             except ValueError as error:
-                at, wrong = (error.key, error.value) if isinstance(error, Elsewhere) else (key, value)
-                raise Problem(f"{self.file}: {prefix}{at}: {wrong!r} does not fit: it is {error}") from None
-            if use is not None:
-                self.use(prefix + key, use)
+                wrong_key, wrong = (error.key, error.value) if isinstance(error, OtherKeyError) else (key, value)
+                raise Problem(f"{self.file}: {prefix}{wrong_key}: {wrong!r} does not fit: it is {error}") from None
+            if destination is not None:
+                self.add(prefix + key, destination)
             else:
-                self.unused.append((prefix + key, str(found)))
-        return said
+                self.unused.append((prefix + key, str(result)))
+        return values
 
-    def use(self, key: str, use: Use) -> None:
-        """Put a value where it goes; two keys that say different things are refused."""
-        place: dict[str, Any] = getattr(self, use.kind)
-        self.used.append((key, use.words()))
-        if use.name == "deepspeed_config":
-            place[use.name] = merged(place.get(use.name, {}), use.value)
+    def add(self, key: str, destination: Destination) -> None:
+        """Records what a key becomes; raises Problem if another key became something else there."""
+        collected: dict[str, Any] = getattr(self, destination.kind)
+        name, label = destination.name, destination.label()
+        self.used.append((key, label))
+        if name == "deepspeed_config":
+            collected[name] = merged(collected.get(name, {}), destination.value)
             return
-        if use.name in place and place[use.name] != use.value:
-            other = self._owner[use.words()]
+        if name in collected and collected[name] != destination.value:
+            other = self._first_key_of[label]
             raise Problem(
-                f"{self.file}: {other} and {key} disagree on {use.words()} ({place[use.name]} and {use.value}): leave one of them out"
+                f"{self.file}: {other} and {key} disagree on {label} ({collected[name]} and {destination.value}): leave one of them out"
             )
-        place[use.name] = use.value
-        self._owner.setdefault(use.words(), key)
+        collected[name] = destination.value
+        self._first_key_of.setdefault(label, key)
 
 
 def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Two nested mappings as one; the second wins."""
+    """Returns two nested mappings as one; the second wins."""
     both = dict(one)
     for key, value in other.items():
         both[key] = merged(both[key], value) if isinstance(both.get(key), Mapping) and isinstance(value, Mapping) else value
@@ -163,32 +169,32 @@ def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
-    """A dotted key's value in the form of its file."""
+    """Returns a dotted key's value as nested dicts, as in its file."""
     for part in reversed(key.split(".")):
         value = {part: value}
     return dict(value)
 
 
-def _open(value: Any) -> str | None:
-    """Why a value says nothing, if it does not."""
+def _why_open(value: Any) -> str | None:
+    """Returns why a value states nothing (auto, or empty); None if it states something."""
     if value is None or (isinstance(value, (dict, list)) and not value):
         return LEFT_OPEN[""]
     return LEFT_OPEN.get(value) if isinstance(value, str) else None
 
 
 def _rule(key: str, table: Mapping[str, Key]) -> Rule:
-    """The rule of a key, or of the nearest group above it that has one for all."""
-    above = key.split(".")
-    for name in (key, *(".".join([*above[:i], "*"]) for i in range(len(above) - 1, 0, -1))):
+    """Returns the rule of a key, or of the nearest group above it that has a rule for every key below."""
+    parts = key.split(".")
+    for name in (key, *(".".join([*parts[:i], "*"]) for i in range(len(parts) - 1, 0, -1))):
         if name in table:
             return table[name].rule
-    return lambda value, said: f"no key that is known here{nearest(key, table)}"
+    return lambda value, values: f"no key that is known here{nearest(key, table)}"
 
 
-def _checked(use: Use) -> Any:
-    """The value in the type of what it becomes."""
-    if use.name == "deepspeed_config":
-        return use.value
-    if use.kind == "settings":
-        return coerce(settings_of_class(Task)[use.name].type, use.value)
-    return coerce(read_type((PINNABLE if use.kind == "pins" else REQUEST)[use.name]), use.value)
+def _checked(destination: Destination) -> Any:
+    """Returns the value in the type of its destination."""
+    if destination.name == "deepspeed_config":
+        return destination.value
+    if destination.kind == "settings":
+        return coerce(settings_of_class(Task)[destination.name].type, destination.value)
+    return coerce((PINNABLE if destination.kind == "pins" else REQUEST)[destination.name], destination.value)
