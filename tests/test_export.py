@@ -26,7 +26,7 @@ from drivetrain.cli import export as cli_export
 from drivetrain.cli import predict as cli_predict
 from drivetrain.engine.setup import weights_of
 from drivetrain.export.calls import graphs_of
-from drivetrain.export.graphs import Written, write
+from drivetrain.export.graphs import WrittenGraph, write_graph
 from drivetrain.task_ref import find_task, instantiate
 from tests.command import TASK, bad, good, write_task
 from tests.command import drivetrain as drivetrain_command
@@ -183,11 +183,11 @@ class Odd(Task):
         return {}
 
 
-def exported(folder: Path, net: Net, **members: Any) -> Written:
+def exported(folder: Path, net: Net, **members: Any) -> WrittenGraph:
     """The model of a task with these members, exported."""
     task = type("Odd", (Odd,), {name: staticmethod(value) if callable(value) else value for name, value in members.items()})()
     [(name, graph)] = graphs_of(task, net.eval()).items()
-    return write(name, graph, folder)
+    return write_graph(name, graph, folder)
 
 
 def shapes(puts: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import pytest
 
 from drivetrain import play
 from drivetrain.export.calls import as_named
-from drivetrain.export.graphs import write
+from drivetrain.export.graphs import write_graph
 from drivetrain.outcomes import Problem
 from drivetrain.runs import EXPORT_CARD, Run
 from drivetrain.tasks.rl.envs.snake import Snake
@@ -36,7 +36,7 @@ SMALL = ["epochs=1", "envs=8", "horizon=8", "global_batch=32", "eval_episodes=2"
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with served(play.site(play.shipped())) as url:
+    with served(play.site(play.shipped_agents())) as url:
         yield url
 
 
@@ -177,7 +177,7 @@ def test_a_run_is_exported_when_it_is_first_played_and_when_it_has_changed(runs:
     assert card["settings"]["envs"] == 8
     del card["sha256"]  # as earlier versions wrote it
     exported.write_text(json.dumps(card))
-    assert not play.is_current(play.Agent("plays", exported.parent), Run(runs / "plays"))
+    assert not play.is_current(play.ExportedAgent("plays", exported.parent), Run(runs / "plays"))
 
 
 def test_what_cannot_be_played(runs: Path) -> None:
@@ -200,14 +200,14 @@ def test_a_broken_file_is_named(runs: Path) -> None:
     with pytest.raises(
         Problem, match=r"policy.onnx is broken: its SHA-256 is not the one in export.json; drivetrain export plays writes it"
     ):
-        play.check(play.Agent("plays", policy.parent))
+        play.check(play.ExportedAgent("plays", policy.parent))
     policy.unlink()
     assert "policy.onnx is missing" in bad("play", "plays", "--out", "site")
     card = json.loads((policy.parent / EXPORT_CARD).read_text())
     del card["graphs"]["policy"]["file"]
     (policy.parent / EXPORT_CARD).write_text(json.dumps(card))
     with pytest.raises(Problem, match=r"export.json cannot be read"):
-        play.check(play.Agent("plays", policy.parent))
+        play.check(play.ExportedAgent("plays", policy.parent))
     (runs / "plays/model/export.json").write_text("{")
     assert "export.json cannot be read" in bad("play", "plays", "--out", "site")
 
@@ -215,10 +215,10 @@ def test_a_broken_file_is_named(runs: Path) -> None:
 def test_an_agent_beside_another_grids_world_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what the files themselves take and give; without onnxruntime, by what export.json tells."""
     small, place = Snake(4, 10, 10), tmp_path / "snake"
-    shutil.copytree(play.SHIPPED / "snake", place)
-    agent = play.Agent("mine", place)
+    shutil.copytree(play.SHIPPED_AGENTS / "snake", place)
+    agent = play.ExportedAgent("mine", place)
     play.check(agent)
-    other = write("policy", as_named("policy", graphs(small, ConvAgent(small.shape, small.actions), steps=1)["policy"]), place)
+    other = write_graph("policy", as_named("policy", graphs(small, ConvAgent(small.shape, small.actions), steps=1)["policy"]), place)
     said = "policy.onnx takes observation of 4x5x10x10, reset.onnx gives 4x5x20x20: they are of different worlds"
     with pytest.raises(Problem, match=f"{said}; drivetrain export mine writes them anew"):
         play.check(agent)
@@ -230,7 +230,7 @@ def test_an_agent_beside_another_grids_world_is_named(tmp_path: Path, monkeypatc
         with pytest.raises(Problem, match=said):
             play.check(agent)
     for name in ("policy", "step"):
-        shutil.copy(play.SHIPPED / ("snake" if name == "policy" else "cartpole") / f"{name}.onnx", place)
+        shutil.copy(play.SHIPPED_AGENTS / ("snake" if name == "policy" else "cartpole") / f"{name}.onnx", place)
     with pytest.raises(Problem, match=r"policy.onnx takes observation of 4x5x20x20, step.onnx gives 1x4"):
         play.check(agent)
 

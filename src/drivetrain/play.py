@@ -1,4 +1,4 @@
-"""Agents at play in a browser: the page and what `export` wrote, served from here or written as a static site."""
+"""Shows exported agents in a browser: serves the page and the agents' files, or writes them as a static site."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import shutil
 import urllib.parse
 from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,179 +19,182 @@ from drivetrain.outcomes import Problem
 from drivetrain.runs import EXPORT_CARD, FORMAT, Run, sha256_of
 
 PAGE = Path(__file__).parent / "page"
-SHIPPED = PAGE / "agents"
-GRAPHS = ("reset", "policy", "step")
-LIST = "agents.json"
-KINDS = {
+SHIPPED_AGENTS = PAGE / "agents"
+REQUIRED_GRAPHS = ("reset", "policy", "step")
+AGENT_LIST = "agents.json"
+CONTENT_TYPES = {
     ".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8",
     ".json": "application/json", ".svg": "image/svg+xml", ".txt": "text/plain; charset=utf-8", ".wasm": "application/wasm",
 }  # fmt: skip
-PACKED = ".gz"
-LOCAL = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.IGNORECASE)  # names of this machine in a request's Host
+GZIP_SUFFIX = ".gz"
+LOCAL_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.IGNORECASE)  # a request's Host header
 
 Site = dict[str, Path | bytes]
 
 
 @dataclass(frozen=True)
-class Agent:
-    """Somebody who plays: a name, and the folder with its export."""
+class ExportedAgent:
+    """An agent's name and the folder with its export."""
 
     name: str
     folder: Path
 
 
-def shipped() -> list[Agent]:
-    """Those that come with the package."""
-    return [Agent(path.parent.name, path.parent) for path in sorted(SHIPPED.glob(f"*/{EXPORT_CARD}"))]
+def shipped_agents() -> list[ExportedAgent]:
+    """Returns the agents that come with the package."""
+    return [ExportedAgent(path.parent.name, path.parent) for path in sorted(SHIPPED_AGENTS.glob(f"*/{EXPORT_CARD}"))]
 
 
-# --- what an export is --------------------------------------------------------------------------
+# --- checking an export --------------------------------------------------------------------------
 
 
-def read_card(agent: Agent) -> dict[str, Any]:
+def read_card(agent: ExportedAgent) -> dict[str, Any]:
+    """Returns the contents of export.json; raises Problem if a part that the page needs is missing."""
     path = agent.folder / EXPORT_CARD
     try:
         card = json.loads(path.read_text())
-        told = {key: dict(card[key]) for key in ("graphs", "settings", "training")} | {"sha256": dict(card.get("sha256") or {})}
-        for graph in told["graphs"].values():
-            graph["bytes"], Path(graph["file"]), [put["name"] + str(put["shape"][1:]) for put in (*graph["inputs"], *graph["outputs"])]
-        return dict(card) | told
+        parts = {key: dict(card[key]) for key in ("graphs", "settings", "training")} | {"sha256": dict(card.get("sha256") or {})}
+        for graph in parts["graphs"].values():
+            graph["bytes"], Path(graph["file"]), [spec["name"] + str(spec["shape"][1:]) for spec in (*graph["inputs"], *graph["outputs"])]
+        return dict(card) | parts
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Problem(f"{path} cannot be read ({type(error).__name__}): drivetrain export {agent.name} writes it anew") from None
 
 
-def playable(graphs: Any) -> bool:
-    return set(GRAPHS) <= set(graphs)
+def is_playable(graphs: Any) -> bool:
+    return set(REQUIRED_GRAPHS) <= set(graphs)
 
 
-def unplayable(name: str, task: str) -> Problem:
+def not_playable(name: str, task: str) -> Problem:
     return Problem(f"{task} learns nothing that can be played: {name} has no world (drivetrain play snake shows one that has)")
 
 
-def is_current(agent: Agent, run: Run) -> bool:
-    """Whether what was exported is the run as it is now, with SHA-256 of its files."""
+def is_current(agent: ExportedAgent, run: Run) -> bool:
+    """Whether the export is of the run's current state and has SHA-256 of its files."""
     card = read_card(agent)
-    same = card["settings"] == run.read()["recipe"]["settings"] and card["training"].get("step") == run.last_row().get("step", 0)
-    return bool(same and card["sha256"])
+    is_same = card["settings"] == run.read()["recipe"]["settings"] and card["training"].get("step") == run.last_row().get("step", 0)
+    return bool(is_same and card["sha256"])
 
 
-def check(agent: Agent) -> None:
-    """Refuse what a browser could only fail at, and name the file."""
+def check(agent: ExportedAgent) -> None:
+    """Refuses an export that a browser could not play, and names the file."""
     card = read_card(agent)
-    if not playable(card["graphs"]):
-        raise unplayable(agent.name, str(card.get("task")))
-    again = f"drivetrain export {agent.name} writes"
-    paths = {name: agent.folder / card["graphs"][name]["file"] for name in GRAPHS}
+    if not is_playable(card["graphs"]):
+        raise not_playable(agent.name, str(card.get("task")))
+    fix = f"drivetrain export {agent.name} writes"
+    paths = {name: agent.folder / card["graphs"][name]["file"] for name in REQUIRED_GRAPHS}
     for path in paths.values():
         if path.parent != agent.folder or not path.is_file():
-            raise Problem(f"{path} is missing: {again} it anew")
-    opened = {name: _opened(path, card["graphs"][name]) for name, path in paths.items()}
-    if reason := _misfit({name: graph for name, graph in opened.items() if not isinstance(graph, str)}):
-        raise Problem(f"{agent.folder}: {reason}: they are of different worlds; {again} them anew")
+            raise Problem(f"{path} is missing: {fix} it anew")
+    shapes = {name: _read_shapes(path, card["graphs"][name]) for name, path in paths.items()}
+    if reason := _shape_mismatch({name: graph for name, graph in shapes.items() if not isinstance(graph, str)}):
+        raise Problem(f"{agent.folder}: {reason}: they are of different worlds; {fix} them anew")
     for name, path in paths.items():
-        size, expected, broken = path.stat().st_size, card["graphs"][name]["bytes"], opened[name]
+        size, expected, error = path.stat().st_size, card["graphs"][name]["bytes"], shapes[name]
         if size != expected:
-            raise Problem(f"{path} is broken: it has {size} bytes, not {expected}; {again} it anew")
-        if isinstance(broken, str):
-            raise Problem(f"{path} is broken: {broken}; {again} it anew")
+            raise Problem(f"{path} is broken: it has {size} bytes, not {expected}; {fix} it anew")
+        if isinstance(error, str):
+            raise Problem(f"{path} is broken: {error}; {fix} it anew")
         if sha256_of(path) != card["sha256"].get(path.name):
-            raise Problem(f"{path} is broken: its SHA-256 is not the one in {EXPORT_CARD}; {again} it anew")
+            raise Problem(f"{path} is broken: its SHA-256 is not the one in {EXPORT_CARD}; {fix} it anew")
 
 
 @dataclass(frozen=True)
-class Shapes:
-    """What a graph takes and gives, by name: the dimensions after the first."""
+class GraphShapes:
+    """The shapes of a graph's inputs and outputs by name, without the batch dimension."""
 
-    takes: dict[str, list[Any]]
-    gives: dict[str, list[Any]]
+    inputs: dict[str, list[Any]]
+    outputs: dict[str, list[Any]]
 
 
-def _opened(path: Path, told: Any) -> Shapes | str:
-    """The shapes in a graph's file, or what onnxruntime has against it; where that is not installed, what export.json tells."""
+def _read_shapes(path: Path, graph_card: Any) -> GraphShapes | str:
+    """Returns the shapes in a graph's file, or onnxruntime's error. Without onnxruntime, returns the shapes in export.json."""
     try:
         import onnxruntime
     except ImportError:
-        return Shapes(*({put["name"]: put["shape"][1:] for put in told[side]} for side in ("inputs", "outputs")))
+        return GraphShapes(*({spec["name"]: spec["shape"][1:] for spec in graph_card[side]} for side in ("inputs", "outputs")))
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     try:
         graph = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime's own have no common base
+    except Exception as error:  # onnxruntime's errors have no common base class
         return str(error).splitlines()[0].split(" : ")[-1][:100]
-    return Shapes(*({put.name: list(put.shape[1:]) for put in some} for some in (graph.get_inputs(), graph.get_outputs())))
+    return GraphShapes(*({spec.name: list(spec.shape[1:]) for spec in specs} for specs in (graph.get_inputs(), graph.get_outputs())))
 
 
-def _misfit(graphs: dict[str, Shapes]) -> str:
-    """What one graph takes in another shape than the other gives it, if anything: an agent beside another grid's world."""
-    flows = [(giver, "observation", "policy", "observation") for giver in ("reset", "step")] + [("policy", "action", "step", "action")]
-    state = set(graphs["step"].takes) - {"action", "random", "worlds"} if "step" in graphs else set()
-    flows += [(giver, f"next_{part}", "step", part) for part in sorted(state) for giver in ("reset", "step")]
-    for giver, given, taker, taken in flows:
-        if giver in graphs and taker in graphs:
-            gives, takes = graphs[giver].gives.get(given), graphs[taker].takes.get(taken)
-            if gives != takes:
-                return f"{taker}.onnx takes {taken} of {_size(takes)}, {giver}.onnx gives {_size(gives)}"
+def _shape_mismatch(graphs: dict[str, GraphShapes]) -> str:
+    """Returns which graph's input has another shape than the output it comes from, or "": an agent trained on another grid."""
+    connections = [(source, "observation", "policy", "observation") for source in ("reset", "step")] + [
+        ("policy", "action", "step", "action")
+    ]
+    state = set(graphs["step"].inputs) - {"action", "random", "worlds"} if "step" in graphs else set()
+    connections += [(source, f"next_{part}", "step", part) for part in sorted(state) for source in ("reset", "step")]
+    for source, output, target, name in connections:
+        if source in graphs and target in graphs:
+            output_shape, input_shape = graphs[source].outputs.get(output), graphs[target].inputs.get(name)
+            if output_shape != input_shape:
+                return f"{target}.onnx takes {name} of {_format_shape(input_shape)}, {source}.onnx gives {_format_shape(output_shape)}"
     return ""
 
 
-def _size(shape: list[Any] | None) -> str:
+def _format_shape(shape: list[Any] | None) -> str:
     return "no shape" if shape is None else "x".join(map(str, shape)) or "one number"
 
 
 # --- the site -----------------------------------------------------------------------------------
 
 
-def site(agents: list[Agent]) -> Site:
-    """Every file of the site by its path: nothing else is ever served."""
+def site(agents: list[ExportedAgent]) -> Site:
+    """Returns every file of the site by its URL path. Nothing else is ever served."""
     if not (PAGE / "index.html").is_file():
         raise Problem(f"{PAGE} has no page: make page builds it")
     files: Site = {}
     for path in sorted(PAGE.rglob("*")):
-        if path.is_file() and SHIPPED not in path.parents:
-            files[path.relative_to(PAGE).as_posix().removesuffix(PACKED)] = path
-    listed: list[dict[str, str]] = []
+        if path.is_file() and SHIPPED_AGENTS not in path.parents:
+            files[path.relative_to(PAGE).as_posix().removesuffix(GZIP_SUFFIX)] = path
+    entries: list[dict[str, str]] = []
     for number, agent in enumerate(agents):
         folder = "agents/" + (re.sub(r"[^A-Za-z0-9.-]+", "-", agent.name).strip("-.") or "agent")
-        folder += f"-{number}" if any(folder == other["folder"] for other in listed) else ""
-        listed.append({"name": agent.name, "folder": folder})
+        folder += f"-{number}" if any(folder == entry["folder"] for entry in entries) else ""
+        entries.append({"name": agent.name, "folder": folder})
         graphs = read_card(agent)["graphs"]
-        files |= {f"{folder}/{name}": agent.folder / name for name in (EXPORT_CARD, *(graphs[g]["file"] for g in GRAPHS))}
-    files[LIST] = json.dumps({"format": FORMAT, "made_by": "drivetrain play", "agents": listed}, indent=1).encode() + b"\n"
+        files |= {f"{folder}/{name}": agent.folder / name for name in (EXPORT_CARD, *(graphs[g]["file"] for g in REQUIRED_GRAPHS))}
+    files[AGENT_LIST] = json.dumps({"format": FORMAT, "made_by": "drivetrain play", "agents": entries}, indent=1).encode() + b"\n"
     return files
 
 
 def content(file: Path | bytes) -> bytes:
-    """A file as it is before it is packed."""
+    """Returns a file's bytes, decompressed."""
     if isinstance(file, bytes):
         return file
-    whole = file.read_bytes()
-    return gzip.decompress(whole) if file.suffix == PACKED else whole
+    data = file.read_bytes()
+    return gzip.decompress(data) if file.suffix == GZIP_SUFFIX else data
 
 
-def write(files: Site, folder: Path) -> int:
-    """A static site for any web server, in any sub-path; gives its bytes."""
+def write_site(files: Site, folder: Path) -> int:
+    """Writes a static site, which any web server can serve from any path; returns its size in bytes."""
     if folder.exists() and not folder.is_dir():
         raise Problem(f"--out {folder} is a file: name a folder")
     if folder.is_dir() and any(folder.iterdir()) and not _is_site(folder):
         raise Problem(f"--out {folder} is not empty and no site that drivetrain play wrote: name another folder")
-    total = 0
+    num_bytes = 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for old in ("assets", "agents"):
             shutil.rmtree(folder / old, ignore_errors=True)
-        for name in (LIST, *(name for name in files if name != LIST)):  # first what makes it a site
-            path, whole = folder / name, content(files[name])
+        for name in (AGENT_LIST, *(name for name in files if name != AGENT_LIST)):  # the list first: it marks the folder as a site
+            path, data = folder / name, content(files[name])
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(whole)
-            total += len(whole)
+            path.write_bytes(data)
+            num_bytes += len(data)
     except OSError as error:
         raise Problem(f"--out {folder} cannot be written: {error.strerror or error}; name another folder") from None
-    return total
+    return num_bytes
 
 
 def _is_site(folder: Path) -> bool:
     try:
-        return bool(json.loads((folder / LIST).read_text())["made_by"] == "drivetrain play")
+        return bool(json.loads((folder / AGENT_LIST).read_text())["made_by"] == "drivetrain play")
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -198,61 +202,69 @@ def _is_site(folder: Path) -> bool:
 # --- serving it ---------------------------------------------------------------------------------
 
 
+class _Handler(BaseHTTPRequestHandler):
+    """Answers GET and HEAD with the files of a site."""
+
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, files: Site, *args: Any) -> None:
+        self.files = files
+        super().__init__(*args)
+
+    def do_GET(self) -> None:
+        self._respond(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self._respond(with_body=False)
+
+    def _respond(self, with_body: bool) -> None:
+        hosts = self.headers.get_all("Host", [])
+        if len(hosts) != 1 or not LOCAL_HOST.fullmatch(hosts[0]):  # DNS rebinding: another site's page could read this one
+            self._send(403, ".txt", b"drivetrain play answers on this machine alone: open it at localhost or 127.0.0.1\n", with_body)
+            return
+        name = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path).removeprefix("/") or "index.html"
+        try:
+            data, is_gzip = self._read(name)
+        except (KeyError, OSError):  # an unknown name, or a file deleted since the start
+            self._send(404, ".txt", f"{name} is no file of this site\n".encode(), with_body)
+            return
+        self._send(200, Path(name).suffix, data, with_body, is_gzip)
+
+    def _read(self, name: str) -> tuple[bytes, bool]:
+        """Returns a file's bytes and whether they are compressed: only for browsers that accept it."""
+        file = self.files[name]
+        if isinstance(file, Path) and file.suffix == GZIP_SUFFIX and "gzip" in self.headers.get("Accept-Encoding", ""):
+            return file.read_bytes(), True
+        return content(file), False
+
+    def _send(self, status: int, suffix: str, data: bytes, with_body: bool, is_gzip: bool = False) -> None:
+        self.send_response(status)
+        content_type = CONTENT_TYPES.get(suffix, "application/octet-stream")
+        for key, value in {"Content-Type": content_type, "Content-Length": str(len(data)), "Cache-Control": "no-cache"}.items():
+            self.send_header(key, value)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        if is_gzip:
+            self.send_header("Content-Encoding", "gzip")
+        self.end_headers()
+        if with_body:
+            with contextlib.suppress(ConnectionError):  # the browser closed the connection
+                self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Prints nothing."""
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Prints nothing: a browser closed the connection."""
+
+
 def server(files: Site, port: int = 0) -> ThreadingHTTPServer:
-    """A server of these files for this machine alone; `serve_forever` begins."""
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            self._answer(body=True)
-
-        def do_HEAD(self) -> None:
-            self._answer(body=False)
-
-        def _answer(self, body: bool) -> None:
-            hosts = self.headers.get_all("Host", [])
-            if len(hosts) != 1 or not LOCAL.fullmatch(hosts[0]):  # a name of somebody else's that leads here: their page would read ours
-                self._send(403, ".txt", b"drivetrain play answers on this machine alone: open it at localhost or 127.0.0.1\n", body)
-                return
-            name = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path).removeprefix("/") or "index.html"
-            file = files.get(name)
-            try:
-                whole, packed = b"", False
-                if file is not None:
-                    packed = isinstance(file, Path) and file.suffix == PACKED and "gzip" in self.headers.get("Accept-Encoding", "")
-                    whole = file.read_bytes() if packed and isinstance(file, Path) else content(file)
-            except OSError:
-                file = None  # it was there when we began
-            if file is None:
-                self._send(404, ".txt", f"{name} is no file of this site\n".encode(), body)
-            else:
-                self._send(200, Path(name).suffix, whole, body, packed)
-
-        def _send(self, status: int, suffix: str, whole: bytes, body: bool, packed: bool = False) -> None:
-            self.send_response(status)
-            kind = KINDS.get(suffix, "application/octet-stream")
-            for key, value in {"Content-Type": kind, "Content-Length": str(len(whole)), "Cache-Control": "no-cache"}.items():
-                self.send_header(key, value)
-            self.send_header("X-Content-Type-Options", "nosniff")
-            if packed:
-                self.send_header("Content-Encoding", "gzip")
-            self.end_headers()
-            if body:
-                with contextlib.suppress(ConnectionError):  # the browser left
-                    self.wfile.write(whole)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Requests are nobody's news."""
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            """A browser that breaks off is nobody's news either."""
-
+    """Returns a server of these files on 127.0.0.1; its `serve_forever` starts it."""
     try:
-        return Server(("127.0.0.1", port), Handler)
+        return _Server(("127.0.0.1", port), partial(_Handler, files))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise Problem(f"port {port} is in use: leave --port out, or name another") from None

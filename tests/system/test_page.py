@@ -20,7 +20,7 @@ from torch import Tensor
 
 from drivetrain import play
 from drivetrain.export.calls import as_named
-from drivetrain.export.graphs import write
+from drivetrain.export.graphs import write_graph
 from drivetrain.runs import sha256_of
 from drivetrain.task_ref import find_task, instantiate
 from drivetrain.tasks.rl.chance import chance
@@ -68,7 +68,7 @@ def browser(web: Path) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with served(play.site(play.shipped())) as url:
+    with served(play.site(play.shipped_agents())) as url:
         yield url
 
 
@@ -96,7 +96,7 @@ class Exported:
     memory = 0
 
     def __init__(self, name: str, agents: int) -> None:
-        self.session, self.agents = onnxruntime.InferenceSession(str(play.SHIPPED / name / "policy.onnx")), agents
+        self.session, self.agents = onnxruntime.InferenceSession(str(play.SHIPPED_AGENTS / name / "policy.onnx")), agents
 
     def choose(self, seen: Tensor, draws: Tensor, greedy: bool) -> Tensor:
         [action] = self.session.run(["likeliest" if greedy else "action"], {"observation": seen.numpy(), "random": draws.numpy()})
@@ -111,7 +111,7 @@ class Exported:
 
 
 def world_of(name: str) -> tuple[Env, bool]:
-    settings = json.loads((play.SHIPPED / name / "export.json").read_text())["settings"]
+    settings = json.loads((play.SHIPPED_AGENTS / name / "export.json").read_text())["settings"]
     return instantiate(find_task(name), settings).env(), settings["greedy"]
 
 
@@ -263,7 +263,7 @@ def test_a_person_is_not_hurried_into_the_next_episode(browser: Browser, address
 
 
 def test_opened_from_disk_it_says_what_it_needs(browser: Browser, tmp_path: Path) -> None:
-    play.write(play.site(play.shipped()), tmp_path / "a site")
+    play.write_site(play.site(play.shipped_agents()), tmp_path / "a site")
     browser(open=(tmp_path / "a site" / "index.html").as_uri())
     text = browser.until("document.getElementById('notice').innerText")
     assert "needs a web server" in text and "drivetrain play" in text and "Loading" not in text
@@ -298,7 +298,7 @@ def test_controls(browser: Browser, address: str) -> None:
     ids=["broken", "missing", "torn", "other"],
 )  # fmt: skip
 def test_a_broken_model_is_named(file: str, content: bytes | None, said: str, browser: Browser) -> None:
-    files = play.site(play.shipped())
+    files = play.site(play.shipped_agents())
     path = f"agents/snake/{file}"
     if content is None:
         del files[path]
@@ -314,11 +314,11 @@ def test_a_broken_model_is_named(file: str, content: bytes | None, said: str, br
 
 def test_an_agent_beside_another_grids_world_is_named(browser: Browser, tmp_path: Path) -> None:
     small = Snake(4, 10, 10)
-    write("policy", as_named("policy", graphs(small, ConvAgent(small.shape, small.actions), steps=1)["policy"]), tmp_path)
-    card = json.loads((play.SHIPPED / "snake" / "export.json").read_text())
+    write_graph("policy", as_named("policy", graphs(small, ConvAgent(small.shape, small.actions), steps=1)["policy"]), tmp_path)
+    card = json.loads((play.SHIPPED_AGENTS / "snake" / "export.json").read_text())
     card["sha256"]["policy.onnx"] = sha256_of(tmp_path / "policy.onnx")
     other: play.Site = {"agents/snake/policy.onnx": tmp_path / "policy.onnx", "agents/snake/export.json": json.dumps(card).encode()}
-    with served(play.site(play.shipped()) | other) as url:
+    with served(play.site(play.shipped_agents()) | other) as url:
         browser(open=f"{url}#snake")
         browser.until("document.querySelector('#notice.trouble')")
         text = browser(run="document.getElementById('notice').innerText")
@@ -327,7 +327,7 @@ def test_an_agent_beside_another_grids_world_is_named(browser: Browser, tmp_path
 
 
 def test_a_static_site_in_a_sub_path(browser: Browser, tmp_path: Path) -> None:
-    play.write(play.site(play.shipped()), tmp_path)
+    play.write_site(play.site(play.shipped_agents()), tmp_path)
     below: play.Site = {f"some/where/{p.relative_to(tmp_path).as_posix()}": p for p in tmp_path.rglob("*") if p.is_file()}
     with served(below) as url:
         open_page(browser, f"{url}some/where/index.html#snake")
@@ -357,13 +357,13 @@ def test_a_world_that_nobody_drew_shows_its_numbers(agent: Agent, browser: Brows
     torch.manual_seed(0)
     for parameter in agent.parameters():
         torch.nn.init.normal_(parameter)
-    written = {name: asdict(write(name, as_named(name, graph), tmp_path)) for name, graph in graphs(env, agent).items()}
+    written = {name: asdict(write_graph(name, as_named(name, graph), tmp_path)) for name, graph in graphs(env, agent).items()}
     digests = {graph["file"]: sha256_of(tmp_path / graph["file"]) for graph in written.values()}
     training = {"date": "", "step": 0, "seconds": 0, "hardware": "", "versions": {}, "metrics": {}}
     told = {"format": 2, "run": "walk", "task": "walk", "settings": {"greedy": False}}
     card = told | {"graphs": written, "sha256": digests, "training": training}
     (tmp_path / "export.json").write_text(json.dumps(card))
-    with served(play.site([play.Agent("walk", tmp_path)])) as url, torch.no_grad():
+    with served(play.site([play.ExportedAgent("walk", tmp_path)])) as url, torch.no_grad():
         open_page(browser, url)
         found = [browser(run=f"{END}({episode})") for episode in SEEDS]
         assert browser(seen=True)["errors"] == []

@@ -1,4 +1,4 @@
-"""`export`: a run's model as ONNX and safetensors."""
+"""`export`: write a run's model as ONNX and safetensors."""
 
 from __future__ import annotations
 
@@ -17,26 +17,30 @@ other programs play by the very same rules (drivetrain play RUN). For adapters o
 or with --merge a whole model of transformers."""
 
 
-def run(verb: str, words: list[str]) -> int:
+def parser(verb: str) -> Parser:
     parser = Parser("drivetrain export", TEXT)
     parser.add_argument("target", metavar="RUN", help="a run's name or folder")
     parser.add_argument("--out", type=folder_flag("--out"), metavar="DIR", help="the folder (default: the run's model/)")
     parser.add_argument("--merge", action="store_true", help="for adapters: the base model with the adapters added to its weights")
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     add_common(parser)
-    args = parser.parse(words)
+    return parser
+
+
+def run(verb: str, words: list[str]) -> int:
+    args = parser(verb).parse(words)
 
     from drivetrain import runs
-    from drivetrain.export import describe, export, told_of
+    from drivetrain.export import describe, export, writable
     from drivetrain.launch.trained import load_trained, user_code
     from drivetrain.watch.screen import Screen, size
 
     screen = Screen(quiet=args.quiet or args.json)
     found = runs.find(args.target)
-    usual = "merged" if args.merge else "model" if found.is_finished else "export"
-    folder = Path(args.out) if args.out else found.path / usual
+    default_folder = "merged" if args.merge else "model" if found.is_finished else "export"
+    folder = Path(args.out) if args.out else found.path / default_folder
     task, model = load_trained(found, screen)
-    with told_of(folder):
+    with writable(folder):
         facts = {"run": folder.name, "metrics": {}}
         files = task.model_files(model.state_dict(), folder, facts, merge=model if args.merge else None)
         if files is not None:
@@ -52,12 +56,12 @@ def run(verb: str, words: list[str]) -> int:
         raise Problem(f"{type(task).__name__} has no adapters to merge: leave --merge out")
     screen.busy("making graphs ...")
     with user_code(found):
-        written = export(task, model, found, folder)
+        graphs = export(task, model, found, folder)
     if args.json:
-        print(json.dumps({"folder": str(folder), "graphs": {name: asdict(graph) for name, graph in written.items()}}))
+        print(json.dumps({"folder": str(folder), "graphs": {name: asdict(graph) for name, graph in graphs.items()}}))
         return 0
-    for graph in written.values():
-        puts = ", ".join(p.name for p in graph.inputs) + " -> " + ", ".join(p.name for p in graph.outputs)
-        screen.line("export", f"{graph.file:<14}{size(graph.bytes):>8}   {puts}   (within {graph.difference:.0e} of torch)")
+    for graph in graphs.values():
+        signature = ", ".join(spec.name for spec in graph.inputs) + " -> " + ", ".join(spec.name for spec in graph.outputs)
+        screen.line("export", f"{graph.file:<14}{size(graph.bytes):>8}   {signature}   (within {graph.difference:.0e} of torch)")
     screen.line("", f"{folder}/model.safetensors, {folder}/export.json")
     return 0

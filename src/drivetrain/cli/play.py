@@ -13,7 +13,7 @@ from drivetrain.cli.flags import Parser, add_common, folder_flag, whole_number
 from drivetrain.outcomes import Problem
 
 if TYPE_CHECKING:
-    from drivetrain.play import Agent
+    from drivetrain.play import ExportedAgent
     from drivetrain.runs import Run
     from drivetrain.watch.screen import Screen
 
@@ -23,26 +23,30 @@ a run that learned by playing (it is exported where that is still to be done), o
 with the package; several can be chosen from on the page. Episode N is episode N of drivetrain eval."""
 
 
-def run(verb: str, words: list[str]) -> int:
+def parser(verb: str) -> Parser:
     parser = Parser("drivetrain play", TEXT)
     parser.add_argument("targets", metavar="RUN", nargs="*", help="runs' names or folders, snake, cartpole (default: those two)")
     parser.add_argument("--out", type=folder_flag("--out"), metavar="DIR", help="write a static site for any web server, and serve nothing")
     parser.add_argument("--port", type=whole_number(0, 65535), default=0, metavar="N", help="the port on 127.0.0.1 (default: a free one)")
     parser.add_argument("--no-open", action="store_true", help="print the address and open no browser")
     add_common(parser)
-    args = parser.parse(words)
+    return parser
+
+
+def run(verb: str, words: list[str]) -> int:
+    args = parser(verb).parse(words)
 
     from drivetrain import play
     from drivetrain.watch.screen import Screen, size
 
     screen = Screen(quiet=args.quiet)
-    agents = [agent_of(target, screen) for target in dict.fromkeys(args.targets)] or play.shipped()
+    agents = [_find_agent(target, screen) for target in dict.fromkeys(args.targets)] or play.shipped_agents()
     for agent in agents:
         play.check(agent)
     files = play.site(agents)
     if args.out:
-        total = play.write(files, Path(args.out))
-        screen.line("play", f"{args.out}: {len(files)} files, {size(total)}; any web server can serve it, from any path")
+        num_bytes = play.write_site(files, Path(args.out))
+        screen.line("play", f"{args.out}: {len(files)} files, {size(num_bytes)}; any web server can serve it, from any path")
         return 0
     with play.server(files, args.port) as server:
         address = f"http://127.0.0.1:{server.server_address[1]}/"
@@ -56,36 +60,36 @@ def run(verb: str, words: list[str]) -> int:
     return 0
 
 
-def agent_of(target: str, screen: Screen) -> Agent:
-    """A run, exported as it is now; or one of those that come with the package."""
+def _find_agent(target: str, screen: Screen) -> ExportedAgent:
+    """Returns the export of a run, made anew where it is missing or old, or an agent that comes with the package."""
     from drivetrain import play, runs
 
-    ours = {agent.name: agent for agent in play.shipped()}
+    shipped = {agent.name: agent for agent in play.shipped_agents()}
     try:
         found = runs.find(target)
     except Problem:
-        if target in ours:
-            return ours[target]
+        if target in shipped:
+            return shipped[target]
         raise
-    agent = play.Agent(found.name, found.path / ("model" if found.is_finished else "export"))
+    agent = play.ExportedAgent(found.name, found.path / ("model" if found.is_finished else "export"))
     if not (agent.folder / runs.EXPORT_CARD).is_file() or not play.is_current(agent, found):
         screen.busy("making graphs ...")
         _export(found, agent, screen)
     return agent
 
 
-def _export(found: Run, agent: Agent, screen: Screen) -> None:
+def _export(found: Run, agent: ExportedAgent, screen: Screen) -> None:
     from drivetrain import play
     from drivetrain.export import export
     from drivetrain.launch.trained import load_trained, user_code
 
     task, model = load_trained(found, screen)
     with user_code(found):
-        if not play.playable(task.exports(model) or {}):
-            raise play.unplayable(found.name, type(task).__name__)
+        if not play.is_playable(task.exports(model) or {}):
+            raise play.not_playable(found.name, type(task).__name__)
         export(task, model, found, agent.folder)
 
 
 def _has_screen() -> bool:
-    """Whether a browser would be seen: a terminal's own would take the terminal."""
+    """Whether a graphical browser can open; one in the terminal would take over the terminal."""
     return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

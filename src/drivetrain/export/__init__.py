@@ -1,4 +1,4 @@
-"""A trained model as files for other programs: ONNX, checked against torch, and safetensors."""
+"""Exports a trained model for other programs: ONNX, checked against torch, and safetensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain import runs
 from drivetrain.export.calls import graphs_of
-from drivetrain.export.graphs import Written, write
+from drivetrain.export.graphs import WrittenGraph, write_graph
 from drivetrain.outcomes import Problem
 from drivetrain.runs import Run
 from drivetrain.task import Task
@@ -23,38 +23,38 @@ from drivetrain.task import Task
 if TYPE_CHECKING:
     from torch import nn
 
-FORMAT = 2  # of export.json: whole shapes with free sizes by name, and SHA-256
-LARGEST = 2_000_000_000  # bytes
+CARD_FORMAT = 2  # of export.json: complete shapes, in which free sizes have names, and SHA-256
+MAX_ONNX_BYTES = 2_000_000_000
 WEIGHTS = "model.safetensors"
 
 
-def export(task: Task, model: nn.Module, run: Run, folder: Path) -> dict[str, Written]:
-    """Write everything into a folder: `NAME.onnx` for each graph, model.safetensors, and export.json that describes them."""
-    _need()
-    if sum(t.nbytes for t in model.state_dict().values()) > LARGEST:
+def export(task: Task, model: nn.Module, run: Run, folder: Path) -> dict[str, WrittenGraph]:
+    """Writes `NAME.onnx` for each graph, model.safetensors, and export.json that describes them."""
+    _require_onnx()
+    if sum(t.nbytes for t in model.state_dict().values()) > MAX_ONNX_BYTES:
         raise Problem(f"the model is larger than a file of ONNX can be (2 GiB): {run.name}'s model.safetensors has its weights")
     graphs = graphs_of(task, model)
-    with told_of(folder), _staged(folder) as place:
-        written = {name: write(name, graph, place) for name, graph in graphs.items()}
-        _weights(model, run, place)
+    with writable(folder), _staging_folder(folder) as staging:
+        written = {name: write_graph(name, graph, staging) for name, graph in graphs.items()}
+        _write_weights(model, run, staging)
         folder.mkdir(parents=True, exist_ok=True)
         files = [*(graph.file for graph in written.values()), WEIGHTS]
-        card = _card(run, files, place) | {"graphs": {name: asdict(graph) for name, graph in written.items()}}
-        for name in files:  # all appear, once the numbers of all graphs are torch's
-            (place / name).replace(folder / name)
+        card = _card(run, files, staging) | {"graphs": {name: asdict(graph) for name, graph in written.items()}}
+        for name in files:  # no file appears before all graphs have passed their check
+            (staging / name).replace(folder / name)
         runs.write_atomic(folder / runs.EXPORT_CARD, json.dumps(card, indent=1) + "\n")
     return written
 
 
 def describe(run: Run, files: list[str], folder: Path) -> None:
-    """Write export.json for files of a family's own form."""
-    card = _card(run, [name for name in files if name != runs.EXPORT_CARD], folder)  # an earlier one may be among them
+    """Writes export.json for files in a task family's own format."""
+    card = _card(run, [name for name in files if name != runs.EXPORT_CARD], folder)  # from an earlier export
     runs.write_atomic(folder / runs.EXPORT_CARD, json.dumps(card, indent=1) + "\n")
 
 
 @contextlib.contextmanager
-def told_of(folder: Path) -> Iterator[None]:
-    """What the system has against writing into a folder, in one line."""
+def writable(folder: Path) -> Iterator[None]:
+    """Turns the system's errors about writing into a folder into a Problem of one line."""
     for path in (folder, *folder.parents):
         if path.exists() and not path.is_dir():
             raise Problem(f"{path} is a file: name a folder with --out")
@@ -65,20 +65,20 @@ def told_of(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _staged(folder: Path) -> Iterator[Path]:
-    """A folder on the same disk in which files are complete before they appear; what killed exports left there is removed."""
-    beside = folder if folder.is_dir() else folder.parent
-    beside.mkdir(parents=True, exist_ok=True)
+def _staging_folder(folder: Path) -> Iterator[Path]:
+    """Yields a temporary folder on the same disk, from which complete files are renamed into place. Removes those of killed exports."""
+    parent = folder if folder.is_dir() else folder.parent
+    parent.mkdir(parents=True, exist_ok=True)
     prefix = f".export-{socket.gethostname()}-"
-    for left in beside.glob(f"{prefix}*-*"):
+    for left in parent.glob(f"{prefix}*-*"):
         writer = left.name.removeprefix(prefix).split("-")[0]
         if writer.isdigit() and not runs.is_alive(int(writer)):
             shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", dir=beside) as place:
-        yield Path(place)
+    with tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", dir=parent) as staging:
+        yield Path(staging)
 
 
-def _need() -> None:
+def _require_onnx() -> None:
     try:
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
@@ -87,23 +87,23 @@ def _need() -> None:
         raise Problem(f"export needs {missing.name}: pip install 'drivetrain[export]'") from None
 
 
-def _weights(model: nn.Module, run: Run, place: Path) -> None:
+def _write_weights(model: nn.Module, run: Run, folder: Path) -> None:
     from safetensors.torch import save_model
 
     if run.is_finished:
-        shutil.copyfile(run.model_path, place / WEIGHTS)
+        shutil.copyfile(run.model_path, folder / WEIGHTS)
     else:
-        save_model(model, str(place / WEIGHTS))
+        save_model(model, str(folder / WEIGHTS))
 
 
-def _card(run: Run, files: Iterable[str], place: Path) -> dict[str, Any]:
-    """What export.json tells of a run and of the files that were written."""
+def _card(run: Run, files: Iterable[str], folder: Path) -> dict[str, Any]:
+    """Returns the contents of export.json without graphs: the run, its training, and the SHA-256 of each file."""
     info, last, evaluated = run.read(), run.last_row(), run.evaluation()
     hardware = info.get("hardware") or {}
     gpus = [gpu["name"] for gpu in hardware.get("gpus", [])]
     return {
-        "format": FORMAT, "run": run.name, "task": info["recipe"]["task"]["label"], "settings": info["recipe"]["settings"],
-        "sha256": {name: runs.sha256_of(place / name) for name in files},
+        "format": CARD_FORMAT, "run": run.name, "task": info["recipe"]["task"]["label"], "settings": info["recipe"]["settings"],
+        "sha256": {name: runs.sha256_of(folder / name) for name in files},
         "training": {
             "date": info["created"][:10], "step": last.get("step", 0), "seconds": last.get("time", 0.0),
             "hardware": gpus[0] if gpus else f"{hardware.get('cpu_cores', '?')} CPU cores", "versions": info["versions"],

@@ -1,4 +1,4 @@
-"""ONNX graphs: written by torch.export, then run by onnxruntime and refused where they differ from torch."""
+"""Writes ONNX graphs with torch.export, runs them with onnxruntime, and refuses those that differ from torch."""
 
 from __future__ import annotations
 
@@ -13,49 +13,46 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.export.calls import SAY, Graph
+from drivetrain.export.calls import ADVICE, ExportGraph
 from drivetrain.outcomes import Problem
 from drivetrain.project import is_users
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-ABSOLUTE, RELATIVE = 1e-4, 1e-3  # by which a graph's numbers may differ from torch's
+ABSOLUTE_TOLERANCE, RELATIVE_TOLERANCE = 1e-4, 1e-3  # between a graph's numbers and torch's
 
 
 @dataclass(frozen=True)
-class Put:
-    """A tensor that goes in or comes out."""
+class TensorSpec:
+    """Name, type and shape of an input or output."""
 
     name: str
     dtype: str
     shape: list[int | str]
-    """Sizes; those that are free have names."""
+    """Sizes; a free size is a name."""
 
 
 @dataclass(frozen=True)
-class Written:
-    """A graph that was written, and how far its numbers are from torch's."""
+class WrittenGraph:
+    """A graph's file, inputs and outputs, and the largest difference between its numbers and torch's."""
 
     file: str
     bytes: int
-    inputs: list[Put]
-    outputs: list[Put]
+    inputs: list[TensorSpec]
+    outputs: list[TensorSpec]
     difference: float
 
 
-def write(name: str, graph: Graph, folder: Path) -> Written:
-    """Write one graph, and refuse it where its numbers are not torch's."""
+def write_graph(name: str, graph: ExportGraph, folder: Path) -> WrittenGraph:
+    """Writes one graph; raises Problem if its numbers are not torch's."""
     import torch
 
     graph.module.eval()
     _check_repeats(name, graph)
     results = [run(graph.module, batch) for batch in graph.batches]
     expected = results[0]
-    for key, value in [*zip(graph.names, graph.batches[0], strict=True), *expected.items()]:
-        if value.dtype == torch.bfloat16 or value.is_complex():
-            way = "torch.view_as_real" if value.is_complex() else ".float()"
-            raise Problem(f"{name} cannot be exported: {key!r} is {_dtype(value)}, which ONNX or NumPy lacks; convert it with {way}")
+    _check_dtypes(name, dict(zip(graph.names, graph.batches[0], strict=True)) | expected)
     path = folder / f"{name}.onnx"
     try:
         with _quiet():
@@ -64,17 +61,26 @@ def write(name: str, graph: Graph, folder: Path) -> Written:
                 dynamic_shapes=(_dynamic_shapes(graph),),
             )  # fmt: skip
             assert program is not None
-            _forget_origin(program)
-            _free_outputs(program, results)
+            _remove_source_lines(program)
+            _name_free_output_sizes(program, results)
             program.save(str(path))
     except OSError:
         raise
     except Exception as error:
-        raise Problem(f"{name} cannot be exported: {_why(error)}") from error
-    difference = _difference(name, path, graph, results)
-    sides = (program.model.graph.inputs, zip(graph.names, graph.batches[0], strict=True)), (program.model.graph.outputs, expected.items())
-    puts = [[_put(key, value, shapes) for key, value in tensors] for shapes, tensors in sides]
-    return Written(path.name, path.stat().st_size, puts[0], puts[1], difference)
+        raise Problem(f"{name} cannot be exported: {_explain(error)}") from error
+    difference = _check_against_torch(name, path, graph, results)
+    inputs = [_tensor_spec(key, value, program.model.graph.inputs) for key, value in zip(graph.names, graph.batches[0], strict=True)]
+    outputs = [_tensor_spec(key, value, program.model.graph.outputs) for key, value in expected.items()]
+    return WrittenGraph(path.name, path.stat().st_size, inputs, outputs, difference)
+
+
+def _check_dtypes(name: str, tensors: dict[str, Tensor]) -> None:
+    import torch
+
+    for key, value in tensors.items():
+        if value.dtype == torch.bfloat16 or value.is_complex():
+            function = "torch.view_as_real" if value.is_complex() else ".float()"
+            raise Problem(f"{name} cannot be exported: {key!r} is {_dtype(value)}, which ONNX or NumPy lacks; convert it with {function}")
 
 
 def run(module: nn.Module, inputs: list[Tensor]) -> dict[str, Tensor]:
@@ -85,19 +91,19 @@ def run(module: nn.Module, inputs: list[Tensor]) -> dict[str, Tensor]:
     return outputs
 
 
-def _put(name: str, tensor: Tensor, values: Iterable[Any]) -> Put:
-    """A tensor with its shape as the graph has it."""
+def _tensor_spec(name: str, tensor: Tensor, values: Iterable[Any]) -> TensorSpec:
+    """Returns a tensor's specification, with the shape that the graph's values have."""
     shape = next((value.shape for value in values if value.name == name), None)
     sizes = tensor.shape if shape is None else [size if isinstance(size, int) else str(size.value) for size in shape]
-    return Put(name, _dtype(tensor), list(sizes))
+    return TensorSpec(name, _dtype(tensor), list(sizes))
 
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _free_outputs(program: Any, results: list[dict[str, Tensor]]) -> None:
-    """Name the sizes of outputs that differ between batches: the exporter notes some of them as they were in the first."""
+def _name_free_output_sizes(program: Any, results: list[dict[str, Tensor]]) -> None:
+    """Gives names to output sizes that differ between batches: the exporter fixes some of them at the first batch's size."""
     from onnxscript import ir
 
     for value in program.model.graph.outputs:
@@ -109,51 +115,55 @@ def _free_outputs(program: Any, results: list[dict[str, Tensor]]) -> None:
         value.shape = ir.Shape(sizes)
 
 
-def _dynamic_shapes(graph: Graph) -> tuple[dict[int, Any], ...]:
-    """The number of samples must stay free; other sizes that differ are as free as the model lets them be."""
+def _dynamic_shapes(graph: ExportGraph) -> tuple[dict[int, Any], ...]:
+    """Returns torch.export's dynamic shapes: batch dimensions must be free, the other ones may be."""
     import torch
 
     rows, auto = torch.export.Dim("rows", min=1), torch.export.Dim.AUTO
-    pairs = zip(graph.rows, graph.free, strict=True)
-    return tuple(dict.fromkeys(sorted(counted), rows) | dict.fromkeys(sorted(other), auto) for counted, other in pairs)
+    pairs = zip(graph.batch_dims, graph.other_free_dims, strict=True)
+    return tuple(dict.fromkeys(sorted(batch_dims), rows) | dict.fromkeys(sorted(others), auto) for batch_dims, others in pairs)
 
 
 # --- random numbers -----------------------------------------------------------------------------
 
 
-def _check_repeats(name: str, graph: Graph) -> None:
-    """Refuse a module whose outputs differ from run to run."""
+def _check_repeats(name: str, graph: ExportGraph) -> None:
+    """Refuses a module whose outputs differ from run to run."""
     from drivetrain.engine.data.keyed_random import seed_everything
 
-    found = []
+    results = []
     for seed in (1, 2):
         seed_everything(seed)
-        found.append(run(graph.module, graph.batches[0]))
-    if not all(_same(value, found[1].get(key)) for key, value in found[0].items()):
+        results.append(run(graph.module, graph.batches[0]))
+    if not all(_is_same(value, results[1].get(key)) for key, value in results[0].items()):
         line = _random_line(graph)
-        why = f"with random numbers of {line}" if line else "by random numbers, or by state that it changes"
+        reason = f"with random numbers of {line}" if line else "by random numbers, or by state that it changes"
         raise Problem(
-            f"{name} cannot be exported: it gives other numbers each time, {why}"
+            f"{name} cannot be exported: it gives other numbers each time, {reason}"
             "\nLeave that out of evaluation (if self.training), or hand the numbers in as an input, in exports(model)"
         )
 
 
-def _same(one: Tensor, two: Tensor | None) -> bool:
+def _is_same(one: Tensor, two: Tensor | None) -> bool:
     import torch
 
     if two is None or one.shape != two.shape:
         return False
-    return torch.allclose(one, two, RELATIVE, ABSOLUTE, equal_nan=True) if one.is_floating_point() else torch.equal(one, two)
+    return (
+        torch.allclose(one, two, RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE, equal_nan=True)
+        if one.is_floating_point()
+        else torch.equal(one, two)
+    )
 
 
-def _random_line(graph: Graph) -> str:
-    """The user's line that draws random numbers, if one does."""
+def _random_line(graph: ExportGraph) -> str:
+    """Returns the user's line that draws random numbers, or an empty string."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     lines: list[str] = []
 
-    class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class RecordRandomOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         supports_higher_order_operators = True
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -161,7 +171,7 @@ def _random_line(graph: Graph) -> str:
                 lines.append(_users_line(traceback.extract_stack()))
             return func(*args, **(kwargs or {}))
 
-    with contextlib.suppress(Exception), Draws():  # type: ignore[no-untyped-call]  # it only explains: compiled code, for one, may not run under it
+    with contextlib.suppress(Exception), RecordRandomOps():  # type: ignore[no-untyped-call]  # this only explains, and compiled code may not run under it
         run(graph.module, graph.batches[0])
     return next((line for line in lines if line), "")
 
@@ -169,50 +179,50 @@ def _random_line(graph: Graph) -> str:
 # --- checking -----------------------------------------------------------------------------------
 
 
-def _difference(name: str, path: Path, graph: Graph, results: list[dict[str, Tensor]]) -> float:
-    """The largest difference from torch over all batches; too large a one is refused."""
+def _check_against_torch(name: str, path: Path, graph: ExportGraph, results: list[dict[str, Tensor]]) -> float:
+    """Returns the largest difference from torch over all batches; raises Problem if it is too large."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     largest, hint = 0.0, ""
     for number, (batch, expected) in enumerate(zip(graph.batches, results, strict=True)):
-        if number and any(graph.free):
+        if number and any(graph.other_free_dims):
             sizes = ", ".join(f"{key} {'x'.join(map(str, t.shape))}" for key, t in zip(graph.names, graph.batches[0], strict=True))
-            hint = f"\nIt holds for the sizes it was made with ({sizes}): give batches of one size (in collate), or {SAY}"
-        rows = next((t.shape[min(dims)] for t, dims in zip(batch, graph.rows, strict=True) if dims), 1)
+            hint = f"\nIt holds for the sizes it was made with ({sizes}): give batches of one size (in collate), or {ADVICE}"
+        rows = next((t.shape[min(dims)] for t, dims in zip(batch, graph.batch_dims, strict=True) if dims), 1)
         try:
             session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-            wanted = {put.name for put in session.get_inputs()}
-            given = {key: value.numpy() for key, value in zip(graph.names, batch, strict=True) if key in wanted}
-            found = session.run(list(expected), given)
+            used = {spec.name for spec in session.get_inputs()}
+            inputs = {key: value.numpy() for key, value in zip(graph.names, batch, strict=True) if key in used}
+            outputs = session.run(list(expected), inputs)
         except Exception as error:
-            raise Problem(f"{name}.onnx does not run with {rows} rows: {_reason(error)}{hint}") from error
-        for (output, torchs), theirs in zip(expected.items(), found, strict=True):
-            apart = _apart(torchs.numpy(), theirs)
-            if apart is None:
+            raise Problem(f"{name}.onnx does not run with {rows} rows: {_innermost_message(error)}{hint}") from error
+        for (output, from_torch), from_onnx in zip(expected.items(), outputs, strict=True):
+            difference = _difference(from_torch.numpy(), from_onnx)
+            if difference is None:
                 if line := _random_line(graph):
                     hint = f"; {line} draws random numbers: hand them in as an input, in exports(model)"
                 raise Problem(f"{name}.onnx was refused: with {rows} rows its {output!r} differs from torch's{hint}")
-            largest = max(largest, apart)
+            largest = max(largest, difference)
     return largest
 
 
-def _apart(ours: Any, theirs: Any) -> float | None:
-    """The largest difference, or None where it is too large."""
+def _difference(from_torch: Any, from_onnx: Any) -> float | None:
+    """Returns the largest difference, or None if it is too large."""
     import numpy as np
 
-    if ours.shape != theirs.shape:
+    if from_torch.shape != from_onnx.shape:
         return None
-    if ours.dtype.kind != "f":
-        return 0.0 if np.array_equal(theirs, ours) else None
-    if not np.allclose(theirs, ours, RELATIVE, ABSOLUTE, equal_nan=True):
+    if from_torch.dtype.kind != "f":
+        return 0.0 if np.array_equal(from_onnx, from_torch) else None
+    if not np.allclose(from_onnx, from_torch, RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE, equal_nan=True):
         return None
-    return float(np.nanmax(np.abs(theirs - ours), initial=0.0)) if ours.size else 0.0
+    return float(np.nanmax(np.abs(from_onnx - from_torch), initial=0.0)) if from_torch.size else 0.0
 
 
-def _forget_origin(program: Any) -> None:
-    """Leave out which line of whose file each node came from: it is nobody's business, and most of a small graph's bytes."""
+def _remove_source_lines(program: Any) -> None:
+    """Removes the source line of each node: it shows paths of this machine, and is most of a small graph's bytes."""
     for graph in program.model.graphs():
         graph.metadata_props.clear()
         for node in graph:
@@ -226,51 +236,51 @@ def _forget_origin(program: Any) -> None:
 # --- reasons ------------------------------------------------------------------------------------
 
 
-def _why(error: BaseException) -> str:
-    """The user's line that cannot be exported, what is wrong with it, and what to do."""
+def _explain(error: BaseException) -> str:
+    """Returns the user's line that cannot be exported, what is wrong with it, and what to do."""
     causes = _causes(error)
     frames = [frame for cause in causes for frame in traceback.extract_tb(cause.__traceback__)]
-    line = _users_line(frames) or _line_in(_traces(causes))
+    line = _users_line(frames) or _users_line_in_text(_node_stack_traces(causes))
     if any(type(cause).__name__ in ("GuardOnDataDependentSymNode", "UserError") for cause in causes):
-        return f"{line or 'its code'} goes by the values of a tensor\nUse torch.where there, or {SAY}"
-    return f"{f'{line}: ' if line else ''}{_reason(error)}\nChange that part, or {SAY}"
+        return f"{line or 'its code'} goes by the values of a tensor\nUse torch.where there, or {ADVICE}"
+    return f"{f'{line}: ' if line else ''}{_innermost_message(error)}\nChange that part, or {ADVICE}"
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    found, cause = [error], error.__cause__
-    while cause is not None and cause not in found:
-        found.append(cause)
+    causes, cause = [error], error.__cause__
+    while cause is not None and cause not in causes:
+        causes.append(cause)
         cause = cause.__cause__
-    return found
+    return causes
 
 
-def _traces(causes: list[BaseException]) -> str:
-    """Where the nodes came from that the exporter was at when it failed."""
+def _node_stack_traces(causes: list[BaseException]) -> str:
+    """Returns the stack traces of the graph nodes that the exporter was processing when it failed."""
     nodes = [frame.f_locals.get("node") for cause in causes for frame, _ in traceback.walk_tb(cause.__traceback__)]
     return "\n".join(str(getattr(node, "stack_trace", "")) for node in nodes)
 
 
 def _users_line(frames: Iterable[traceback.FrameSummary]) -> str:
-    """The innermost line that is the user's own, as `file.py:12 (the line)`."""
-    theirs = [frame for frame in frames if is_users(frame.filename)]
-    return f"{Path(theirs[-1].filename).name}:{theirs[-1].lineno} ({theirs[-1].line})" if theirs else ""
+    """Returns the innermost line of the user's own code, as `file.py:12 (the line)`, or an empty string."""
+    own = [frame for frame in frames if is_users(frame.filename)]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno} ({own[-1].line})" if own else ""
 
 
-def _line_in(text: str) -> str:
-    """The last line of the user's own that a text tells as Python's tracebacks do."""
-    found = re.findall(r'File "([^"]+)", line (\d+)[^\n]*\n *([^\n]+)', text)
-    return next((f"{Path(file).name}:{number} ({line})" for file, number, line in reversed(found) if is_users(file)), "")
+def _users_line_in_text(text: str) -> str:
+    """Returns the last line of the user's own code in the text of a traceback, or an empty string."""
+    lines = re.findall(r'File "([^"]+)", line (\d+)[^\n]*\n *([^\n]+)', text)
+    return next((f"{Path(file).name}:{number} ({line})" for file, number, line in reversed(lines) if is_users(file)), "")
 
 
-def _reason(error: BaseException) -> str:
-    """The first line that says something, of the innermost error."""
+def _innermost_message(error: BaseException) -> str:
+    """Returns the first line of the innermost error's message that is not empty."""
     lines = [line.strip() for line in str(_causes(error)[-1]).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter tells its progress on the screen and its doubts in warnings."""
+    """Suppresses the exporter's progress lines, log messages and warnings."""
     before = logging.root.manager.disable
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
