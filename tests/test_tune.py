@@ -16,6 +16,7 @@ from drivetrain.cli import tune
 from drivetrain.describe import task_search, task_settings
 from drivetrain.hardware import Hardware
 from drivetrain.launch.machine import LocalMachine
+from drivetrain.launch.request import Request
 from drivetrain.outcomes import Problem
 from drivetrain.recipe import make
 from drivetrain.runs import Run, read_lines
@@ -329,16 +330,16 @@ def test_help_teaches(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "gpus", "slots"),
     [
-        ([], 0, [[]]),
-        (["--jobs", "2"], 0, [["plan.threads=4"]] * 2),
-        (["--jobs", "2", "--procs", "2"], 0, [["--procs", "2", "plan.threads=2"]] * 2),
-        ([], 2, [["--gpus", "0"], ["--gpus", "1"]]),
-        (["--jobs", "2"], 4, [["--gpus", "0,1"], ["--gpus", "2,3"]]),
-        (["--procs", "2"], 4, [["--procs", "2", "--gpus", "0,1"], ["--procs", "2", "--gpus", "2,3"]]),
-        (["--gpus", "5,7"], 2, [["--gpus", "5"], ["--gpus", "7"]]),
+        ([], 0, [Request()]),
+        (["--jobs", "2"], 0, [Request(settings=("plan.threads=4",))] * 2),
+        (["--jobs", "2", "--procs", "2"], 0, [Request(procs=2, settings=("plan.threads=2",))] * 2),
+        ([], 2, [Request(gpus="0"), Request(gpus="1")]),
+        (["--jobs", "2"], 4, [Request(gpus="0,1"), Request(gpus="2,3")]),
+        (["--procs", "2"], 4, [Request(procs=2, gpus="0,1"), Request(procs=2, gpus="2,3")]),
+        (["--gpus", "5,7"], 2, [Request(gpus="5"), Request(gpus="7")]),
     ],
 )
-def test_each_trial_gets_its_share_of_the_machine(words: list[str], gpus: int, slots: list[list[str]]) -> None:
+def test_each_trial_gets_its_share_of_the_machine(words: list[str], gpus: int, slots: list[Request]) -> None:
     machine = LocalMachine(Hardware(8, 2**34, gpu_note="a test"), "cuda" if gpus else "cpu", [str(i) for i in range(gpus)], max(1, gpus))
     recipe = make(find_task("digits"), {}, {})
     assert tune._slots(tune._parser().parse(["digits", *words]), machine, recipe) == slots

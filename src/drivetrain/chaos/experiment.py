@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.chaos import outages
 from drivetrain.chaos.report import compare, injected
 from drivetrain.engine.faults.injection import ACTIONS, FAULTS_VARIABLE, PACE_VARIABLE, SAMPLES_VARIABLE, read_fault
+from drivetrain.launch.request import Request
 from drivetrain.outcomes import EXIT_CODES, Outcome, Problem
 from drivetrain.runs import Run, die_with_parent
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 NUM_FAULTS, NUM_OUTAGES = 20, 3  # unless the user gives a number
 NUM_SAVES = 12  # checkpoints in the whole run
+NUM_RESTARTS = 5  # without progress, after which the training is given up
 STEP_DELAY_SECONDS = 0.15  # on hosts: without it the run ends before a lost host is back
 COMMAND_ENDING_KINDS = ("agent", "preempt", "nan", "full")  # the command is repeated after these, as a launcher does
 USUAL_KINDS = [kind for kind in ACTIONS if kind != "oom"]  # oom changes the plan, and so the order of sums and dropout's masks
@@ -49,22 +51,22 @@ class Experiment:
     seed: int
     hang_after: float
     """Seconds."""
-    flags: Sequence[str] = ()
-    """Further flags of the `train` command."""
+    device: str | None = None
+    gpus: str | None = None
 
     @property
     def save_every(self) -> int:
         return max(1, self.steps // NUM_SAVES)
 
-    def train_command(self) -> list[str]:
-        settings = [
-            *self.settings,
-            f"steps={self.steps}",
-            "log_every=1",
-            f"save_every={self.save_every}",
-            f"eval_every={4 * self.save_every}",
-        ]
-        return ["train", self.task, *settings, *self.flags, "-q", "--hang-after", f"{self.hang_after:f}s", "--restarts", "5"]
+    def request(self, procs: int, run_dir: Path) -> Request:
+        """Returns the training, on so many processes of this machine or of each host."""
+        settings = (
+            *self.settings, f"steps={self.steps}", "log_every=1", f"save_every={self.save_every}", f"eval_every={4 * self.save_every}",
+        )  # fmt: skip
+        return Request(
+            target=self.task, settings=settings, procs=procs, device=self.device, gpus=self.gpus, run_dir=str(run_dir),
+            hang_after=self.hang_after, restarts=NUM_RESTARTS, quiet=True,
+        )  # fmt: skip
 
     def faults(self) -> list[str]:
         """Returns the scheduled faults, or draws them; raises Problem where one is malformed."""
@@ -125,16 +127,16 @@ def run_experiment(experiment: Experiment, folder: Path | None, screen: Screen) 
 
 
 def _train_twice(experiment: Experiment, faults: list[str], folder: Path, screen: Screen) -> tuple[Run, Run]:
-    command, num_hosts = experiment.train_command(), experiment.num_hosts
+    num_hosts = experiment.num_hosts
     world_size = experiment.procs * (num_hosts or 1)
     screen.line("chaos", f"{experiment.steps} steps on {world_size} process{'' if world_size == 1 else 'es'}, undisturbed")
-    undisturbed = _train([*command, "--procs", str(world_size)], folder / "whole", [], screen)
+    undisturbed = _train(experiment.request(world_size, folder / "whole"), [], screen)
     where, plural = f" on {num_hosts} hosts" if num_hosts else "", "" if len(faults) == 1 else "s"
     screen.line("chaos", f"the same{where} with {len(faults)} fault{plural} (seed {experiment.seed})")
-    command += ["--procs", str(experiment.procs)]
+    request = experiment.request(experiment.procs, folder / "broken")
     if num_hosts is None:
-        return undisturbed, _train(command, folder / "broken", faults, screen)
-    return undisturbed, _train_on_hosts(command, folder / "broken", faults, screen, num_hosts, experiment.procs)
+        return undisturbed, _train(request, faults, screen)
+    return undisturbed, _train_on_hosts(request, faults, screen, num_hosts)
 
 
 def _environment(folder: Path, **variables: str) -> dict[str, str]:
@@ -144,28 +146,26 @@ def _environment(folder: Path, **variables: str) -> dict[str, str]:
     return inherited | {SAMPLES_VARIABLE: "1", "TMPDIR": str(folder.parent / "tmp")} | variables
 
 
-def _train_on_hosts(command: list[str], folder: Path, faults: list[str], screen: Screen, num_hosts: int, procs: int) -> Run:
+def _train_on_hosts(request: Request, faults: list[str], screen: Screen, num_hosts: int) -> Run:
     """Trains on hosts of which all but the first are lost and come back."""
     from drivetrain.chaos.hosts import hosts
 
-    run = Run(folder)
-    environment = _environment(folder, **{PACE_VARIABLE: str(STEP_DELAY_SECONDS)})
+    run = Run(str(request.run_dir))
+    environment = _environment(run.path, **{PACE_VARIABLE: str(STEP_DELAY_SECONDS)})
     with hosts(num_hosts) as created:
-        command = [*command, "--run-dir", str(folder)]
-        training = outages.TrainingOnHosts(created, procs, command, run, environment, lambda text: screen.line("", text))
+        training = outages.TrainingOnHosts(created, request, run, environment, lambda text: screen.line("", text))
         training.train([outages.read_outage(fault, num_hosts) for fault in faults])
     return run
 
 
-def _train(command: list[str], folder: Path, faults: list[str], screen: Screen) -> Run:
+def _train(request: Request, faults: list[str], screen: Screen) -> Run:
     """Trains as users do; repeats the command, as launchers do, until the run is finished."""
-    run = Run(folder)
-    environment = _environment(folder, **({FAULTS_VARIABLE: ",".join(faults)} if faults else {}))
-    words = [*command, "--run-dir", str(folder)]
+    run = Run(str(request.run_dir))
+    environment = _environment(run.path, **({FAULTS_VARIABLE: ",".join(faults)} if faults else {}))
     for _ in range(1 + sum(fault.startswith(COMMAND_ENDING_KINDS) for fault in faults)):
         num_before = len(injected(run))
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "drivetrain", *words], env=environment, capture_output=True, text=True,
+            [sys.executable, "-P", "-m", "drivetrain", *request.command()], env=environment, capture_output=True, text=True,
             preexec_fn=partial(die_with_parent, os.getpid()),
         )  # fmt: skip
         if done.returncode == 0:

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from drivetrain.chaos.hosts import Host
+from drivetrain.launch.request import Request
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.runs import Run
 
@@ -56,10 +58,11 @@ class TrainingOnHosts:
     """Runs the same command on every host, and loses and restores hosts as the outages say."""
 
     def __init__(
-        self, hosts: list[Host], procs: int, command: list[str], run: Run, environment: Mapping[str, str], notify: Callable[[str], None]
+        self, hosts: list[Host], request: Request, run: Run, environment: Mapping[str, str], notify: Callable[[str], None]
     ) -> None:
-        self.hosts, self.full_world_size, self.run, self.environment, self.notify = hosts, procs * len(hosts), run, environment, notify
-        self.command = [*command, "--nodes", f"1:{len(hosts)}", "--rendezvous", f"{hosts[0].address}:{PORT}"]
+        self.hosts, self.run, self.environment, self.notify = hosts, run, environment, notify
+        self.request = replace(request, nodes=len(hosts), min_nodes=1, rendezvous=f"{hosts[0].address}:{PORT}")
+        self.full_world_size = (request.procs or 1) * len(hosts)
         self.commands: dict[str, subprocess.Popen[bytes]] = {}
 
     def train(self, outages: list[Outage]) -> None:
@@ -108,7 +111,9 @@ class TrainingOnHosts:
 
     def _start(self, host: Host) -> None:
         with open(self._log_path(host), "ab") as log:
-            self.commands[host.name] = host.start([sys.executable, "-P", "-m", "drivetrain", *self.command], self.environment, log)
+            self.commands[host.name] = host.start(
+                [sys.executable, "-P", "-m", "drivetrain", *self.request.command()], self.environment, log
+            )
 
     def _log_path(self, host: Host) -> Path:
         return self.run.path.parent / f"{host.name}.log"

@@ -59,7 +59,7 @@ def run(verb: str, words: list[str]) -> int:
         task=args.target, settings=args.settings, steps=args.steps, procs=args.procs or 1, num_hosts=args.hosts,
         num_faults=args.faults, schedule=args.schedule.split(",") if args.schedule else [],
         kinds=args.kinds.split(",") if args.kinds else [], seed=args.seed, hang_after=args.hang_after,
-        flags=[*(["--device", args.device] if args.device else []), *(["--gpus", args.gpus] if args.gpus else [])],
+        device=args.device, gpus=args.gpus,
     )  # fmt: skip
     report = run_experiment(experiment, Path(args.keep) if args.keep else None, screen)
     return 0 if show(report, screen) else 1

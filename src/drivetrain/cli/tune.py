@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.cli.flags import MAX_PROCS, Parser, add_run_folder, whole_number
@@ -13,6 +14,7 @@ from drivetrain.terminal import show
 
 if TYPE_CHECKING:
     from drivetrain.launch.machine import LocalMachine
+    from drivetrain.launch.request import Request
     from drivetrain.recipe import Recipe
     from drivetrain.task_ref import TaskRef
     from drivetrain.tune.folder import Folder, Goal
@@ -193,9 +195,11 @@ def _goal(recipe: Recipe, args: argparse.Namespace) -> Goal:
     return Goal(f"eval/{judged.name}", args.direction or ("max" if judged.sign > 0 else "min"))
 
 
-def _slots(args: argparse.Namespace, machine: LocalMachine, recipe: Recipe) -> list[list[str]]:
-    """The words that give each of the trials at a time its share of the GPUs, or of the cores."""
-    where = [*(["--device", args.device] if args.device else []), *(["--procs", str(args.procs)] if args.procs else [])]
+def _slots(args: argparse.Namespace, machine: LocalMachine, recipe: Recipe) -> list[Request]:
+    """Returns a request for each of the trials that run at the same time, with its share of the GPUs, or of the cores."""
+    from drivetrain.launch.request import Request
+
+    request = Request(device=args.device, procs=args.procs)
     procs, count = args.procs or 1, len(machine.gpus)
     jobs = args.jobs if args.jobs is not None else max(1, count // procs)
     if machine.gpus:
@@ -204,10 +208,10 @@ def _slots(args: argparse.Namespace, machine: LocalMachine, recipe: Recipe) -> l
             raise Problem(f"--jobs {jobs}: there are {count} GPUs to use; one trial{each} each at most (or --device cpu)")
         numbers = args.gpus.split(",") if args.gpus else [str(i) for i in range(count)]
         share = count // jobs
-        return [[*where, "--gpus", ",".join(numbers[i * share : (i + 1) * share])] for i in range(jobs)]
+        return [replace(request, gpus=",".join(numbers[i * share : (i + 1) * share])) for i in range(jobs)]
     if jobs > 1 and "threads" not in recipe.pins:
-        where.append(f"plan.threads={max(1, machine.hardware.cpu_cores // (jobs * procs))}")
-    return [where] * jobs
+        request = replace(request, settings=(f"plan.threads={max(1, machine.hardware.cpu_cores // (jobs * procs))}",))
+    return [request] * jobs
 
 
 # --- what is shown -----------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from drivetrain import runs
+from drivetrain.launch.request import Request
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.processes.generation import grouped
@@ -99,7 +100,7 @@ class Member(Trial):
     """A trial of a generation: its run is written as any other's, though it has no process of its own."""
 
     def __init__(self, proposal: Proposal, run: Run, recipe: Recipe, plan: Plan, best: str) -> None:
-        super().__init__(proposal, run, [], best)
+        super().__init__(proposal, run, Request(run_dir=str(run.path)), best)
         self.recipe, self.plan = recipe, plan
         self.lock: Lock | None = None
 
@@ -151,7 +152,7 @@ class Generations(Tuner):
             member = self._member(proposal)
             member.open(self.way.record)
             self.open[member.number] = member
-            self.running[member.number] = member, []
+            self.running[member.number] = member, member.request
         plan = next(iter(self.open.values())).plan
         ended = run_workers(self._job(plan), plan, local_place(1), _Listener(self), self.way.gpus)
         left = [proposal for proposal in generation if proposal.number in self.open]

@@ -11,6 +11,7 @@ from typing import Any
 
 from drivetrain import runs
 from drivetrain.engine.state.best import Best
+from drivetrain.launch.request import Request
 from drivetrain.outcomes import Outcome, Problem, outcome_of_code
 from drivetrain.runs import Run
 from drivetrain.tune.study import Proposal
@@ -21,9 +22,9 @@ RETRIES = 3  # starts of a trial again, after something else than its own traini
 class Trial:
     """Starts a proposal's run, follows its evaluations, and can ask it to stop."""
 
-    def __init__(self, proposal: Proposal, run: Run, words: list[str], best: str) -> None:
+    def __init__(self, proposal: Proposal, run: Run, request: Request, best: str) -> None:
         self.number, self.params, self.reported = proposal.number, proposal.params, proposal.reported
-        self.run, self.words, self.name = run, words, Best(best).name
+        self.run, self.request, self.name = run, request, Best(best).name
         self.sign = Best(best).sign
         self.evaluations: dict[int, float] = {}
         """Step -> value, of every evaluation so far."""
@@ -43,7 +44,7 @@ class Trial:
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "drivetrain", "train", *self.words, "--run-dir", str(self.run.path)],
+                [sys.executable, "-P", "-m", "drivetrain", *self.request.command()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

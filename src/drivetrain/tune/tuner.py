@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, replace
 from types import FrameType
 
+from drivetrain.launch.request import Request
 from drivetrain.outcomes import Problem
 from drivetrain.recipe import Recipe
 from drivetrain.settings import Length
@@ -30,8 +31,8 @@ class Order:
     recipe: Recipe
     goal: Goal
     trials: int
-    slots: list[list[str]]
-    """For each trial at a time: the words that give it its share of the machine."""
+    slots: list[Request]
+    """For each of the trials that run at the same time: a request with its share of the machine."""
 
 
 def judged_along_the_way(recipe: Recipe) -> tuple[Recipe, str]:
@@ -52,7 +53,7 @@ class Tuner:
     def __init__(self, order: Order, folder: Folder, study: Study, table: Table) -> None:
         self.order, self.folder, self.study, self.table = order, folder, study, table
         self.free = order.slots.copy()
-        self.running: dict[int, tuple[Trial, list[str]]] = {}
+        self.running: dict[int, tuple[Trial, Request]] = {}
         self.signals = 0
         self.code = order.recipe.task.digest()
         self.best = study.best()
@@ -91,8 +92,10 @@ class Tuner:
         order, slot = self.order, self.free.pop(0)
         settings = folders.given(order.recipe) | proposal.params | {"best": order.goal.best}
         settings |= {f"plan.{k}": v for k, v in order.recipe.pins.items()}
-        words = [folders.task_word(order.recipe.task), *(f"{k}={as_text(v)}" for k, v in settings.items()), *slot]
-        trial = Trial(proposal, self.folder.run_of(proposal.number), words, order.goal.best)
+        run, words = self.folder.run_of(proposal.number), [f"{k}={as_text(v)}" for k, v in settings.items()]
+        task = folders.task_word(order.recipe.task)
+        request = replace(slot, target=task, settings=(*words, *slot.settings), run_dir=str(run.path))
+        trial = Trial(proposal, run, request, order.goal.best)
         self.running[trial.number] = trial, slot
         trial.start()
 
