@@ -18,7 +18,7 @@ from drivetrain.engine.fast.graphs import Graphs, form_of
 from drivetrain.engine.faults.out_of_memory import Short
 from drivetrain.engine.group import Group
 from drivetrain.engine.measure.memory import allocation_errors_as_oom
-from drivetrain.engine.numerics.metrics import Metrics
+from drivetrain.engine.numerics.metrics import EvaluationMetrics
 from drivetrain.engine.numerics.precision import Precision
 from drivetrain.task import Task
 
@@ -99,7 +99,7 @@ def evaluate(
 
     model.eval()
     feed.open(0)
-    found = Metrics()
+    found = EvaluationMetrics()
     try:
         with torch.no_grad():
             for micro in feed.micro_batches(0, 0):

@@ -34,7 +34,7 @@ from drivetrain.engine.log.observe import Observer
 from drivetrain.engine.log.rows import Rows
 from drivetrain.engine.measure.memory import peak_memory
 from drivetrain.engine.numerics.metrics import read_remarks
-from drivetrain.engine.numerics.optim import Rates, make_optimizer, make_schedule
+from drivetrain.engine.numerics.optim import LearningRates, make_optimizer, make_schedule
 from drivetrain.engine.numerics.precision import Precision
 from drivetrain.engine.setup import build_model, prepare
 from drivetrain.engine.state import saved
@@ -90,7 +90,9 @@ class Training:
         self.optimizer = self.strategy.optimizer
         per_epoch = self.feed.steps_per_epoch
         self.total = int(task.steps or task.epochs * per_epoch)
-        self.rates = Rates(self.optimizer, make_schedule(task, self.total, per_epoch), self.total, group, on_device=not plan.is_sharded)
+        self.rates = LearningRates(
+            self.optimizer, make_schedule(task, self.total, per_epoch), self.total, group, on_device=not plan.is_sharded
+        )
         self.step = Step(task, self.model, self.feed, self.strategy, self.rates, self.precision, group)
         self.tail = TAIL
         self.step.undoable, self.step.stop = undoable(plan, self.model), stop

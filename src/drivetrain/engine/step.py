@@ -27,8 +27,8 @@ from drivetrain.engine.group import Group
 from drivetrain.engine.log.figures import FIGURES, NORM, SCALE, SKIPPED, STOP, Figures
 from drivetrain.engine.log.ledger import Ledger
 from drivetrain.engine.measure.memory import allocation_errors_as_oom
-from drivetrain.engine.numerics.losses import Part, read_counts, read_limits, read_loss, summed
-from drivetrain.engine.numerics.optim import Rates, capturable, prepare_for_skipped_steps
+from drivetrain.engine.numerics.losses import LossPart, read_counts, read_limits, read_loss, sum_logged_values
+from drivetrain.engine.numerics.optim import LearningRates, is_capturable, prepare_for_skipped_steps
 from drivetrain.engine.numerics.precision import LossScale, Precision
 from drivetrain.engine.strategies import Strategy
 from drivetrain.outcomes import Problem
@@ -57,7 +57,7 @@ class Form(NamedTuple):
 class Step:
     def __init__(
         self, task: Task, model: nn.Module, feed: Feed, strategy: Strategy,
-        rates: Rates, precision: Precision, group: Group,
+        rates: LearningRates, precision: Precision, group: Group,
     ) -> None:  # fmt: skip
         self.task, self.model, self.feed, self.strategy = task, model, feed, strategy
         self.optimizer, self.rates, self.precision, self.group = strategy.optimizer, rates, precision, group
@@ -199,7 +199,7 @@ class Step:
                 self._slots[slot].fill_(1.0)
         self.strategy.reduce_gradients()
         self._begin_update()
-        if self.graphs is not None and capturable(self.optimizer, self.loss_scale is not None):
+        if self.graphs is not None and is_capturable(self.optimizer, self.loss_scale is not None):
             self.graphs(("update", size, bool(counts), with_norm), self._update_step, (), size, bool(counts), with_norm)
         else:
             self._update(size, bool(counts), with_norm)
@@ -313,7 +313,7 @@ class Step:
         """What the task's loss gives for a micro-batch; this is what gets compiled."""
         batch = given if ready else self.make_batch(given, ids)
         with self.precision.forward():
-            return summed(self.task.loss(self.model, batch))
+            return sum_logged_values(self.task.loss(self.model, batch))
 
     def backward(self, inputs: Inputs, form: Form, counts: dict[str, Tensor]) -> None:
         """Add a micro-batch's gradients, and its figures to the tail."""
@@ -370,7 +370,7 @@ class Step:
         assert objective is not None
         return objective
 
-    def _agree_on_figures(self, parts: list[Part], logged: list[Part], counts: dict[str, Tensor]) -> Figures:
+    def _agree_on_figures(self, parts: list[LossPart], logged: list[LossPart], counts: dict[str, Tensor]) -> Figures:
         figures = Figures(parts, logged)
         own = [p.name for p in parts if p.count is not None]
         if own and len(parts) > 1 and not self.has_counts:

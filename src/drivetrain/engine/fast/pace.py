@@ -18,7 +18,7 @@ from drivetrain.engine.fast.python_state import first_change, read_python_state
 from drivetrain.engine.fast.trial import Findings, Trial
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observer
-from drivetrain.engine.numerics.optim import capturable
+from drivetrain.engine.numerics.optim import is_capturable
 from drivetrain.engine.step import Form, Inputs, Step
 from drivetrain.plan import Plan
 
@@ -187,7 +187,7 @@ class Pace:
         step = self.step
         if step.strategy.capture_obstacle:
             return {}
-        captured = self.cuda and capturable(step.optimizer, step.loss_scale is not None)
+        captured = self.cuda and is_capturable(step.optimizer, step.loss_scale is not None)
         return read_python_state(step.task, step.model, step.optimizer if captured else None)
 
     # --- the clock, and the end ---

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from drivetrain.engine.numerics.losses import Part
+from drivetrain.engine.numerics.losses import LossPart
 from drivetrain.outcomes import Problem
 
 # The tail of the gradient buffer: the norm, three requests any rank may make, fp16's scale and skipped
@@ -18,7 +18,7 @@ NORM, STOP, SAVE, EVALUATE, SCALE, SKIPPED, FIGURES = range(7)
 class Figures:
     """The named figures of a step and their slots in the tail, fixed by the first loss."""
 
-    def __init__(self, parts: list[Part], logged: list[Part]) -> None:
+    def __init__(self, parts: list[LossPart], logged: list[LossPart]) -> None:
         self.parts = [p.name for p in parts]
         self.names = [p.name for p in (*parts, *logged)]
         if len(set(self.names)) != len(self.names):
@@ -38,7 +38,9 @@ class Figures:
 
     @staticmethod
     def from_json(known: dict[str, Any]) -> Figures:
-        parts, logged = ([Part(n, torch.zeros(()), 0 if n in known["counted"] else None) for n in known[k]] for k in ("parts", "logged"))
+        parts, logged = (
+            [LossPart(n, torch.zeros(()), 0 if n in known["counted"] else None) for n in known[k]] for k in ("parts", "logged")
+        )
         return Figures(parts, logged)
 
     def guarded(self) -> list[int]:

@@ -11,7 +11,7 @@ from drivetrain.engine.log.figures import NORM, SCALE, SKIPPED
 from drivetrain.engine.log.ledger import Block, Ledger
 from drivetrain.engine.log.observe import Observer
 from drivetrain.engine.measure.memory import peak_memory
-from drivetrain.engine.numerics.precision import LEAST_SCALE
+from drivetrain.engine.numerics.precision import MIN_SCALE
 from drivetrain.engine.step import Step
 from drivetrain.outcomes import Problem
 
@@ -173,7 +173,7 @@ class Rows:
                 if not row[slot] >= 0:
                     raise Problem(f"loss() gave counts for {name!r} that sum to {row[slot]:g} at step {step + 1:,}: a count is 0 or more")
             if self.step.loss_scale is not None:
-                good = row[SCALE] >= LEAST_SCALE  # overflow is fp16's daily bread; a scale that only falls is not
+                good = row[SCALE] >= MIN_SCALE  # overflow is fp16's daily bread; a scale that only falls is not
             else:
                 good = math.isfinite(sum([row[slot] for slot in guarded]))
             if not good:

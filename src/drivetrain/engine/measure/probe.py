@@ -18,7 +18,7 @@ from drivetrain.engine.fast.pace import TIMED, UNTIMED, Pace
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.figures import TAIL
 from drivetrain.engine.log.observe import Observer
-from drivetrain.engine.numerics.optim import Rates, make_optimizer, make_schedule
+from drivetrain.engine.numerics.optim import LearningRates, make_optimizer, make_schedule
 from drivetrain.engine.numerics.precision import Precision
 from drivetrain.engine.setup import build_model, prepare
 from drivetrain.engine.step import Step
@@ -75,7 +75,7 @@ class Probe:
         feed = train_feed(self.task, self.data, plan, self.group)
         strategy = make_strategy(self.model, lambda: self.optimizer, self.task, plan, self.group, TAIL, Path())
         total = 100_000  # more than are taken; their rates lie on the device
-        rates = Rates(self.optimizer, make_schedule(self.task, total, feed.steps_per_epoch), total, self.group)
+        rates = LearningRates(self.optimizer, make_schedule(self.task, total, feed.steps_per_epoch), total, self.group)
         step = Step(self.task, self.model, feed, strategy, rates, self.precision, self.group)
         step.undoable = False  # running out of memory is an answer here
         self.model.train()

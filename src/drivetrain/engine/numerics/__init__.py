@@ -1,1 +1,1 @@
-"""Losses, metrics, optimizers and number formats, as a task states them."""
+"""Losses, metrics, optimizers, learning rates and number formats."""

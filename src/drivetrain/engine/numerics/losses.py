@@ -1,4 +1,4 @@
-"""The forms a task's loss may take, read into named parts."""
+"""Reads the forms that a task's loss and counts may take, and refuses others."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from drivetrain.outcomes import Problem
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One term: a mean over the batch's samples, or a total with a count of its own."""
+class LossPart:
+    """One named term of a loss: a mean over the batch's samples, or a total with a count of its own."""
 
     name: str
     value: Tensor
     count: Any = None
 
 
-def summed(value: Any) -> Any:
-    """What `loss` returned, with logged figures of many values as their totals: where it is compiled, so is their sum."""
+def sum_logged_values(value: Any) -> Any:
+    """Returns what `loss` returned, with each logged tensor as (total, count). In compiled code the sums are compiled, too."""
     if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)):
         return value
-    return value[0], {name: _total(figure) for name, figure in value[1].items()}
+    return value[0], {name: _total_and_count(logged) for name, logged in value[1].items()}
 
 
-def _total(figure: Any) -> Any:
-    several = isinstance(figure, Tensor) and figure.dim() and not figure.is_complex()
-    return (figure.detach().float().sum(), figure.numel()) if several else figure
+def _total_and_count(value: Any) -> Any:
+    has_many = isinstance(value, Tensor) and value.dim() and not value.is_complex()
+    return (value.detach().float().sum(), value.numel()) if has_many else value
 
 
-def read_loss(value: Any) -> tuple[list[Part], list[Part]]:
-    """(parts to minimise, figures only logged) of what `loss` returned."""
+def read_loss(value: Any) -> tuple[list[LossPart], list[LossPart]]:
+    """Returns (parts to minimise, parts that are only logged) of what `loss` returned."""
     if isinstance(value, Tensor):
         return [_part("loss", value)], []
-    logged: list[Part] = []
+    logged: list[LossPart] = []
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
-        value, figures = value
-        logged = [read_logged_value(name, figure) for name, figure in figures.items()]
+        value, only_logged = value
+        logged = [read_logged_value(name, part) for name, part in only_logged.items()]
     if isinstance(value, dict):
         if not value:
             raise Problem("loss() gave an empty dict: return a scalar, (total, count), or a dict of such parts")
@@ -51,7 +51,7 @@ def read_loss(value: Any) -> tuple[list[Part], list[Part]]:
     return [_part("loss", value)], logged
 
 
-def _part(name: str, value: Any) -> Part:
+def _part(name: str, value: Any) -> LossPart:
     count = None
     if isinstance(value, tuple) and len(value) == 2:
         value, count = value
@@ -63,36 +63,38 @@ def _part(name: str, value: Any) -> Part:
     if value.dim() != 0:
         raise Problem(f"loss() gave {name!r} with shape {list(value.shape)}: it must be a scalar; end it with .mean()")
     if value.is_complex() or value.is_meta:
-        way = "it must be a real number, for example .abs() or .real of it" if value.is_complex() else "compute it on the model's device"
-        raise Problem(f"loss() gave {shown(value)} for {name!r}: {way}")
-    return Part(name, value, None if count is None else read_count(count, f"loss() gave for {name!r}"))
+        advice = "it must be a real number, for example .abs() or .real of it" if value.is_complex() else "compute it on the model's device"
+        raise Problem(f"loss() gave {describe_value(value)} for {name!r}: {advice}")
+    return LossPart(name, value, None if count is None else read_count(count, f"loss() gave for {name!r}"))
 
 
-def read_logged_value(name: str, value: Any) -> Part:
-    """A logged-only figure: per-sample values, a mean, or (total, count)."""
-    value = _total(value)
+def read_logged_value(name: str, value: Any) -> LossPart:
+    """Reads a value that is only logged: per-sample values, a mean, or (total, count)."""
+    value = _total_and_count(value)
     if isinstance(value, tuple) and len(value) == 2:
         total = real_number(value[0])
         if total is None:
-            raise Problem(f"the logged figure {name!r} of loss() has the total {shown(value[0])}: it must be one real number")
-        return Part(name, torch.as_tensor(total), read_count(value[1], f"loss() gave for the logged figure {name!r}"))
+            raise Problem(f"the logged figure {name!r} of loss() has the total {describe_value(value[0])}: it must be one real number")
+        return LossPart(name, torch.as_tensor(total), read_count(value[1], f"loss() gave for the logged figure {name!r}"))
     if not isinstance(value, Tensor) or value.is_complex():
-        raise Problem(f"the logged figure {name!r} of loss() is {shown(value)}: give a tensor of real numbers, or (total, count)")
-    return Part(name, value.detach().float())
+        raise Problem(f"the logged figure {name!r} of loss() is {describe_value(value)}: give a tensor of real numbers, or (total, count)")
+    return LossPart(name, value.detach().float())
 
 
-def read_count(count: Any, whose: str) -> Any:
-    """A count that a loss or `counts` gave: a number of 0 or more, where the host can see it, or a tensor of one number."""
+def read_count(count: Any, origin: str) -> Any:
+    """Reads a count: a tensor of one number, or a number of 0 or more."""
     number = real_number(count)
     if number is None or (not isinstance(number, Tensor) and not 0 <= number < math.inf):
-        raise Problem(f"the count {whose} is {shown(count)}: give how many samples, tokens or other things the batch has, as one number")
+        raise Problem(
+            f"the count {origin} is {describe_value(count)}: give how many samples, tokens or other things the batch has, as one number"
+        )
     return number
 
 
 def read_counts(counts: Any) -> dict[str, Any]:
-    """What `counts` gave for a batch."""
+    """Reads what `counts` returned for a batch."""
     if counts is not None and not isinstance(counts, dict):
-        raise Problem(f"counts() gave {shown(counts)}: return a dict of the part's name -> count")
+        raise Problem(f"counts() gave {describe_value(counts)}: return a dict of the part's name -> count")
     return {name: read_count(count, f"counts() gave for {name!r}") for name, count in (counts or {}).items()}
 
 
@@ -104,21 +106,21 @@ def read_limits(limits: object) -> dict[str, float]:
 
 
 def real_number(value: Any) -> Any:
-    """A single real number, as a tensor without a gradient and without dimensions or as Python's own; None for anything else."""
+    """Returns a single real number: as a 0-dim tensor without a gradient or a Python number; None for anything else."""
     if isinstance(value, Tensor):
-        single = value.numel() == 1 and value.layout is torch.strided and not (value.is_complex() or value.is_meta)
-        return value.detach().reshape(()) if single else None
+        is_single = value.numel() == 1 and value.layout is torch.strided and not (value.is_complex() or value.is_meta)
+        return value.detach().reshape(()) if is_single else None
     if isinstance(value, np.ndarray):
         value = value.item() if value.size == 1 else None
     return value if isinstance(value, numbers.Real) else None
 
 
-def shown(value: Any) -> str:
-    """A value of the wrong form, for a message."""
+def describe_value(value: Any) -> str:
+    """Describes a value of the wrong form, for an error message."""
     if isinstance(value, Tensor):
         form = "complex" if value.is_complex() else str(value.layout).removeprefix("torch.") if value.layout is not torch.strided else ""
         return (
             f"a {form + ' ' if form else ''}tensor of shape {list(value.shape)}{' without values (device meta)' if value.is_meta else ''}"
         )
-    plain = value is None or isinstance(value, (numbers.Number, str))
-    return repr(value) if plain else f"a {type(value).__name__}"
+    is_plain = value is None or isinstance(value, (numbers.Number, str))
+    return repr(value) if is_plain else f"a {type(value).__name__}"

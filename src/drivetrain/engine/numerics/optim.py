@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules, as settings name them or as the task makes them."""
+"""Optimizers and learning-rate schedules: those that settings name, and the task's own."""
 
 from __future__ import annotations
 
@@ -11,53 +11,54 @@ import torch
 from torch import Tensor
 
 from drivetrain.engine.group import Group
-from drivetrain.engine.numerics.losses import real_number, shown
+from drivetrain.engine.numerics.losses import describe_value, real_number
 from drivetrain.outcomes import Problem
 from drivetrain.settings import Length
 from drivetrain.task import Task, overrides
 
 
 def make_optimizer(task: Task, model: torch.nn.Module, device: torch.device, captured: bool = True) -> torch.optim.Optimizer:
+    """Returns the optimizer of a task's model; with `captured`, one whose step a CUDA graph can capture, where possible."""
     optimizer = _make(task, model)
     if captured and device.type == "cuda" and is_plain_torch_optimizer(optimizer):
         for group in optimizer.param_groups:
             if "capturable" in group:
-                group["capturable"] = True  # its counts of steps live on the device, where a graph finds them
+                group["capturable"] = True  # its step counts live on the device, where a CUDA graph reads them
     return optimizer
 
 
 def _make(task: Task, model: torch.nn.Module) -> torch.optim.Optimizer:
     if overrides(task, "optimizer"):
-        own = task.optimizer(model)
-        if own is not None:
-            _check(own, task, model)
-            return own
+        optimizer = task.optimizer(model)
+        if optimizer is not None:
+            _check(optimizer, task, model)
+            return optimizer
     parameters = [p for p in model.parameters() if p.requires_grad]
     options: dict[str, Any] = {"lr": task.learning_rate, "weight_decay": task.weight_decay}
     options["fused"] = all(p.is_floating_point() and p.device.type in ("cpu", "cuda", "mps") for p in parameters)
     if task.optim == "sgd":
         return torch.optim.SGD(parameters, momentum=task.momentum, **options)
-    kind = torch.optim.AdamW if task.optim == "adamw" else torch.optim.Adam
-    return kind(parameters, **options)
+    adam = torch.optim.AdamW if task.optim == "adamw" else torch.optim.Adam
+    return adam(parameters, **options)
 
 
-def _check(own: Any, task: Task, model: torch.nn.Module) -> None:
-    """Refuse what `optimizer` gave where the engine could not use it as it is meant."""
-    if not isinstance(own, torch.optim.Optimizer):
-        raise Problem(f"optimizer() gave a {type(own).__name__}: return a torch.optim.Optimizer, or None for {task.optim}")
-    known = set(model.parameters())
-    if any(p not in known for group in own.param_groups for p in group["params"]):
+def _check(optimizer: Any, task: Task, model: torch.nn.Module) -> None:
+    """Refuses an optimizer of the task that the engine cannot use."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise Problem(f"optimizer() gave a {type(optimizer).__name__}: return a torch.optim.Optimizer, or None for {task.optim}")
+    of_model = set(model.parameters())
+    if any(p not in of_model for group in optimizer.param_groups for p in group["params"]):
         raise Problem("optimizer() has a parameter that the model does not: make it a part of the module that model() gives")
-    name = type(own).__name__
-    if isinstance(own, torch.optim.SparseAdam):
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.SparseAdam):
         raise Problem(
             f"optimizer() gave {name}: gradients are summed as dense tensors, so use Adam or AdamW (nn.Embedding(sparse=True) works)"
         )
-    closure = inspect.signature(own.step).parameters.get("closure")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise Problem(f"optimizer() gave {name}, whose step(closure) computes the loss by itself: give one with a step() of its own")
-    kept = any(isinstance(value, torch.optim.lr_scheduler.LRScheduler) for value in vars(task).values())
-    if kept or any("initial_lr" in group for group in own.param_groups):  # which torch's schedulers write there
+    has_scheduler = any(isinstance(value, torch.optim.lr_scheduler.LRScheduler) for value in vars(task).values())
+    if has_scheduler or any("initial_lr" in group for group in optimizer.param_groups):  # torch's schedulers write it there
         raise Problem(
             "optimizer() made a learning-rate scheduler of torch.optim, which nobody would step: define schedule(step, steps),"
             " which returns the factor of the peak rate, or use warmup and decay"
@@ -65,59 +66,61 @@ def _check(own: Any, task: Task, model: torch.nn.Module) -> None:
 
 
 def is_plain_torch_optimizer(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is one of torch's own, with nothing derived, wrapped or hooked around its step."""
-    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return type(optimizer).__module__.startswith("torch.optim.") and not hooked
+    """Whether it is one of torch's own optimizers, not derived or wrapped, without hooks around its step."""
+    has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return type(optimizer).__module__.startswith("torch.optim.") and not has_hooks
 
 
 def supports_fused_scaling(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's own kernel divides gradients and skips overflowed steps."""
+    """Whether the optimizer's fused kernel divides gradients by a factor and skips overflowed steps."""
     supports = getattr(optimizer, "_step_supports_amp_scaling", False)
     return is_plain_torch_optimizer(optimizer) and supports and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def prepare_for_skipped_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Before fp16's first steps, which may overflow: fused SGD makes its momentum in the first step it sees, skipped or not,
-    and leaves it without values then. From zeros the first step that counts gives the same."""
+    """Gives fused SGD its momentum buffers before a first step that may be skipped.
+
+    It creates them in its first step and, if that step is skipped, leaves them uninitialized. Zeros give the same first update.
+    """
     if isinstance(optimizer, torch.optim.SGD) and supports_fused_scaling(optimizer):
         for group in optimizer.param_groups:
             for parameter in group["params"] if group["momentum"] else ():
                 optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
-def capturable(optimizer: torch.optim.Optimizer, scaled: bool) -> bool:
-    """Whether the optimizer's step can be part of a graph; with fp16's scale it must skip steps by itself."""
-    able = (
-        not scaled
+def is_capturable(optimizer: torch.optim.Optimizer, has_loss_scale: bool) -> bool:
+    """Whether a CUDA graph can capture the optimizer's step. With a loss scale, its kernel must be able to skip steps."""
+    without_fused_kernel = (
+        not has_loss_scale
         and is_plain_torch_optimizer(optimizer)
         and all(group.get("capturable") and group.get("foreach") is not False for group in optimizer.param_groups)
     )
-    return supports_fused_scaling(optimizer) or able
+    return supports_fused_scaling(optimizer) or without_fused_kernel
 
 
-_ADAMS: dict[type, Callable[..., None]] = {torch.optim.Adam: torch._fused_adam_, torch.optim.AdamW: torch._fused_adamw_}
+_FUSED_KERNELS: dict[type, Callable[..., None]] = {torch.optim.Adam: torch._fused_adam_, torch.optim.AdamW: torch._fused_adamw_}
 
 
 def can_call_kernel_directly(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `step_by_direct_kernel_call` does what its `step` does: torch's fused Adam or AdamW for plain tensors of one kind on a CPU."""
-    if type(optimizer) not in _ADAMS or not supports_fused_scaling(optimizer):
+    """Whether `step_by_direct_kernel_call` equals `step`: torch's fused Adam or AdamW, for plain tensors of one dtype on a CPU."""
+    if type(optimizer) not in _FUSED_KERNELS or not supports_fused_scaling(optimizer):
         return False
     groups = optimizer.param_groups
     parameters = [p for group in groups for p in group["params"]]
-    usual = all(type(p) in (Tensor, torch.nn.Parameter) and p.device.type == "cpu" for p in parameters)
-    special = any(group["amsgrad"] or group["differentiable"] or isinstance(group["lr"], Tensor) for group in groups)
-    return usual and not special and len({p.dtype for p in parameters}) == 1
+    are_plain = all(type(p) in (Tensor, torch.nn.Parameter) and p.device.type == "cpu" for p in parameters)
+    has_special_options = any(group["amsgrad"] or group["differentiable"] or isinstance(group["lr"], Tensor) for group in groups)
+    return are_plain and not has_special_options and len({p.dtype for p in parameters}) == 1
 
 
 @torch.no_grad()
 def step_by_direct_kernel_call(optimizer: Any) -> None:
-    """The same kernel on the same tensors, without what `step` does around it, which takes longer than a small model's kernel."""
-    kernel, state = _ADAMS[type(optimizer)], optimizer.state
+    """Takes a step by calling torch's kernel directly. The Python code of `step` takes longer than the kernel of a small model."""
+    kernel, state = _FUSED_KERNELS[type(optimizer)], optimizer.state
     scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     ready = []
     for group in optimizer.param_groups:
         parameters = [p for p in group["params"] if p.grad is not None]
-        if any(not state[p] for p in parameters):  # its first step, which makes the state
+        if any(not state[p] for p in parameters):  # the first step creates the state
             optimizer.step()
             return
         if parameters:
@@ -137,24 +140,26 @@ def step_by_direct_kernel_call(optimizer: Any) -> None:
 
 
 def make_schedule(task: Task, steps: int, steps_per_epoch: int) -> Callable[[int], float]:
-    """The factor of the peak learning rate at each step of the run."""
+    """Returns a function that gives the factor of the peak learning rate at each step of the run."""
     if overrides(task, "schedule") and task.schedule(0, steps) is not None:
-        return lambda step: _own_factor(task, step, steps)
+        return lambda step: _factor_of_task(task, step, steps)
     warmup = Length.parse(task.warmup).in_steps(steps_per_epoch)
     if warmup is None:
         raise Problem(f"warmup={task.warmup}: give steps or epochs (1ep), not a time")
-    return lambda step: _factor(task.decay, step, steps, warmup)
+    return lambda step: _factor_of_settings(task.decay, step, steps, warmup)
 
 
-def _own_factor(task: Task, step: int, steps: int) -> float:
-    given = task.schedule(step, steps)
-    factor = real_number(given)
+def _factor_of_task(task: Task, step: int, steps: int) -> float:
+    value = task.schedule(step, steps)
+    factor = real_number(value)
     if factor is None or not 0 <= float(factor) < math.inf:
-        raise Problem(f"schedule({step}, {steps}) gave {shown(given)}: return the factor of the peak learning rate, a number of 0 or more")
+        raise Problem(
+            f"schedule({step}, {steps}) gave {describe_value(value)}: return the factor of the peak learning rate, a number of 0 or more"
+        )
     return float(factor)
 
 
-def _factor(decay: str, step: int, steps: int, warmup: int) -> float:
+def _factor_of_settings(decay: str, step: int, steps: int, warmup: int) -> float:
     if step < warmup:
         return (step + 1) / warmup
     if decay == "constant":
@@ -163,8 +168,8 @@ def _factor(decay: str, step: int, steps: int, warmup: int) -> float:
     return 1.0 - done if decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-class Rates:
-    """Sets each parameter group's learning rate: its own peak times the schedule's factor."""
+class LearningRates:
+    """Sets the learning rate of each parameter group: its own peak times the schedule's factor."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float], steps: int, group: Group, on_device: bool = True
@@ -174,26 +179,26 @@ class Rates:
         self.factor = factor
         self._factors: list[float] = []
         self._tables: list[tuple[Tensor, Tensor]] = []
-        """Of each group on a GPU: all its rates, and the place from which the optimizer's kernel reads the present one."""
-        if on_device and group.device_counters and capturable(optimizer, False):
+        """With device counters, of each group: the rates of all steps, and the tensor from which the optimizer reads the present one."""
+        if on_device and group.device_counters and is_capturable(optimizer, False):
             self._factors = [factor(step) for step in range(steps)]
             factors = torch.tensor(self._factors, device=group.device)
             for options, peak in zip(self.groups, self.peaks, strict=True):
-                place = torch.full((1,), peak, device=group.device)
-                options["lr"] = place.view(())
-                self._tables.append((factors * peak, place))
+                current = torch.full((1,), peak, device=group.device)
+                options["lr"] = current.view(())
+                self._tables.append((factors * peak, current))
 
     def device_table(self) -> Tensor | None:
-        """The rates of all steps, where the device has them and they are the same for all parameters."""
+        """Returns the rates of all steps as a device tensor, if they are the same for all parameters; else None."""
         return self._tables[0][0] if len(self._tables) == 1 else None
 
     def set_on_device(self, step: Tensor) -> None:
-        """Set the rates of the step whose number the device holds: nothing of it passes through the host."""
-        for rates, place in self._tables:
-            torch.index_select(rates, 0, step, out=place)
+        """Sets the rates of a step whose number is a device tensor, without the host."""
+        for rates, current in self._tables:
+            torch.index_select(rates, 0, step, out=current)
 
     def set(self, step: int) -> None:
-        """Set the rates of a step where optimizers read plain numbers."""
+        """Sets the rates of a step, if the optimizer reads them as Python numbers."""
         if self._tables:
             return
         factor = self.factor(step)
@@ -201,4 +206,5 @@ class Rates:
             group["lr"] = peak * factor
 
     def at(self, step: int) -> float:
+        """Returns the learning rate of the first parameter group at a step."""
         return self.peaks[0] * (self._factors[step] if self._factors else self.factor(step))

@@ -1,4 +1,4 @@
-"""Number formats: autocast, and fp16's loss scaling kept on the device."""
+"""Number formats: autocast, and the loss scale of fp16, which lives on the device."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ import torch
 from torch import Tensor
 
 GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-FIRST_SCALE, LEAST_SCALE = 2.0**16, 2.0**-14
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FIRST_SCALE, MIN_SCALE = 2.0**16, 2.0**-14
 
 
 class Precision:
-    """The arithmetic of forward passes. Weights, gradients and optimizer state keep the model's own format."""
+    """The number format of forward passes. Weights, gradients and optimizer state keep the model's own format."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name, self.device = name, device
-        self.dtype = HALF.get(name)
+        self.dtype = AUTOCAST_DTYPES.get(name)
         torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
         if device.type == "cuda":
             torch.backends.cudnn.allow_tf32 = name == "tf32"
-        self._plain: AbstractContextManager[None] = nullcontext()
+        self._no_autocast: AbstractContextManager[None] = nullcontext()
 
     def forward(self) -> AbstractContextManager[object]:
+        """Returns the context of a forward pass: autocast, or one that does nothing."""
         if self.dtype is None:
-            return self._plain
+            return self._no_autocast
         return torch.autocast(self.device.type, dtype=self.dtype)
 
 
 class LossScale:
-    """fp16 gradients need a factor before backward. It halves on overflow, doubles after 2,000 good steps."""
+    """The factor of an fp16 loss before the backward pass. It halves on overflow and doubles after 2,000 good steps."""
 
     def __init__(self, device: torch.device) -> None:
         self.scale = torch.tensor(FIRST_SCALE, device=device)
@@ -38,7 +39,7 @@ class LossScale:
         self.skipped = torch.tensor(0.0, device=device)
 
     def update(self, overflow: Tensor) -> None:
-        """Take in whether this step overflowed (0 or 1), without a host sync."""
+        """Adapts the scale to whether this step overflowed (0 or 1), without a host sync."""
         self.skipped += overflow
         self.good_steps.add_(1.0).mul_(1.0 - overflow)
         grow = (self.good_steps >= GROWTH_INTERVAL).float()
@@ -46,4 +47,5 @@ class LossScale:
         self.scale.mul_(1.0 + overflow * (BACKOFF - 1.0)).mul_(1.0 + grow * (GROWTH - 1.0))
 
     def tensors(self) -> dict[str, Tensor]:
+        """Returns the state, as a checkpoint holds it."""
         return {"scale": self.scale, "good_steps": self.good_steps, "skipped": self.skipped}

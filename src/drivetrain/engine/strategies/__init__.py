@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from drivetrain.engine.group import Group
-from drivetrain.engine.numerics.optim import capturable
+from drivetrain.engine.numerics.optim import is_capturable
 from drivetrain.engine.strategies.base import Strategy
 from drivetrain.engine.strategies.replicate import Replicated
 from drivetrain.engine.strategies.single import Single
@@ -42,7 +42,7 @@ def make_strategy(
     else:
         optimizer = make_optimizer()
         # A step is one piece of work where nothing comes between backward and update: no further micro-batch, rank, or host.
-        update_needs_host = group.device_counters and not capturable(optimizer, plan.precision == "fp16")
+        update_needs_host = group.device_counters and not is_capturable(optimizer, plan.precision == "fp16")
         is_one_piece = group.size == plan.accumulation == 1 and not update_needs_host
         strategy = (Single if is_one_piece else Replicated)(model, group, piggyback_size)
     strategy.set_optimizer(optimizer)

@@ -18,7 +18,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from drivetrain.engine.fast.blocks import repeated_blocks
 from drivetrain.engine.group import Group
 from drivetrain.engine.numerics.optim import is_plain_torch_optimizer, supports_fused_scaling
-from drivetrain.engine.numerics.precision import HALF
+from drivetrain.engine.numerics.precision import AUTOCAST_DTYPES
 from drivetrain.engine.state import tensors as state
 from drivetrain.engine.strategies.base import Strategy
 from drivetrain.engine.strategies.root import Root, broadcast_model, use_dense_gradients
@@ -59,7 +59,7 @@ class Sharded(Strategy):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        half = HALF.get(plan.precision)
+        half = AUTOCAST_DTYPES.get(plan.precision)
         replicated = _unshardable(self._root.model) | (_norm_parameters(self._blocks) if half else set())
         for parameter in replicated:
             parameter.data = parameter.data.to(group.device)
