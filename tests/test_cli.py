@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain.cli import VERBS, completion
 from drivetrain.runs import read_lines
 from tests.command import COMMAND, bad, drivetrain, environment, good, write_task
 from tests.patience import Stopwatch, until
@@ -414,12 +415,53 @@ def test_files_beside_the_task_are_found(folder: Path) -> None:
     good("train", "digits", "steps=1")
 
 
-def test_completion_scripts_are_valid_shell(folder: Path) -> None:
-    script = good("completion", "bash")
-    Path("c.sh").write_text(script)
-    program = "shopt -s extglob; source c.sh; COMP_WORDS=(drivetrain tr); COMP_CWORD=1; _drivetrain; echo ${COMPREPLY[@]}"
+def complete(*words: str) -> list[str]:
+    """The words that bash offers for the last of these words."""
+    Path("complete.sh").write_text(good("completion", "bash"))
+    line = " ".join(f"'{word}'" for word in ("drivetrain", *words))
+    program = f"shopt -s extglob; source complete.sh; COMP_WORDS=({line}); COMP_CWORD={len(words)}; _drivetrain; echo ${{COMPREPLY[@]}}"
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True)
-    assert (done.stdout.strip(), done.stderr) == ("train", "")
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def test_bash_completes_verbs_flags_choices_tasks_and_runs(folder: Path) -> None:
+    write_task()
+    Path("runs/one").mkdir(parents=True)
+    assert complete("tr") == ["train"]
+    assert complete("tune", "--pop") == ["--population"]
+    assert complete("train", "--planner", "t") == ["table"]
+    assert complete("train", "dig") == ["digits"] and complete("train", "sm") == ["small.py"]
+    assert complete("resume", "") == complete("export", "") == ["one"]
+    assert complete("runs", "") == ["rm", "prune", "one"]
+    assert complete("completion", "f") == ["fish"]
+
+
+@pytest.mark.parametrize("shell", completion.SHELLS)
+def test_completion_has_every_flag_of_every_verb(shell: str) -> None:
+    script = completion.fish_script() if shell == "fish" else completion.bash_script()
+    parsers = completion.verb_parsers()
+    assert parsers.keys() == VERBS.keys()
+    for verb, parser in parsers.items():
+        if shell == "fish":
+            text = "\n".join(line for line in script.splitlines() if f'from {verb}"' in line)
+            names = [f"-l {flag[2:]}" if flag.startswith("--") else f"-s {flag[1:]}" for a in parser.actions for flag in a.option_strings]
+        else:
+            text = next(line for line in script.splitlines() if line.strip().startswith(f"{verb}) COMPREPLY") and "--help" in line)
+            names = [flag for action in parser.actions for flag in action.option_strings]
+        assert len(names) > 1
+        for name in names:
+            assert re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text), f"{verb} {name}"
+
+
+def test_flags_are_spelt_alike_and_explained_in_every_verb() -> None:
+    meanings: dict[str, set[tuple[object, object]]] = {}
+    for verb, parser in completion.verb_parsers().items():
+        for action in parser.actions:
+            assert action.help, f"{verb} {action.dest}"
+            for flag in action.option_strings:
+                meanings.setdefault(flag, set()).add((action.dest, action.nargs))
+    assert {flag: found for flag, found in meanings.items() if len(found) > 1} == {}
 
 
 def test_user_warnings_and_prints_reach_the_screen(folder: Path) -> None:

@@ -342,10 +342,10 @@ def test_help_teaches(folder: Path) -> None:
 def test_each_trial_gets_its_share_of_the_machine(words: list[str], gpus: int, slots: list[Request]) -> None:
     machine = LocalMachine(Hardware(8, 2**34, gpu_note="a test"), "cuda" if gpus else "cpu", [str(i) for i in range(gpus)], max(1, gpus))
     recipe = make(find_task("digits"), {}, {})
-    assert tune._slots(tune._parser().parse(["digits", *words]), machine, recipe) == slots
+    assert tune._slots(tune.parser("tune").parse(["digits", *words]), machine, recipe) == slots
     if gpus:
         with pytest.raises(Problem, match="GPUs to use"):
-            tune._slots(tune._parser().parse(["digits", *words, "--jobs", "5"]), machine, recipe)
+            tune._slots(tune.parser("tune").parse(["digits", *words, "--jobs", "5"]), machine, recipe)
 
 
 # --- proposals ---------------------------------------------------------------------------------

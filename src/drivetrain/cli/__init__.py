@@ -1,4 +1,4 @@
-"""The command line: verbs, thin and lazy. Nothing here or before a verb runs imports torch."""
+"""The command line. Parsing imports neither torch nor the module of another verb."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from drivetrain import __version__
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.terminal import printable
 
-VERBS = {
+VERBS = {  # verb -> (module with parser(verb) and run(verb, words), help)
     "train": ("train", "train a task: a built-in, your file.py, or a recipe.yaml"),
     "resume": ("train", "go on with a run that was interrupted"),
     "eval": ("evaluate", "evaluate a run's model on its evaluation data"),
-    "predict": ("predict", "what a run's model makes of an input: a language model goes on with a text"),
+    "predict": ("predict", "a run's prediction for an input: a language model continues a text"),
     "export": ("export", "a run's model as ONNX and safetensors, checked against torch"),
     "tune": ("tune", "search a task's settings: trials are ordinary runs, bad ones are stopped early"),
     "play": ("play", "watch a run's agents in the browser, or play against them"),
-    "status": ("inspect", "how a run is doing"),
-    "logs": ("inspect", "what a run's processes printed"),
-    "runs": ("inspect", "list runs; rm and prune make room"),
+    "status": ("status", "how a run is doing"),
+    "logs": ("logs", "what a run's processes printed"),
+    "runs": ("runs", "list runs; rm and prune make room"),
     "plan": ("plan", "how a task would run here, or on a machine you only describe, and why"),
     "hardware": ("hardware", "what this machine has, or one you only describe"),
     "verify-resume": ("verify_resume", "prove that a task resumes to the last bit"),
@@ -42,9 +42,9 @@ usage: drivetrain VERB ...        (drivetrain VERB --help tells more)
 
 
 def main(argv: list[str] | None = None) -> None:
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before anything imports torch: threads wait without taking the cores
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: waiting threads must not occupy cores
     code = run_command(list(sys.argv[1:] if argv is None else argv))
-    if "torch" in sys.modules:  # a launcher's worker: tearing down its process group may abort or hang
+    if "torch" in sys.modules:  # a launcher's worker: destroying its process group may abort or hang
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -63,7 +63,7 @@ def run_command(words: list[str]) -> int:
         return problem.outcome.code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output left, as `| head` does
+    except BrokenPipeError:  # the reader of the output closed it, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code

@@ -15,13 +15,17 @@ weights are taken, else its last good checkpoint's. Figures go to eval.json in t
 to confusion.png."""
 
 
-def run(verb: str, words: list[str]) -> int:
+def parser(verb: str) -> Parser:
     parser = Parser("drivetrain eval", TEXT)
     parser.add_argument("target", metavar="RUN", help="a run's name or folder")
     add_placement(parser)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     add_common(parser)
-    args = parser.parse(words)
+    return parser
+
+
+def run(verb: str, words: list[str]) -> int:
+    args = parser(verb).parse(words)
 
     from drivetrain import runs
     from drivetrain.launch import ending

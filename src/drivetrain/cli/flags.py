@@ -1,4 +1,4 @@
-"""Flags that are spelt the same wherever they apply."""
+"""The argument parser, and flags that are spelt the same wherever they apply."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, program: str, description: str) -> None:
         super().__init__(prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
 
+    @property
+    def actions(self) -> list[argparse.Action]:
+        return list(self._actions)
+
     def parse(self, words: list[str]) -> argparse.Namespace:
         args, unknown = self.parse_known_intermixed_args(words)
         if unknown:
-            flags = [o for action in self._actions for o in action.option_strings]
+            flags = [o for action in self.actions for o in action.option_strings]
             raise Problem(f"{self.prog} has no flag {unknown[0]!r}{nearest(unknown[0], flags)} ({self.prog} --help)")
         return args
 
@@ -40,7 +44,7 @@ MAX_PROCS, MAX_NODES = 4096, 100_000
 def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
     """Returns the type of a flag that is a whole number within bounds."""
 
-    def read(text: str) -> int:
+    def parse_number(text: str) -> int:
         try:
             number = int(text)
         except ValueError:
@@ -50,7 +54,7 @@ def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{text[:80]}: write a whole number of {upper}")
         return number
 
-    return read
+    return parse_number
 
 
 def folder_flag(flag: str) -> Callable[[str], str]:
@@ -58,14 +62,14 @@ def folder_flag(flag: str) -> Callable[[str], str]:
     return partial(check_folder, label=flag)
 
 
-def add_run_folder(parser: Parser, what: str) -> None:
-    """Adds --run-dir and --name, of which one may be given."""
-    parser.add_argument("--run-dir", type=folder_flag("--run-dir"), metavar="DIR", help=f"the {what}'s own folder")
-    parser.add_argument("--name", type=partial(check_name, label="--name"), metavar="N", help=f"the {what}'s name: its folder is runs/N")
+def add_run_folder(parser: Parser, noun: str) -> None:
+    """Adds --run-dir and --name, of which at most one may be given. `noun`: run or study."""
+    parser.add_argument("--run-dir", type=folder_flag("--run-dir"), metavar="DIR", help=f"the {noun}'s own folder")
+    parser.add_argument("--name", type=partial(check_name, label="--name"), metavar="N", help=f"the {noun}'s name: its folder is runs/N")
 
 
 def seconds(text: str) -> float:
-    """A flag's wall-clock time."""
+    """Parses a flag's wall-clock time."""
     try:
         length = Length.parse(text)
     except ValueError:
@@ -76,35 +80,35 @@ def seconds(text: str) -> float:
 
 
 def node_range(text: str) -> tuple[int, int]:
-    """MIN:MAX machines, or just so many."""
+    """Parses N or MIN:MAX machines."""
     low, _, high = text.partition(":")
     try:
-        least, most = int(low), int(high or low)
+        min_nodes, max_nodes = int(low), int(high or low)
     except ValueError:
-        least, most = 0, 0
-    if not 1 <= least <= most <= MAX_NODES:
+        min_nodes, max_nodes = 0, 0
+    if not 1 <= min_nodes <= max_nodes <= MAX_NODES:
         raise argparse.ArgumentTypeError(f"{text[:80]}: write a number of machines, or MIN:MAX, such as 1:4")
-    return least, most
+    return min_nodes, max_nodes
 
 
-def add_survival(parser: Parser) -> None:
+def add_fault_tolerance(parser: Parser) -> None:
     parser.add_argument(
         "--restarts", type=whole_number(0), default=3, metavar="N",
-        help="start a lost or hung process anew from the last checkpoint, up to N times without progress (default 3; 0: never)",
+        help="restart a lost or hung process from the last checkpoint, up to N times without progress (default 3; 0: never)",
     )  # fmt: skip
     parser.add_argument(
         "--hang-after", type=seconds, default=30.0, metavar="TIME",
         help="the shortest silence that may be called a hang (default 30s; it is never less than ten times the longest seen)",
     )  # fmt: skip
     parser.add_argument(
-        "--time-limit", type=seconds, metavar="TIME", help="stop and save in time before this much has passed, such as 4h; resume goes on"
+        "--time-limit", type=seconds, metavar="TIME", help="save and stop before this much time has passed, such as 4h; resume goes on"
     )
 
 
-def add_looks(parser: Parser) -> None:
-    parser.add_argument("--find-nan", action="store_true", help="should a loss be no number: take its steps again and name the module")
+def add_diagnostics(parser: Parser) -> None:
+    parser.add_argument("--find-nan", action="store_true", help="if a loss is NaN: repeat its steps and name the module it comes from")
     parser.add_argument(
-        "--profile", type=whole_number(0), default=0, metavar="N", help="profile N steps: a trace, the dearest operations, a sentence"
+        "--profile", type=whole_number(0), default=0, metavar="N", help="profile N steps: a trace, the slowest operations, a sentence"
     )
     parser.add_argument(
         "--check-collectives", action="store_true", help="compare every collective over all processes before it begins (slow)"
@@ -121,5 +125,5 @@ def add_placement(parser: Parser) -> None:
         "--nodes", type=node_range, default=(1, 1), metavar="N|MIN:MAX",
         help="machines that train together: run the same command on each. With MIN:MAX it goes on while MIN are left, and with more when they come",
     )  # fmt: skip
-    parser.add_argument("--rendezvous", metavar="HOST:PORT", help="where they meet; HOST is one of them")
+    parser.add_argument("--rendezvous", metavar="HOST:PORT", help="the address at which the machines meet; HOST is one of them")
     parser.add_argument("--node-rank", type=whole_number(0, MAX_NODES), metavar="K", help="this machine's number, where the order matters")

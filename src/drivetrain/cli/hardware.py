@@ -17,11 +17,15 @@ With --hardware, a machine that is not here, as a plan for it would see it:
 """
 
 
-def run(verb: str, words: list[str]) -> int:
+def parser(verb: str) -> Parser:
     parser = Parser("drivetrain hardware", TEXT)
     parser.add_argument("--hardware", metavar="WORDS", help="a machine that is not here: COUNTxNAME-MEMORYGB, and more after commas")
     parser.add_argument("--json", action="store_true", help="all of it as JSON")
-    args = parser.parse(words)
+    return parser
+
+
+def run(verb: str, words: list[str]) -> int:
+    args = parser(verb).parse(words)
 
     from drivetrain.hardware import detect, report
     from drivetrain.hardware.described import parse

@@ -28,7 +28,7 @@ SHOWN = (
 )  # fmt: skip
 
 
-def run(verb: str, words: list[str]) -> int:
+def parser(verb: str) -> Parser:
     parser = Parser("drivetrain plan", TEXT)
     parser.add_argument("target", metavar="TASK", help="a built-in, your file.py, or a recipe.yaml")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, and plan.KEY=VALUE to pin a choice")
@@ -41,7 +41,11 @@ def run(verb: str, words: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="the plan as JSON, for --plan FILE and for other programs")
     add_placement(parser)
     parser.add_argument("-q", "--quiet", action="store_true", help="print errors only")
-    args = parser.parse(words)
+    return parser
+
+
+def run(verb: str, words: list[str]) -> int:
+    args = parser(verb).parse(words)
 
     from drivetrain.recipe import load
     from drivetrain.watch.screen import Screen

@@ -18,13 +18,17 @@ Options after the input are the task's own, as NAME=VALUE (for lora: tokens=200 
 final weights are taken, else its last good checkpoint's."""
 
 
-def run(verb: str, words: list[str]) -> int:
+def parser(verb: str) -> Parser:
     parser = Parser("drivetrain predict", TEXT)
     parser.add_argument("target", metavar="RUN", help="a run's name or folder")
     parser.add_argument("given", metavar="INPUT", help="the input; - reads it from standard input")
     parser.add_argument("options", metavar="NAME=VALUE", nargs="*", help="options of the task's own")
     add_common(parser)
-    args = parser.parse(words)
+    return parser
+
+
+def run(verb: str, words: list[str]) -> int:
+    args = parser(verb).parse(words)
 
     from drivetrain import runs
     from drivetrain.launch.trained import load_trained, user_code

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drivetrain.cli.flags import Parser, add_common, add_looks, add_placement, add_run_folder, add_survival
+from drivetrain.cli.flags import Parser, add_common, add_diagnostics, add_fault_tolerance, add_placement, add_run_folder
 from drivetrain.describe import task_settings
 from drivetrain.outcomes import Outcome
 from drivetrain.recipe import Recipe, is_recipe_file, load, read_file
@@ -33,15 +33,15 @@ many processes as you ask for now. epochs, steps, log_every, eval_every, save_ev
 patience and plan.* may change."""
 
 
-def _parser(verb: str) -> Parser:
+def parser(verb: str) -> Parser:
     text = TRAIN if verb == "train" else RESUME
     parser = Parser(f"drivetrain {verb}", text)
     target = "TASK" if verb == "train" else "RUN"
     parser.add_argument("target", metavar=target, help="what to train" if verb == "train" else "a run's name or folder")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, such as epochs=5")
     add_placement(parser)
-    add_survival(parser)
-    add_looks(parser)
+    add_fault_tolerance(parser)
+    add_diagnostics(parser)
     parser.add_argument(
         "--planner", choices=["auto", "table", "off"], default="auto",
         help="who plans: auto predicts and measures (on a GPU), table is guide 004's, off takes each process's share at once",
@@ -60,10 +60,9 @@ def _parser(verb: str) -> Parser:
 
 
 def run(verb: str, words: list[str]) -> int:
-    parser = _parser(verb)
     if verb == "train" and {"-h", "--help"} & set(words):
         task = next((w for w in words if not w.startswith("-") and "=" not in w), None)
-        parser.print_help()
+        parser(verb).print_help()
         if task is not None:
             print_settings(task)
         return 0
@@ -74,7 +73,7 @@ def run(verb: str, words: list[str]) -> int:
     from drivetrain.launch.plan_file import apply_plan_file
     from drivetrain.watch.screen import Screen
 
-    request = request_of(verb, parser.parse(words))
+    request = request_of(verb, parser(verb).parse(words))
     screen = Screen(quiet=request.quiet)
     launcher = detect_launcher(os.environ)
     if verb == "resume":
@@ -95,7 +94,7 @@ def run(verb: str, words: list[str]) -> int:
 def read_request(words: list[str]) -> Request:
     """Returns the request in the words after `drivetrain`; Request.command() gives them back."""
     verb, *rest = words
-    return request_of(verb, _parser(verb).parse(rest))
+    return request_of(verb, parser(verb).parse(rest))
 
 
 def request_of(verb: str, args: argparse.Namespace) -> Request:

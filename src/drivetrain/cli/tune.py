@@ -36,16 +36,15 @@ and a higher --trials with a finished one.
 
 
 def run(verb: str, words: list[str]) -> int:
-    parser = _parser()
     if {"-h", "--help"} & set(words):
         from drivetrain.cli.train import print_settings
 
-        parser.print_help()
+        parser(verb).print_help()
         task = next((w for w in words if not w.startswith("-") and "=" not in w), None)
         if task is not None:
             _print_search(print_settings(task))
         return 0
-    args = parser.parse(words)
+    args = parser(verb).parse(words)
     if args.run_dir and args.name:
         raise Problem("--run-dir and --name both say where the study goes: give one")
 
@@ -137,7 +136,7 @@ def _tune(order: Order, found: Folder, study: Study, table: Table, machine: Loca
     return Tuner(order, found, study, table).run()
 
 
-def _parser() -> Parser:
+def parser(verb: str) -> Parser:
     parser = Parser("drivetrain tune", TEXT)
     parser.add_argument("target", metavar="TASK", help="as for train")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that are the same in all trials, such as epochs=5")

@@ -1,0 +1,120 @@
+"""`status`: how a run is doing."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from drivetrain import runs
+from drivetrain.cli.delete_runs import format_disk_size
+from drivetrain.cli.flags import Parser
+from drivetrain.cli.runs import evaluation_metrics, format_metric
+from drivetrain.launch.report import bottleneck
+from drivetrain.runs import Run, rows_backwards
+from drivetrain.terminal import one_line
+from drivetrain.watch.spent import Spent
+
+NUM_EVENTS = 5
+
+
+def parser(verb: str) -> Parser:
+    parser = Parser("drivetrain status", "How a run is doing: its state, progress, last figures, checkpoints and events.")
+    parser.add_argument("target", metavar="RUN", help="a run's name or folder")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    return parser
+
+
+def run(verb: str, words: list[str]) -> int:
+    args = parser(verb).parse(words)
+    found = runs.find(args.target)
+    info = found.read()
+    facts = _facts(found, info)
+    if args.json:
+        print(json.dumps(facts))
+        return 0
+    for label, text in _lines(facts, info["recipe"]["identity"]["task"]):
+        print(f"{label:<13}{one_line(text)}".rstrip())
+    return 0
+
+
+def _facts(found: Run, info: dict[str, Any]) -> dict[str, Any]:
+    """Returns what --json prints."""
+    events, remarks = _newest_events(found)
+    weights = found.final_weights()
+    facts = {
+        "name": found.name, "status": found.status, "message": info["message"], "last": found.last_row(), "evaluated": found.evaluation(),
+        "weights_step": weights and weights["step"], "checkpoints": found.checkpoint_steps(), "plan": info["plan"], "bytes": found.disk_bytes(),
+        "events": events, "remarks": remarks,
+    }  # fmt: skip
+    if (time_breakdown := _time_breakdown(found)) is not None:
+        facts["time"] = time_breakdown
+    return facts
+
+
+def _time_breakdown(found: Run) -> dict[str, Any] | None:
+    """Returns where the run's time went, or None if it was not recorded."""
+    try:
+        spent = Spent(**json.loads(found.time_breakdown_path.read_text()))
+        return spent.to_json() | {"shares": spent.shares, "bottleneck": bottleneck(found, spent), "sentence": spent.sentence()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _newest_events(found: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Returns the newest events, and the task's remarks at its newest evaluation; each oldest first."""
+    events: list[dict[str, Any]] = []
+    remarks: list[dict[str, Any]] = []
+    for event in rows_backwards(found.events_path):
+        if not isinstance(event.get("event"), str) or not isinstance(event.get("time"), (int, float)):
+            continue
+        if event["event"] != "remark" and len(events) < NUM_EVENTS:
+            events.append(event)
+        elif event["event"] == "remark" and isinstance(event.get("step"), int):
+            if not remarks or event["step"] == remarks[0]["step"]:
+                remarks.append(event)
+            elif len(events) == NUM_EVENTS:
+                break
+    return events[::-1], remarks[::-1]
+
+
+def _lines(facts: dict[str, Any], task: str) -> Iterator[tuple[str, str]]:
+    """Yields the label and text of each line."""
+    plan = facts["plan"]
+    yield "run", f"{facts['name']}   {task}   {facts['status']}"
+    if facts["message"].strip():
+        yield "", facts["message"].strip().splitlines()[-1]
+    yield "plan", f"{plan['world_size']} process(es) on {plan['device']}, {plan['precision']}, global batch {plan['global_batch']}"
+    yield from _progress_lines(facts)
+    yield "checkpoints", f"{', '.join(f'{s:,}' for s in facts['checkpoints']) or 'none'}   ({format_disk_size(facts['bytes'])} in all)"
+    for event in facts["events"]:
+        yield "", _event_line(event)
+    if facts["status"] not in ("finished", "running"):
+        yield "go on with", f"drivetrain resume {facts['name']}"
+
+
+def _progress_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    last, evaluated, time_breakdown = facts["last"], facts["evaluated"], facts.get("time")
+    if last:
+        speed = last.get("samples_per_second")
+        speed_text = f", {speed:,.0f} samples/s" if isinstance(speed, (int, float)) else ""
+        yield "step", f"{last['step']:,}   epoch {last.get('epoch', '?')}   {format_metric('loss', last.get('train/loss'))}{speed_text}"
+    if metrics := evaluation_metrics(evaluated):
+        weights_text = "" if facts["weights_step"] is None else ", the weights in model/"
+        yield "eval", f"{'   '.join(format_metric(k, v) for k, v in metrics.items())}   (step {evaluated['step']:,}{weights_text})"
+    for remark in facts["remarks"]:
+        yield "remark", f"{remark.get('text')}   (step {remark['step']:,})"
+    if time_breakdown is not None and time_breakdown["steps"]:
+        yield "time", time_breakdown["sentence"]
+        if time_breakdown["bottleneck"]:
+            yield "", time_breakdown["bottleneck"]
+
+
+def _event_line(event: dict[str, Any]) -> str:
+    try:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
+    except (OverflowError, ValueError, OSError):
+        when = "?"
+    detail = "  ".join(f"{k}={(str(v).splitlines() or [''])[0]}" for k, v in event.items() if k not in ("time", "event", "rank"))
+    return f"{when}  {event['event']:<12} {detail}"
