@@ -112,7 +112,65 @@ class Norms(Plain):
         return nn.Sequential(nn.Linear(4, 16), nn.Sequential(*blocks), nn.Linear(16, 4))
 
 
-samples.TASKS |= {t.__name__: t for t in (Transformer, Twofold, Norms)}
+class ConvBlock(nn.Module):
+    """A residual block on images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.conv, self.mix = nn.GroupNorm(1, WIDTH), nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mix(F.gelu(self.conv(self.norm(x))))
+
+
+class Towers(nn.Module):
+    """An image encoder beside a text encoder: each has repeated blocks, and neither holds most of the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        stages = [nn.Conv2d(3, WIDTH, 2, 2), nn.Sequential(*(ConvBlock() for _ in range(5)))]
+        self.images = nn.Sequential(*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.words = nn.Embedding(4 * WORDS, WIDTH)
+        self.texts = nn.ModuleList(Block(0.0) for _ in range(4))
+        self.head = nn.Linear(2 * WIDTH, 24 * WORDS)
+
+    def forward(self, images: Tensor, words: Tensor) -> Tensor:
+        x = self.words(words)
+        for block in self.texts:
+            x = block(x)
+        return self.head(torch.cat((self.images(images), x.mean(1)), 1))
+
+
+class TwoTowers(Plain):
+    """Classifies pairs of an image and a text: the label is the sum of a number in each."""
+
+    samples: int = 45
+    epochs: int = 2
+    global_batch: int = 12
+    learning_rate: float = 0.2
+    optim: Literal["adamw", "adam", "sgd"] = "sgd"
+    clip: float = 0.5
+
+    def model(self) -> nn.Module:
+        return Towers()
+
+    def train_data(self) -> Any:
+        generator = torch.Generator().manual_seed(3)
+        brightness, first = (torch.randint(n, (self.samples,), generator=generator) for n in (4, WORDS))
+        images = torch.rand(self.samples, 3, 8, 8, generator=generator) + brightness[:, None, None, None]
+        return Tensors(images=images, words=first[:, None] + torch.arange(LENGTH), label=brightness + first)
+
+    def eval_data(self) -> Any:
+        return self.train_data()
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        return F.cross_entropy(model(batch["images"], batch["words"]), batch["label"])
+
+    def metrics(self, model: Any, batch: Any) -> dict[str, Any]:
+        return {"loss": F.cross_entropy(model(batch["images"], batch["words"]), batch["label"], reduction="none")}
+
+
+samples.TASKS |= {t.__name__: t for t in (Transformer, Twofold, Norms, TwoTowers)}
 
 
 def train(

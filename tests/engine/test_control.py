@@ -22,7 +22,7 @@ from tests.samples import training
 class Gpus:
     """A group whose device is a GPU, as far as the agreement sees."""
 
-    size, main = 2, True
+    size, is_main = 2, True
     device = torch.device("cuda")
 
     def sum_on_hosts(self, values: list[float]) -> list[float]:

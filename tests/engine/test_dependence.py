@@ -292,5 +292,5 @@ def test_two_processes_are_told_once(tmp_path: Path) -> None:
 
 
 def test_a_slow_loss_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drivetrain.engine.faults.dependence.SLOW_LOSS", 0.0)
+    monkeypatch.setattr("drivetrain.engine.faults.dependence.MAX_LOSS_SECONDS", 0.0)
     assert not alone("Contrast", tmp_path)

@@ -70,7 +70,7 @@ def test_a_traced_net_trains_as_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through dynamo and autograd's tracing, up to the compiler proper."""
     from torch._dynamo.backends.debugging import aot_eager
 
-    monkeypatch.setattr(stem, "_fits", lambda input, weight, *_, **__: weight.meta["example_value"].shape[1] == 1)
+    monkeypatch.setattr(stem, "_is_worth_replacing", lambda input, weight, *_, **__: weight.meta["example_value"].shape[1] == 1)
     found: list[Any] = []
 
     def backend(graph: fx.GraphModule, inputs: Any) -> Any:

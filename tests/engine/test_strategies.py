@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+from drivetrain.engine.fast.blocks import describe_blocks, repeated_blocks
 from drivetrain.engine.group import Group
 from drivetrain.engine.strategies.recompute import recompute_blocks
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
 from drivetrain.plan.choose import choose
 from drivetrain.plan.deepspeed import configuration
-from tests.deep import Net, Transformer, train
+from tests.deep import Net, Towers, Transformer, train
 from tests.engine.test_invariance import same
 from tests.processes import on_ranks
 from tests.samples import HARDWARE, Plain, rows, weights
@@ -78,6 +79,25 @@ def test_every_strategy_gives_one_curve(world: int, pins: dict[str, Any], curves
     assert reference[-1]["train/loss"] < 0.8 * reference[0]["train/loss"]
     assert sum(r["grad_norm"] > 0.5 for r in reference) >= 4, "the clip must bite, or the test proves nothing"
     same(reference, run("Transformer", tmp_path, world, pins), 1e-5)
+
+
+@pytest.mark.parametrize("pins", [FSDP | AGAIN, AGAIN | {"micro_batch": 3}], ids=label)
+def test_blocks_of_several_towers_are_sharded_and_checkpointed(pins: dict[str, Any], curves: Any, tmp_path: Path) -> None:
+    """An image encoder beside a text encoder, neither of which holds most of the parameters."""
+    same(curves("TwoTowers"), run("TwoTowers", tmp_path, 2, pins), 1e-5)
+
+
+def test_blocks_of_all_towers_are_found() -> None:
+    towers = Towers()
+    blocks = repeated_blocks(towers)
+    assert blocks == [*towers.images[1], *towers.texts]
+    assert describe_blocks(blocks) == "5 ConvBlock and 4 Block blocks"
+    total = sum(p.numel() for p in towers.parameters())
+    for tower in (towers.images[1], towers.texts):
+        assert sum(p.numel() for p in tower.parameters()) < total / 2, "or one tower alone would be found"
+    heads = nn.ModuleDict({"blocks": towers.texts, "small": nn.ModuleList(nn.Linear(4, 4) for _ in range(4))})
+    assert repeated_blocks(heads) == [*towers.texts], "a list that holds next to nothing is no tower"
+    assert not repeated_blocks(nn.Sequential(towers.texts, nn.Linear(300, 300))), "most of the model is something else"
 
 
 @pytest.mark.parametrize("pins", [{}, FSDP | {"micro_batch": 3}, ZERO2], ids=label)

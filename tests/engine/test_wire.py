@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drivetrain.engine.group import Group
-from drivetrain.engine.group.wire import NotPlain, pack, unpack
+from drivetrain.engine.group.wire import NotSendable, decode, encode
 from drivetrain.outcomes import Outcome
 
 PLAIN = st.recursive(
@@ -29,7 +29,7 @@ PLAIN = st.recursive(
 @settings(max_examples=100, deadline=None)
 @given(PLAIN)
 def test_plain_values_come_back(value: Any) -> None:
-    assert unpack(pack(value)) == value
+    assert decode(encode(value)) == value
 
 
 def test_tensors_come_back_to_the_bit() -> None:
@@ -42,17 +42,17 @@ def test_tensors_come_back_to_the_bit() -> None:
         torch.randn(4, 4).t(),
     ]
     tensors += [torch.randn(3, dtype=torch.complex64), torch.tensor([float("nan"), -0.0])]
-    for tensor, back in zip(tensors, unpack(pack(tensors)), strict=True):
+    for tensor, back in zip(tensors, decode(encode(tensors)), strict=True):
         assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(pack(back), pack(tensor)), "also a NaN's bits and the sign of 0"
+        assert torch.equal(encode(back), encode(tensor)), "also a NaN's bits and the sign of 0"
 
 
 def test_the_field_s_own_types_come_back() -> None:
     value = {"size": torch.Size([2, 3]), "dtype": torch.float16, "array": np.arange(3), "outcome": Outcome.NAN, "number": np.float32(0.5)}
-    back = unpack(pack(value))
+    back = decode(encode(value))
     assert isinstance(back["size"], torch.Size) and back["dtype"] is torch.float16 and back["array"].tolist() == [0, 1, 2]
     assert back["outcome"] == "nan" and back["number"] == 0.5
-    error = unpack(pack(OSError(28, "No space left on device")))
+    error = decode(encode(OSError(28, "No space left on device")))
     assert isinstance(error, OSError) and error.errno == 28
 
 
@@ -68,10 +68,10 @@ class Command:
 
 def test_a_pickle_is_not_read_and_not_sent(tmp_path: Path) -> None:
     file = tmp_path / "ran"
-    with pytest.raises(NotPlain):
-        unpack(torch.frombuffer(bytearray(pickle.dumps(Command(file))), dtype=torch.uint8))
-    with pytest.raises(NotPlain, match="a Command is not sent to other processes"):
-        pack(Command(file))
+    with pytest.raises(NotSendable):
+        decode(torch.frombuffer(bytearray(pickle.dumps(Command(file))), dtype=torch.uint8))
+    with pytest.raises(NotSendable, match="a Command is not sent to other processes"):
+        encode(Command(file))
     assert not file.exists()
 
 
@@ -93,14 +93,14 @@ def test_a_pickle_is_not_read_and_not_sent(tmp_path: Path) -> None:
 )
 def test_odd_bytes_are_refused(text: str) -> None:
     data = len(text).to_bytes(8, "little") + text.encode()
-    with pytest.raises(NotPlain):
-        unpack(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    with pytest.raises(NotSendable):
+        decode(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
 def test_an_error_s_class_is_never_looked_up_elsewhere() -> None:
     text = '{"error": ["system", ["true"]]}'
     data = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text.encode()), dtype=torch.uint8)
-    assert type(unpack(data)) is RuntimeError
+    assert type(decode(data)) is RuntimeError
 
 
 @pytest.mark.world_size(2)
@@ -111,7 +111,7 @@ def test_every_object_collective_is_plain(group: Group, tmp_path: Path) -> None:
     assert [value["rank"] for value in values] == [0, 1] and values[1]["tensor"].tolist() == [1, 1]
     assert group.broadcast_object(("a", torch.float32) if group.is_main else None) == ("a", torch.float32)
     box: list[Any] = [Command(tmp_path / "ran") if group.is_main else None]
-    with pytest.raises(NotPlain, match="a Command is not sent") if not group.is_main else contextlib.nullcontext():
+    with pytest.raises(NotSendable, match="a Command is not sent") if not group.is_main else contextlib.nullcontext():
         dist.broadcast_object_list(box)  # nobody waits for what is not sent
-    with pytest.raises(NotPlain):
+    with pytest.raises(NotSendable):
         dist.all_gather_object([None, None], Command(tmp_path / "ran"))

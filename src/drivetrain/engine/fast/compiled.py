@@ -1,4 +1,4 @@
-"""torch.compile on a task's loss: whole, or only the repeated blocks of a deep model, so that it stays quick."""
+"""torch.compile on a task's loss: all of it, or only the repeated blocks of a deep model, so that compiling stays quick."""
 
 from __future__ import annotations
 
@@ -8,57 +8,58 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from drivetrain.engine.fast.blocks import repeated_blocks
+from drivetrain.engine.fast.blocks import describe_blocks, repeated_blocks
 from drivetrain.engine.fast.stem import replace_first_convolutions
 
 
 class Compiled:
-    """Calls the compiled function for the form it was made for, and the plain one for all others (the last
-    partial batch): another form would be compiled anew, for longer than it ever runs."""
+    """Calls the compiled function for micro-batches of one form, and the eager function for all others.
+
+    Another form (the last partial batch) would be compiled anew, which takes longer than it ever runs."""
 
     def __init__(self, function: Callable[..., Any], model: nn.Module, form: Hashable, deterministic: bool, custom_passes: bool) -> None:
-        self._plain, self._form = function, form
+        self._eager, self._form = function, form
         self.failure: Exception | None = None
+        """What the compiler raised; from then on the eager function is called."""
         self._blocks = repeated_blocks(model)
-        self.description = f"its {len(self._blocks)} {type(self._blocks[0]).__name__} blocks" if self._blocks else "the whole loss"
+        self.description = f"its {describe_blocks(self._blocks)}" if self._blocks else "the whole loss"
         from torch._dynamo import config as dynamo  # these take a second to import
         from torch._inductor import config
 
         config.deterministic = deterministic
         dynamo.recompile_limit = max(dynamo.recompile_limit, 8 + len(self._blocks))  # blocks that know their number
-        backend: Any = _cunning if custom_passes else "inductor"
+        backend: Any = _inductor_with_custom_passes if custom_passes else "inductor"
         self._forwards = [torch.compile(block.forward, dynamic=False, backend=backend) for block in self._blocks]
-        self._whole = function if self._blocks else torch.compile(function, dynamic=False, backend=backend)
-        self._on = False
+        self._compiled = function if self._blocks else torch.compile(function, dynamic=False, backend=backend)
+        self._enabled = False
 
     def __call__(self, form: Hashable, *args: Any) -> Any:
-        """A compiler that fails is noted, and the plain function is called from then on."""
-        mine = form == self._form and self.failure is None
-        self.set_enabled(mine)
-        if not mine:
-            return self._plain(*args)
+        use_compiled = form == self._form and self.failure is None
+        self.set_enabled(use_compiled)
+        if not use_compiled:
+            return self._eager(*args)
         try:
-            return self._whole(*args)
+            return self._compiled(*args)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             self.failure = error
             self.set_enabled(False)
-            return self._plain(*args)
+            return self._eager(*args)
 
-    def set_enabled(self, on: bool) -> None:
-        """Whether blocks run compiled: in the backward pass too, which may run them again; never in evaluation."""
-        if on != self._on:
-            self._on = on
+    def set_enabled(self, enabled: bool) -> None:
+        """Lets blocks run compiled, also in the backward pass, which may run them again; or eager, as in evaluation."""
+        if enabled != self._enabled:
+            self._enabled = enabled
             for block, forward in zip(self._blocks, self._forwards, strict=True):
-                if on:
+                if enabled:
                     block.forward = forward
                 else:
-                    del block.forward  # the class's own is behind it
+                    del block.forward  # uncovers the class's own
 
 
-def _cunning(graph: fx.GraphModule, inputs: Any) -> Any:
-    """Inductor, with what it does not do by itself: first convolutions as products, and many small kernels in one launch."""
+def _inductor_with_custom_passes(graph: fx.GraphModule, inputs: Any) -> Any:
+    """Compiles with inductor and two passes that it does not do by itself: the im2col stem, and combo kernels (many small ones in one launch)."""
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(replace_first_convolutions(graph), inputs, config_patches={"combo_kernels": True})

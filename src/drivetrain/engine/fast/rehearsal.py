@@ -1,4 +1,4 @@
-"""Steps that are tried out and count for nothing: what they touch is put back, what they gave is compared."""
+"""Steps that are tried and do not count: what they change is restored, what they compute is compared."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ import torch
 from drivetrain.engine.fast.python_state import untrained_tensors
 from drivetrain.engine.step import Step
 
-CLONED = 2 << 30  # bytes of tensors beside the trained ones that are put back after a rehearsal
+MAX_CLONED_BYTES = 2 << 30  # of tensors beside the trained ones
 
 
 class Sandbox:
-    """Inside, work may be tried out: tensors that the forward pass may change are put back, gradients and figures cleared."""
+    """Inside, micro-batches may be tried; at its end, gradients and metrics are cleared and changed tensors restored."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
-        kept = untrained_tensors(step.task, step.model)
-        if sum(t.nbytes for t in kept) > CLONED:
-            kept = []  # a large frozen model: nobody changes that in a forward pass
-        self.before = [(t, t.clone()) for t in (*step.strategy.dense_buffers(), *kept)]
+        untrained = untrained_tensors(step.task, step.model)
+        if sum(t.nbytes for t in untrained) > MAX_CLONED_BYTES:
+            untrained = []  # a large frozen model, which no forward pass changes
+        self._originals = [(t, t.clone()) for t in (*step.strategy.dense_buffers(), *untrained)]
 
     def restore(self) -> None:
+        """Restores the tensors that a forward pass may have changed."""
         with torch.no_grad():
-            for tensor, kept in self.before:
-                tensor.copy_(kept)
+            for tensor, original in self._originals:
+                tensor.copy_(original)
 
     def __enter__(self) -> Sandbox:
         return self
@@ -34,13 +35,14 @@ class Sandbox:
 
 
 def relative_difference(one: list[float], two: list[float]) -> float:
-    """The largest difference, relative to the value or, for the smallest, to a thousandth of the largest."""
+    """Returns the largest difference, relative to the value or, for small values, to a thousandth of the largest value."""
     tensors = torch.tensor([one, two], dtype=torch.float64)
-    same = (tensors[0] == tensors[1]) | tensors.isnan().all(0)
-    finite = tensors.abs().amax(0)
-    scale = torch.maximum(finite, finite.nan_to_num(posinf=0.0).max() * 1e-3).clamp_min(1e-30)
-    return float(torch.where(same, 0.0, (tensors[0] - tensors[1]).abs() / scale).nan_to_num(nan=1e9, posinf=1e9).max())
+    equal = (tensors[0] == tensors[1]) | tensors.isnan().all(0)
+    magnitude = tensors.abs().amax(0)
+    scale = torch.maximum(magnitude, magnitude.nan_to_num(posinf=0.0).max() * 1e-3).clamp_min(1e-30)
+    return float(torch.where(equal, 0.0, (tensors[0] - tensors[1]).abs() / scale).nan_to_num(nan=1e9, posinf=1e9).max())
 
 
-def describe_metrics(figures: list[float]) -> str:
-    return f"loss {figures[0]:.5g}, gradients' norm {sum(f * f for f in figures[1:]) ** 0.5:.5g}"
+def describe_metrics(metrics: list[float]) -> str:
+    """Returns the loss and the gradients' norm of a rehearsal as text."""
+    return f"loss {metrics[0]:.5g}, gradients' norm {sum(m * m for m in metrics[1:]) ** 0.5:.5g}"

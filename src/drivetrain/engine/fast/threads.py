@@ -1,4 +1,4 @@
-"""How many threads a CPU's steps are worth: a function of the sizes of their products alone, so that runs repeat to the last bit."""
+"""The number of threads that a CPU's steps can use: it follows from the sizes of their matrix products alone, so that runs repeat bit for bit."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ FLOPS_PER_THREAD = 16e6  # of a matrix product or a convolution: with less to do
 
 
 class Products(TorchDispatchMode):
-    """Notes the floating-point operations of every matrix product and convolution inside."""
+    """Inside, collects the floating-point operations of every matrix product and convolution."""
 
     def __init__(self) -> None:
         super().__init__()
         self.flops: list[float] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = function(*args, **(kwargs or {}))
+        output = function(*args, **(kwargs or {}))
         formula = flop_registry.get(function._overloadpacket)
         if formula is not None:
-            with contextlib.suppress(Exception):  # an odd form of it, of which nothing is known
-                self.flops.append(float(formula(*args, **(kwargs or {}), out_val=given)))
-        return given
+            with contextlib.suppress(Exception):  # a form of it that the formula does not know
+                self.flops.append(float(formula(*args, **(kwargs or {}), out_val=output)))
+        return output
 
     def typical(self) -> float:
-        """The size of the product in which the average operation is done: large ones take the time. 0 where there are none."""
+        """Returns the size of the product in which the average operation is done: large ones take the time. 0 without products."""
         total = sum(self.flops)
         return sum(f * f for f in self.flops) / total if total else 0.0
 
 
 class Threads:
-    """The threads of this process: all that the plan gives it for the first step, then as many as its products can use."""
+    """The threads of this process: all that the plan grants for the first step, then as many as its products can use."""
 
     def __init__(self, plan: Plan, group: Group) -> None:
         self.plan, self.group = plan, group
         self.num_useful: int | None = None
-        """Threads that the products of a step keep busy; None while that is not known."""
+        """Threads that the products of a step keep busy; None until the first step."""
         self.reason = ""
         self._chooses = plan.threads > 1 and group.device.type == "cpu" and not plan.is_sharded and plan.reasons.get("threads") != "pinned"
 
     @contextlib.contextmanager
     def measure_products(self) -> Iterator[None]:
-        """Around the first step of a run; one that is compiled already is not looked into."""
+        """Around the first step of a run: measures its products and sets the threads. A step that is compiled already is not measured."""
         if not self._chooses or (self.plan.compile == "on" and self.plan.reasons.get("compile") == "pinned"):
             yield
             return
@@ -63,8 +63,8 @@ class Threads:
                 f" {typical / 1e6:,.1f} million operations, and less than {FLOPS_PER_THREAD / 1e6:.0f} million are no work for a thread"
             )
 
-    def set_useful(self, useful: int | None) -> None:
-        """Take so many, as the first step showed or a checkpoint tells."""
-        if self._chooses and useful is not None:
-            self.num_useful = useful
-            torch.set_num_threads(min(self.plan.threads, useful))
+    def set_useful(self, num_useful: int | None) -> None:
+        """Uses as many threads as the first step showed, or a checkpoint holds."""
+        if self._chooses and num_useful is not None:
+            self.num_useful = num_useful
+            torch.set_num_threads(min(self.plan.threads, num_useful))

@@ -56,7 +56,7 @@ class Trial:
         why, seconds = obstacle or self._uncapturable(), 0.0
         if not why:
             memory = torch.cuda.max_memory_allocated(self.group.device) / torch.cuda.get_device_properties(self.group.device).total_memory
-            graphs = Graphs(self.group.device, self.observer.notice, tight=memory > TIGHT)
+            graphs = Graphs(self.group.device, self.observer.notice, tight_memory=memory > TIGHT)
             try:
                 with Sandbox(self.step) as sandbox:
                     seconds, why = self._prove_graph(graphs, sandbox)

@@ -1,7 +1,7 @@
-"""Whether the result of a task depends on the plan: found on a few samples before the first step, told once.
+"""Checks on a few samples, before the first step, whether a task's result depends on the plan; reports it once.
 
-The loss of a few samples must be the same whether they are one batch or two, weighted by their counts, and computing
-it must leave nothing behind but the result. What is tried is put back: model, task, generators are as they were.
+The loss of a few samples must be the same as one batch and as two, weighted by their counts, and computing it must
+change nothing else. Afterwards model, task and generators are restored.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -30,28 +31,39 @@ if TYPE_CHECKING:
     from drivetrain.engine.group import Group
     from drivetrain.engine.loop import Training
 
-MANY, FEW = 16, 4  # samples it is tried on: at most, and at least where a batch has them
-SLOW = 2.0  # seconds of a step, as the plan predicts it, from which on nothing is tried
-SLOW_LOSS = 1.0  # seconds that the first loss took on some rank, from which on nothing more is tried
-DRAWS, SMALL = 8, 5_000_000  # times that a loss with randomness is computed, and the parameters of a model for which that is cheap
-SURE = 10.0  # standard errors that two means of random losses must be apart
+MAX_SAMPLES, MIN_SAMPLES = 16, 4  # to check with; fewer than the minimum only if the batch has no more
+MAX_STEP_SECONDS = 2.0  # predicted; a slower task is not checked
+MAX_LOSS_SECONDS = 1.0  # of the first loss on any rank; after a slower one the check ends
+NUM_DRAWS = 8  # times that a loss with randomness is computed
+MAX_PARAMETERS_TO_DRAW = 5_000_000  # of a model for which that is cheap
+MIN_STANDARD_ERRORS = 10.0  # by which two means of random losses must differ
 
-Batch = Callable[[slice], Any]  # some of the samples as a batch
-Means = dict[str, tuple[float, float | None]]  # part of the loss -> its mean over the samples, and its count if it has one
+MakeBatch = Callable[[slice], Any]
+"""Returns some of the samples as a batch."""
+Losses = dict[str, tuple[float, float | None]]
+"""Part of the loss -> its value, and its count if it has one."""
+
+
+class Cause(StrEnum):
+    """Why the result depends on the plan; the values stand in events.jsonl."""
+
+    COUNT = "count"
+    SUM = "sum"
+    COUPLED = "coupled"
+    STATE = "state"
 
 
 class Finding(NamedTuple):
-    cause: str
-    """count, sum, coupled or state."""
+    cause: Cause
     text: str
 
 
-class _Uncut(Exception):
-    """A batch that cannot be parted by its samples."""
+class _NotSeparable(Exception):
+    """A batch cannot be split into its samples."""
 
 
-class Look:
-    """Takes the place of a step's `pace` for the first micro-batch of a run."""
+class DependenceCheck:
+    """Stands in place of a step's `pace` for the first micro-batch of a run."""
 
     def __init__(self, training: Training) -> None:
         self.training, self.pace = training, training.step.pace
@@ -60,9 +72,9 @@ class Look:
         training = self.training
         training.step.pace = self.pace
         budget = _Budget(training.group)
-        findings = find(training.step, seed, inputs, form, budget)
+        findings = find_dependence(training.step, seed, inputs, form, budget)
         budget.agree()
-        training.observer.moment("fetched")  # a sign of life: what was tried may have taken its time
+        training.observer.moment("fetched")  # the check may have taken long: this shows that it was no hang
         for finding in findings:
             if training.group.is_main:
                 training.run.log_event("depends-on-plan", cause=finding.cause, text=finding.text)
@@ -72,62 +84,64 @@ class Look:
 
 
 def check_dependence(training: Training, always: bool = False) -> None:
-    """Have the first step look whether the result depends on the plan: where this plan cuts its batches, or always.
+    """Lets the first step check whether the result depends on the plan: where this plan splits batches, or always.
 
-    All ranks compute the loss equally often, for some losses talk to each other.
+    All ranks compute the loss equally often, because some losses use collectives.
     """
     plan = training.plan
-    cheap = plan.predicted.get("step_seconds", 0.0) <= SLOW
-    if (always or plan.micro_batch < plan.global_batch) and cheap and undoable(plan, training.model):
-        training.step.pace = Look(training)
+    is_cheap = plan.predicted.get("step_seconds", 0.0) <= MAX_STEP_SECONDS
+    if (always or plan.micro_batch < plan.global_batch) and is_cheap and undoable(plan, training.model):
+        training.step.pace = DependenceCheck(training)
 
 
 class _Budget:
-    """Whether the loss is cheap enough to be tried more than once: agreed on by all ranks, each of which asks once."""
+    """The agreement of all ranks whether the loss is fast enough to be computed more than once; each rank takes part once."""
 
     def __init__(self, group: Group) -> None:
-        self.group, self.agreed = group, False
+        self.group, self._has_agreed = group, False
 
     def agree(self, seconds: float = 0.0) -> bool:
-        """Whether the first loss was fast on every rank; a rank that tried none takes part all the same."""
-        if self.agreed:
+        """Returns whether the first loss was fast on every rank; a rank that computed none takes part with 0 seconds."""
+        if self._has_agreed:
             return True
-        self.agreed = True
-        return self.group.sum_on_hosts([float(seconds > SLOW_LOSS)]) == [0.0]
+        self._has_agreed = True
+        return self.group.sum_on_hosts([float(seconds > MAX_LOSS_SECONDS)]) == [0.0]
 
 
-def find(step: Step, seed: int, inputs: Inputs, form: Form, budget: _Budget) -> list[Finding]:
-    """What depends on the plan; nothing where that cannot be found out without a trace."""
+def find_dependence(step: Step, seed: int, inputs: Inputs, form: Form, budget: _Budget) -> list[Finding]:
+    """Returns what depends on the plan; nothing where that cannot be found without side effects."""
     try:
-        samples, batch = _samples(step, inputs, form)
-    except _Uncut:
+        num_samples, make_batch = _samples(step, inputs, form)
+    except _NotSeparable:
         return []
-    if samples < 2:
+    if num_samples < 2:
         return []
-    generators = _generators(step.group.device)
-    with _undisturbed(step.model), _unheard():
+    generators = _generator_states(step.group.device)
+    with _without_dropout(step.model), _without_output():
         before = Snapshot(step.task, step.model)
-        if not before.complete:
+        if not before.is_complete:
             return []
         try:
-            return _Trial(step, before, batch, samples, seed).findings(budget)
+            return _Comparison(step, before, make_batch, num_samples, seed).findings(budget)
         except Exception:
-            return []  # a loss that fails will do so again in the step, where it is told
+            return []  # a loss that fails does so again in the step, which reports it
         finally:
             before.restore()
-            for put_back, state in generators:
-                put_back(state)
+            for set_state, state in generators:
+                set_state(state)
 
 
-class _Trial:
-    def __init__(self, step: Step, before: Snapshot, batch: Batch, samples: int, seed: int) -> None:
-        self.step, self.before, self.batch, self.samples, self.seed = step, before, batch, samples, seed
+class _Comparison:
+    """Computes the loss of the same samples as one batch and as two, and compares."""
+
+    def __init__(self, step: Step, before: Snapshot, make_batch: MakeBatch, num_samples: int, seed: int) -> None:
+        self.step, self.before, self.make_batch, self.num_samples, self.seed = step, before, make_batch, num_samples, seed
         self.sums: dict[str, list[float]] = {}
-        """Of each part without a count: the two batches' values, added up each time."""
-        self.first = max(1, samples * 3 // 8)  # uneven, so that parts which are weighted wrongly show
-        floats = [p.dtype for p in step.model.parameters() if p.is_floating_point()]
-        self.exact = all(dtype in (torch.float32, torch.float64) for dtype in floats)
-        self.tolerance = 5e-2 if not self.exact else 2e-3 if step.group.device.type == "cpu" else 1e-2
+        """Part without a count -> the sum of the two batches' values, for each time it was computed."""
+        self.num_first = max(1, num_samples * 3 // 8)  # in the first of two batches: uneven, so that wrong weights show
+        dtypes = [p.dtype for p in step.model.parameters() if p.is_floating_point()]
+        self.is_full_precision = all(dtype in (torch.float32, torch.float64) for dtype in dtypes)
+        self.tolerance = 5e-2 if not self.is_full_precision else 2e-3 if step.group.device.type == "cpu" else 1e-2
 
     def findings(self, budget: _Budget) -> list[Finding]:
         began = time.monotonic()
@@ -137,28 +151,30 @@ class _Trial:
         changed = self.before.changed()
         again = self._compute(self.seed, slice(None)) if changed else whole
         self.before.restore()
-        found = self._state(changed, matters=not _alike(whole, again, 1e-4))
-        other = self._whole(self.seed ^ 1)
-        pieces = self._parts(self.seed)
-        judged = self._counts(whole, other, pieces)
-        if not judged and _alike(whole, other, 1e-6):
-            judged = self._means([whole], [pieces])
-        elif not judged and sum(p.numel() for p in self.step.model.parameters()) <= SMALL:
-            seeds = [self.seed ^ number for number in range(2, DRAWS)]
-            judged = self._means([whole, other, *map(self._whole, seeds)], [pieces, *map(self._parts, [self.seed ^ 1, *seeds])])
-        return judged + found
+        state_findings = self._judge_state(changed, changes_loss=not _alike(whole, again, 1e-4))
+        other_seed = self._as_one_batch(self.seed ^ 1)
+        split = self._as_two_batches(self.seed)
+        findings = self._judge_counts(whole, other_seed, split)
+        if not findings and _alike(whole, other_seed, 1e-6):
+            findings = self._judge_means([whole], [split])
+        elif not findings and sum(p.numel() for p in self.step.model.parameters()) <= MAX_PARAMETERS_TO_DRAW:
+            seeds = [self.seed ^ number for number in range(2, NUM_DRAWS)]
+            wholes = [whole, other_seed, *map(self._as_one_batch, seeds)]
+            splits = [split, *map(self._as_two_batches, [self.seed ^ 1, *seeds])]
+            findings = self._judge_means(wholes, splits)
+        return findings + state_findings
 
     # --- computing ---
 
-    def _compute(self, seed: int, part: slice) -> Means:
-        """The loss of some samples; what it changes stays changed."""
+    def _compute(self, seed: int, part: slice) -> Losses:
+        """Returns the loss of some samples; side effects stay."""
         device = self.step.group.device
         seed_model(device, seed)
         seed_host(seed)
         if device.type != "cpu":
             torch.default_generator.manual_seed(seed)
-        batch = self.batch(part)
-        if self.exact:  # in the weights' own format, where rounding is no excuse
+        batch = self.make_batch(part)
+        if self.is_full_precision:  # without autocast, whose rounding could hide a difference
             value = self.step.strategy.call(self.step.task.loss, self.step.model, batch)
         else:
             with self.step.precision.forward():
@@ -166,77 +182,77 @@ class _Trial:
         parts, _ = read_loss(value)
         return {p.name: (float(p.value.detach()), None if p.count is None else float(p.count)) for p in parts}
 
-    def _whole(self, seed: int) -> Means:
+    def _as_one_batch(self, seed: int) -> Losses:
         try:
             return self._compute(seed, slice(None))
         finally:
             self.before.restore()
 
-    def _parts(self, seed: int) -> Means:
-        """The same samples as two batches, put together as the engine puts micro-batches together."""
-        means: list[Means] = []
-        for part in (slice(None, self.first), slice(self.first, None)):
+    def _as_two_batches(self, seed: int) -> Losses:
+        """Returns the loss of the same samples as two batches, joined as the engine joins micro-batches."""
+        losses: list[Losses] = []
+        for part in (slice(None, self.num_first), slice(self.num_first, None)):
             try:
-                means.append(self._compute(seed, part))
+                losses.append(self._compute(seed, part))
             finally:
                 self.before.restore()
-        one, two = means
-        joined: Means = {}
+        one, two = losses
+        joined: Losses = {}
         for name, (value, count) in one.items():
-            other, others = two[name]
-            if count is None or others is None:
-                joined[name] = (value * self.first + other * (self.samples - self.first)) / self.samples, None
-                self.sums.setdefault(name, []).append(value + other)
+            other_value, other_count = two[name]
+            if count is None or other_count is None:
+                joined[name] = (value * self.num_first + other_value * (self.num_samples - self.num_first)) / self.num_samples, None
+                self.sums.setdefault(name, []).append(value + other_value)
             else:
-                joined[name] = value + other, count + others
+                joined[name] = value + other_value, count + other_count
         return joined
 
     # --- judging ---
 
-    def _counts(self, whole: Means, other: Means, pieces: Means) -> list[Finding]:
+    def _judge_counts(self, whole: Losses, other_seed: Losses, split: Losses) -> list[Finding]:
         for name, (_, count) in whole.items():
-            parted, again = pieces[name][1], other[name][1]
-            if count is None or parted is None or count != again or abs(count - parted) <= 1e-3 * abs(count):
+            split_count, again = split[name][1], other_seed[name][1]
+            if count is None or split_count is None or count != again or abs(count - split_count) <= 1e-3 * abs(count):
                 continue
-            which = "" if name == "loss" else f" of {name!r}"
-            return [Finding("count", (
-                f"loss() gives the count{which} {count:g} for {self.samples} samples as one batch, {parted:g} as two: a count must be the"
+            part = "" if name == "loss" else f" of {name!r}"
+            return [Finding(Cause.COUNT, (
+                f"loss() gives the count{part} {count:g} for {self.num_samples} samples as one batch, {split_count:g} as two: a count must be the"
                 f" batch's own (its samples or tokens), or the loss is divided by the number of micro-batches and processes"
             ))]  # fmt: skip
         return []
 
-    def _means(self, wholes: list[Means], pieces: list[Means]) -> list[Finding]:
-        """Compare means: one of each where there is no randomness, else many, with room for chance."""
-        scale = max(abs(_mean(*value)) for means in (*wholes, *pieces) for value in means.values())
+    def _judge_means(self, wholes: list[Losses], splits: list[Losses]) -> list[Finding]:
+        """Compares means: one of each without randomness, else several, with a tolerance for chance."""
+        scale = max(abs(_mean(*value)) for means in (*wholes, *splits) for value in means.values())
         for name in wholes[0]:
-            ones, twos = ([_mean(*means[name]) for means in many] for many in (wholes, pieces))
+            ones, twos = ([_mean(*means[name]) for means in many] for many in (wholes, splits))
             one, two = statistics.fmean(ones), statistics.fmean(twos)
-            room = self.tolerance * max(abs(one), abs(two), scale / 100)
+            tolerance = self.tolerance * max(abs(one), abs(two), scale / 100)
             if len(ones) > 1:
-                apart = statistics.stdev([a - b for a, b in zip(ones, twos, strict=True)])
-                room = max(room, 0.1 * max(abs(one), abs(two)), SURE * apart / len(ones) ** 0.5)
-            if abs(one - two) > room:
-                return [self._apart(name, one, two)]
+                deviation = statistics.stdev([a - b for a, b in zip(ones, twos, strict=True)])
+                tolerance = max(tolerance, 0.1 * max(abs(one), abs(two)), MIN_STANDARD_ERRORS * deviation / len(ones) ** 0.5)
+            if abs(one - two) > tolerance:
+                return [self._different_means(name, one, two)]
         return []
 
-    def _apart(self, name: str, whole: float, parted: float) -> Finding:
-        which = "the loss" if name == "loss" else f"the loss's part {name!r}"
-        seen = f"{which} of {self.samples} samples is {whole:.4g} as one batch, {parted:.4g} as two"
+    def _different_means(self, name: str, whole: float, split: float) -> Finding:
+        part = "the loss" if name == "loss" else f"the loss's part {name!r}"
+        difference = f"{part} of {self.num_samples} samples is {whole:.4g} as one batch, {split:.4g} as two"
         if name in self.sums and abs(statistics.fmean(self.sums[name]) - whole) <= self.tolerance * abs(whole):
-            return Finding("sum", f"{seen}: it looks like a sum; return the mean over the samples, or (total, count)")
-        return Finding("coupled", (
-            f"{seen}: it couples the samples of a batch (in-batch negatives, a statistic of the batch), or is a mean over something else"
+            return Finding(Cause.SUM, f"{difference}: it looks like a sum; return the mean over the samples, or (total, count)")
+        return Finding(Cause.COUPLED, (
+            f"{difference}: it couples the samples of a batch (in-batch negatives, a statistic of the batch), or is a mean over something else"
             f" than samples (tokens: return (total, count)); so the result depends on the plan's micro-batch"
         ))  # fmt: skip
 
-    def _state(self, changed: set[str], matters: bool) -> list[Finding]:
-        """What the loss writes: into the model's own tensors, or elsewhere, if its next value depends on that."""
-        names = sorted(changed & self.before.state) or (sorted(changed) if matters else [])
+    def _judge_state(self, changed: set[str], changes_loss: bool) -> list[Finding]:
+        """Reports what the loss writes into the model's saved tensors, or elsewhere if its next value depends on that."""
+        names = sorted(changed & self.before.saved_names) or (sorted(changed) if changes_loss else [])
         if not names:
             return []
-        told = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return [Finding("state", (
-            f"loss() changes {told} each time it is called: that is once a micro-batch and on each process by itself, not once a step,"
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return [Finding(Cause.STATE, (
+            f"loss() changes {listed} each time it is called: that is once a micro-batch and on each process by itself, not once a step,"
             f" so the result depends on the plan"
         ))]  # fmt: skip
 
@@ -245,79 +261,79 @@ def _mean(value: float, count: float | None) -> float:
     return value if count is None else value / count if count else 0.0
 
 
-def _alike(one: Means, two: Means, tolerance: float) -> bool:
+def _alike(one: Losses, two: Losses, tolerance: float) -> bool:
     pairs = [(_mean(*one[name]), _mean(*two[name])) for name in one]
     scale = max((abs(a) for a, _ in pairs), default=0.0)
     return all(abs(a - b) <= tolerance * max(abs(a), scale / 100) or a != a for a, b in pairs)
 
 
-# --- a few samples, as batches -----------------------------------------------------------------
+# --- batches of a few samples ------------------------------------------------------------------
 
 
-def _samples(step: Step, inputs: Inputs, form: Form) -> tuple[int, Batch]:
-    """How many samples it is tried on, and what makes a batch of some of them."""
-    given, ids = inputs
+def _samples(step: Step, inputs: Inputs, form: Form) -> tuple[int, MakeBatch]:
+    """Returns the number of samples to check with, and what makes a batch of some of them."""
+    loaded, ids = inputs
     share = form.size // step.group.size
     if step.feed.is_resident:  # any rows can be a batch
         epoch, index = divmod(step.number, step.feed.steps_per_epoch)
-        mine = [micro.ids for micro in step.feed.micro_batches(epoch, index) if micro.num_real]
-        count = min(share, MANY, max(FEW, share // 4))
-        rows = torch.cat(mine)[:count] if mine else ids[:0]
+        own_ids = [micro.ids for micro in step.feed.micro_batches(epoch, index) if micro.num_real]
+        count = min(share, MAX_SAMPLES, max(MIN_SAMPLES, share // 4))
+        rows = torch.cat(own_ids)[:count] if own_ids else ids[:0]
         return len(rows), lambda part: step.make_batch(None, rows[part])
-    count = min(len(ids), MANY, max(FEW, share // 4))
-    _rows(given, slice(0, 1), len(ids))
+    count = min(len(ids), MAX_SAMPLES, max(MIN_SAMPLES, share // 4))
+    _rows(loaded, slice(0, 1), len(ids))
 
-    def batch(part: slice) -> Any:
-        rows = _rows(_rows(given, slice(0, count), len(ids)), part, count)
+    def make_batch(part: slice) -> Any:
+        rows = _rows(_rows(loaded, slice(0, count), len(ids)), part, count)
         return rows if form.ready else step.make_batch(rows, ids[:count][part])
 
-    return count if len(ids) >= FEW else 0, batch
+    return count if len(ids) >= MIN_SAMPLES else 0, make_batch
 
 
-def _rows(batch: Any, part: slice, samples: int) -> Any:
-    """Some samples of a batch that a loader made; raises where it does not say what belongs to which sample."""
+def _rows(batch: Any, part: slice, num_samples: int) -> Any:
+    """Returns some samples of a batch that a loader made; raises _NotSeparable where it does not show what belongs to which sample."""
     if isinstance(batch, Tensor):
-        if batch.dim() == 0 or len(batch) != samples or batch.layout is not torch.strided:
-            raise _Uncut
+        if batch.dim() == 0 or len(batch) != num_samples or batch.layout is not torch.strided:
+            raise _NotSeparable
         return batch[part].clone()
     if isinstance(batch, dict):
-        return {key: _rows(value, part, samples) for key, value in batch.items()}
+        return {key: _rows(value, part, num_samples) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        if len(batch) == samples and all(isinstance(item, PLAIN_TYPES) for item in batch):
+        if len(batch) == num_samples and all(isinstance(item, PLAIN_TYPES) for item in batch):
             return batch[part]
-        items = [_rows(item, part, samples) for item in batch]
+        items = [_rows(item, part, num_samples) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     if batch is None or isinstance(batch, str):
         return batch
-    raise _Uncut
+    raise _NotSeparable
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Layers of torch's own draw no dropout, and BatchNorm, of which users are told anyway, uses what it has learned."""
-    calm = [
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """Inside, torch's own layers draw no dropout, and BatchNorm, about which users are warned elsewhere, uses its running statistics."""
+    in_eval_mode = [
         m for m in model.modules()
         if m.training and (type(m).__module__.startswith("torch.nn.") or isinstance(m, nn.modules.batchnorm._BatchNorm))
     ]  # fmt: skip
-    for module in calm:
+    for module in in_eval_mode:
         module.training = False
     try:
         yield
     finally:
-        for module in calm:
+        for module in in_eval_mode:
             module.training = True
 
 
 @contextmanager
-def _unheard() -> Iterator[None]:
-    """What the loss prints, or is warned of, is for the steps that count."""
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere), warnings.catch_warnings():
+def _without_output() -> Iterator[None]:
+    """Inside, prints and warnings of the loss are dropped: its steps print them, too."""
+    with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-def _generators(device: torch.device) -> list[tuple[Callable[[Any], object], Any]]:
-    """What puts each generator back, and its state."""
-    chosen = [torch.default_generator] if device.type == "cpu" else [torch.default_generator, model_generator(device)]
+def _generator_states(device: torch.device) -> list[tuple[Callable[[Any], object], Any]]:
+    """Returns, for each random generator, the function that sets its state, and the state."""
+    generators = [torch.default_generator] if device.type == "cpu" else [torch.default_generator, model_generator(device)]
     states: list[tuple[Callable[[Any], object], Any]] = [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
-    return states + [(generator.set_state, generator.get_state()) for generator in chosen]
+    return states + [(generator.set_state, generator.get_state()) for generator in generators]

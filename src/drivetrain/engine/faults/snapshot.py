@@ -1,4 +1,4 @@
-"""What a loss may change besides its result, taken down so that it can be compared and put back."""
+"""What a loss may change besides its result: recorded, so that it can be compared and restored."""
 
 from __future__ import annotations
 
@@ -17,142 +17,183 @@ from drivetrain.engine.fast.python_state import PLAIN_TYPES
 from drivetrain.engine.state.tensors import is_sharded, unsavable_form
 from drivetrain.project import is_users
 
-DEPTH = 3  # objects within objects that are looked into
-LONG, ENDLESS = 200, 100_000  # items of a container that are looked into; and of one that is not even copied, for it is data
-LARGEST = 64 << 20, 1 << 30  # bytes of tensors that are copied, on a CPU and on a GPU: what is beyond is weights, or data
+MAX_DEPTH = 3  # of objects within objects
+MAX_ITEMS = 200  # of a container that are recorded
+MAX_CONTAINER = 100_000  # items; a larger container is data, and is not copied
+MAX_TENSOR_BYTES_CPU, MAX_TENSOR_BYTES_GPU = 64 << 20, 1 << 30  # copied in all: what is beyond is weights, or data
+CONTAINERS = (list, set, deque, tuple)
 
 
 class Snapshot:
-    """Values of a task, a model and the user's own classes and files, as they are now."""
+    """The values of a task, a model and the user's own classes and files, as they were when it was made."""
 
     def __init__(self, task: Any, model: nn.Module) -> None:
-        self.complete = True
-        """Whether nothing was met that cannot be put back, such as an open file or an iterator."""
-        self._held: list[tuple[str, Any, Any]] = []
+        self.is_complete = True
+        """Whether everything can be restored: False with an open file or an iterator, for example."""
+        self.saved_names: set[str] = set()
+        """Names of the model's tensors that checkpoints hold."""
+        self._containers: list[tuple[str, Any, list[Any]]] = []
+        """Name, list or set, and its items."""
         self._dicts: list[tuple[str, dict[Any, Any], dict[Any, Any]]] = []
+        """Prefix of names, dictionary, and its copy."""
         self._classes: list[tuple[type, dict[str, Any]]] = []
-        self._setters: list[Callable[[], object]] = []
         self._tensors: list[tuple[str, Tensor, Tensor]] = []
+        """Name, tensor, and its copy."""
+        self._setters: list[Callable[[], object]] = []
+        """Functions that restore generators and arrays."""
         self._seen: dict[int, object] = {}
-        self._met: list[tuple[str, Tensor]] = []
-        self.state: set[str] = set()
-        """Names of the model's tensors that are saved with it."""
-        for prefix, module in model.named_modules():
-            dot = f"{prefix}." if prefix else ""
-            for own in (module._buffers, module._parameters):
-                self._walk_dict(dot, own, DEPTH)
-            saved = [n for n in module._buffers if n not in module._non_persistent_buffers_set]
-            self.state |= {dot + n for n in (*saved, *module._parameters)}
-        for prefix, module in model.named_modules():
-            self._walk_dict(f"{prefix}." if prefix else "model.", vars(module), DEPTH)
-        self._walk_dict("self.", vars(task), DEPTH)
-        kinds = {c for owner in (task, *model.modules()) for c in type(owner).__mro__ if _is_users_module(c.__module__)}
-        for kind in kinds:
-            values = {k: v for k, v in vars(kind).items() if not k.startswith("__")}
-            self._classes.append((kind, values))
-            for name, value in values.items():
-                self._walk(f"{kind.__name__}.{name}", value, DEPTH)
-        for name in {kind.__module__ for kind in kinds}:
-            self._walk_dict("", vars(sys.modules[name]), 1)
+        self._uncopied: list[tuple[str, Tensor]] = []
+        self._record_model(model)
+        self._record_dict("self.", vars(task), MAX_DEPTH)
+        self._record_classes({c for owner in (task, *model.modules()) for c in type(owner).__mro__ if _is_users_module(c.__module__)})
         self._copy_tensors(model)
 
     def changed(self) -> set[str]:
-        """Names of what is not as it was, and of what came new (a cache, for example)."""
-        names = {name for name, tensor, kept in self._tensors if not _equal(tensor, kept)}
-        tensors = {id(tensor): kept for _, tensor, kept in self._tensors}
+        """Returns the names of what changed, and of what is new (a cache, for example)."""
+        names = {name for name, tensor, copy in self._tensors if not _equal(tensor, copy)}
+        tensors = {id(tensor): copy for _, tensor, copy in self._tensors}
         for prefix, now, then in self._dicts:
             names |= {f"{prefix}{k}" for k, v in then.items() if not _same(dict.get(now, k), v, tensors)}
             names |= {f"{prefix}{k}" for k in dict.keys(now) - then.keys()}
-        names |= {name for name, now, then in self._held if [*map(id, now)] != [*map(id, then)]}
+        names |= {name for name, now, then in self._containers if not _same_items(now, then)}
         for kind, then in self._classes:
             names |= {f"{kind.__name__}.{k}" for k, v in then.items() if not _same(vars(kind).get(k), v, tensors)}
         return names
 
     def restore(self) -> None:
-        """Put back what was changed."""
-        for _, now, then in self._dicts:
-            if [*now] != [*then]:
-                dict.clear(now)
-                dict.update(now, then)
-                continue
-            for key, value in then.items():
-                if dict.get(now, key) is not value:
-                    dict.__setitem__(now, key, value)
-        for _, now, then in self._held:
-            if [*map(id, now)] != [*map(id, then)]:
-                now.clear()
-                now.update(then) if isinstance(now, set) else now.extend(then)
-        for kind, values in self._classes:
-            for name in [k for k in vars(kind) if not k.startswith("__") and k not in values]:
-                delattr(kind, name)
-            for name, value in values.items():
-                if vars(kind).get(name) is not value:
-                    setattr(kind, name, value)
+        """Restores what changed."""
+        for _, values, original in self._dicts:
+            _restore_dict(values, original)
+        for _, container, items in self._containers:
+            _restore_items(container, items)
+        for kind, attributes in self._classes:
+            _restore_class(kind, attributes)
         with torch.no_grad():
-            for _, tensor, kept in self._tensors:
-                if not _equal(tensor, kept):
-                    tensor.data.copy_(kept)
-        for put_back in self._setters:
-            put_back()
+            for _, tensor, copy in self._tensors:
+                if not _equal(tensor, copy):
+                    tensor.data.copy_(copy)
+        for restore in self._setters:
+            restore()
 
-    # --- taking it down ---
+    # --- recording ---
 
-    def _walk_dict(self, prefix: str, values: dict[Any, Any], depth: int) -> None:
+    def _record_model(self, model: nn.Module) -> None:
+        """Records tensors first, so that they get the names that they have in the model's state dict."""
+        for prefix, module in model.named_modules():
+            dot = f"{prefix}." if prefix else ""
+            for own in (module._buffers, module._parameters):
+                self._record_dict(dot, own, MAX_DEPTH)
+            persistent = [n for n in module._buffers if n not in module._non_persistent_buffers_set]
+            self.saved_names |= {dot + n for n in (*persistent, *module._parameters)}
+        for prefix, module in model.named_modules():
+            self._record_dict(f"{prefix}." if prefix else "model.", vars(module), MAX_DEPTH)
+
+    def _record_classes(self, kinds: set[type]) -> None:
+        """Records the user's classes and the files that they are defined in."""
+        for kind in kinds:
+            attributes = {k: v for k, v in vars(kind).items() if not k.startswith("__")}
+            self._classes.append((kind, attributes))
+            for name, value in attributes.items():
+                self._record(f"{kind.__name__}.{name}", value, MAX_DEPTH)
+        for name in {kind.__module__ for kind in kinds}:
+            self._record_dict("", vars(sys.modules[name]), 1)
+
+    def _record_dict(self, prefix: str, values: dict[Any, Any], depth: int) -> None:
         if id(values) in self._seen:
             return
         self._seen[id(values)] = values
-        if len(values) > ENDLESS:
+        if len(values) > MAX_CONTAINER:
             return
-        copied = dict(dict.items(values))  # not a subclass's own items(): a library's lazy mapping would load all it has
-        self._dicts.append((prefix, values, copied))
-        for key, value in list(copied.items())[:LONG] if depth else ():
-            self._walk(f"{prefix}{key}", value, depth - 1)
+        copy = dict(dict.items(values))  # not a subclass's own items(): a library's lazy mapping would load all it has
+        self._dicts.append((prefix, values, copy))
+        for key, value in list(copy.items())[:MAX_ITEMS] if depth else ():
+            self._record(f"{prefix}{key}", value, depth - 1)
 
-    def _walk(self, name: str, value: Any, depth: int) -> None:
+    def _record(self, name: str, value: Any, depth: int) -> None:
         if isinstance(value, (*PLAIN_TYPES, type)) or id(value) in self._seen:
             return
-        if isinstance(value, nn.Module):  # the model's own have had, or will have, their turn
+        if isinstance(value, nn.Module):  # the model's own modules are recorded elsewhere
             for module in value.modules():
-                self._walk_dict(f"{name}.", vars(module), DEPTH)
+                self._record_dict(f"{name}.", vars(module), MAX_DEPTH)
             return
         if isinstance(value, dict):
-            self._walk_dict(f"{name}.", value, depth)
+            self._record_dict(f"{name}.", value, depth)
             return
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
-            self._met.append((name, value))
-        elif isinstance(value, np.ndarray):
-            self._hold_array(value)
-        elif isinstance(value, (list, set, deque, tuple)):
-            if not isinstance(value, tuple) and len(value) <= ENDLESS:
-                self._held.append((name, value, list(value)))
-            for item in list(value)[:LONG] if depth else ():
-                self._walk(name, item, depth - 1)
-        elif isinstance(value, torch.Generator):
-            self._setters.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, random.Random):
-            self._setters.append(partial(value.setstate, value.getstate()))
-        elif isinstance(value, np.random.Generator):
-            self._setters.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+            self._uncopied.append((name, value))
+        elif isinstance(value, CONTAINERS):
+            self._record_container(name, value, depth)
+        elif setter := _setter(value):
+            self._setters.append(setter)
         elif isinstance(value, Iterator):
-            self.complete = False
+            self.is_complete = False
         elif depth and _is_users_module(type(value).__module__) and hasattr(value, "__dict__"):
-            self._walk_dict(f"{name}.", vars(value), depth)
+            self._record_dict(f"{name}.", vars(value), depth)
 
-    def _hold_array(self, array: np.ndarray[Any, Any]) -> None:
-        if array.nbytes <= LARGEST[0] and array.flags.writeable and not array.dtype.hasobject:
-            self._setters.append(partial(np.copyto, array, array.copy()))
+    def _record_container(self, name: str, value: Any, depth: int) -> None:
+        if not isinstance(value, tuple) and len(value) <= MAX_CONTAINER:
+            self._containers.append((name, value, list(value)))
+        for item in list(value)[:MAX_ITEMS] if depth else ():
+            self._record(name, item, depth - 1)
 
     def _copy_tensors(self, model: nn.Module) -> None:
-        """Copy the values of tensors: those that training does not change by itself first, then as many as there is room for."""
-        trained = {id(p): p.requires_grad for p in model.parameters()}
-        room = LARGEST[any(p.device.type != "cpu" for p in model.parameters())]
-        for name, tensor in sorted(self._met, key=lambda one: (id(one[1]) in trained) + trained.get(id(one[1]), False)):
-            if is_sharded(tensor) or unsavable_form(tensor) or tensor.is_meta or tensor.nbytes > room:
+        """Copies tensors as far as they fit: first those that training itself does not change, trained parameters last."""
+        requires_grad = {id(p): p.requires_grad for p in model.parameters()}
+        on_gpu = any(p.device.type != "cpu" for p in model.parameters())
+        free_bytes = MAX_TENSOR_BYTES_GPU if on_gpu else MAX_TENSOR_BYTES_CPU
+
+        def rank(named: tuple[str, Tensor]) -> int:
+            return (id(named[1]) in requires_grad) + requires_grad.get(id(named[1]), False)
+
+        for name, tensor in sorted(self._uncopied, key=rank):
+            if is_sharded(tensor) or unsavable_form(tensor) or tensor.is_meta or tensor.nbytes > free_bytes:
                 continue
-            room -= tensor.nbytes
+            free_bytes -= tensor.nbytes
             self._tensors.append((name, tensor, tensor.detach().clone()))
-        self._met.clear()
+        self._uncopied.clear()
+
+
+def _setter(value: Any) -> Callable[[], object] | None:
+    """Returns what restores the present state of a generator or an array; None for other objects and large arrays."""
+    if isinstance(value, np.ndarray):
+        is_copied = value.nbytes <= MAX_TENSOR_BYTES_CPU and value.flags.writeable and not value.dtype.hasobject
+        return partial(np.copyto, value, value.copy()) if is_copied else None
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    return None
+
+
+def _restore_dict(values: dict[Any, Any], original: dict[Any, Any]) -> None:
+    if [*values] != [*original]:
+        dict.clear(values)
+        dict.update(values, original)
+        return
+    for key, value in original.items():
+        if dict.get(values, key) is not value:
+            dict.__setitem__(values, key, value)
+
+
+def _restore_items(container: Any, items: list[Any]) -> None:
+    if _same_items(container, items):
+        return
+    container.clear()
+    if isinstance(container, set):
+        container.update(items)
+    else:
+        container.extend(items)
+
+
+def _restore_class(kind: type, attributes: dict[str, Any]) -> None:
+    for name in [k for k in vars(kind) if not k.startswith("__") and k not in attributes]:
+        delattr(kind, name)
+    for name, value in attributes.items():
+        if vars(kind).get(name) is not value:
+            setattr(kind, name, value)
 
 
 @lru_cache(maxsize=1024)
@@ -161,8 +202,13 @@ def _is_users_module(name: str) -> bool:
     return bool(file) and is_users(str(file))
 
 
+def _same_items(now: Any, then: list[Any]) -> bool:
+    """Returns whether a container holds the same objects in the same order."""
+    return [*map(id, now)] == [*map(id, then)]
+
+
 def _same(now: Any, then: Any, tensors: dict[int, Tensor]) -> bool:
-    """Whether a name stands for what it stood for: the same object, or the same value in another one."""
+    """Returns whether a name stands for the same object, or for the same value in another object."""
     if now is then:
         return True
     if isinstance(now, Tensor) and isinstance(then, Tensor):
@@ -171,6 +217,7 @@ def _same(now: Any, then: Any, tensors: dict[int, Tensor]) -> bool:
 
 
 def _equal(one: Tensor, two: Tensor) -> bool:
+    """Returns whether two tensors hold the same numbers, NaN included."""
     one, two = one.detach(), two.detach()
     if unsavable_form(one) or one.is_meta or one.device != two.device:
         return False

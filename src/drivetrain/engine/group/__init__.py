@@ -1,4 +1,4 @@
-"""The process group: join it, and the few collective operations the engine needs."""
+"""The process group: joining it, and the collective operations that the engine uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from drivetrain.engine.group.wire import use_plain_objects
+from drivetrain.engine.group.wire import replace_pickles
 from drivetrain.outcomes import Outcome, Problem
 
 TIMEOUT = timedelta(minutes=10)
@@ -24,21 +24,21 @@ TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Group:
-    """This process's place among all: with one process every operation is free."""
+    """The ranks of a training as this process sees them. With one process every operation is free."""
 
     rank: int
     size: int
     device: torch.device
     host_group: dist.ProcessGroup | None = None
-    """Where the ranks' devices talk to each other: another way, from host to host."""
+    """The group for collectives from host to host; None where the default group already is one."""
 
     def __post_init__(self) -> None:
         if self.size > 1:
-            use_plain_objects()
+            replace_pickles()
 
     @property
     def device_counters(self) -> bool:
-        """Whether the host runs ahead of the device: then a step finds its number and all that follows from it there."""
+        """Whether step, learning rate and sample ids live in device tensors, because the host runs ahead of the device."""
         return self.device.type == "cuda"
 
     @property
@@ -46,37 +46,39 @@ class Group:
         return self.rank == 0
 
     def all_reduce(self, tensor: Tensor) -> None:
+        """Sums a tensor over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
 
     def sum_on_hosts(self, values: Sequence[float]) -> list[float]:
-        """The sums over all ranks of plain numbers: no device is waited for."""
+        """Returns the sums of plain numbers over all ranks, without waiting for a device."""
         if self.size == 1:
             return list(values)
-        told = torch.tensor(values)
-        dist.all_reduce(told, group=self.host_group)
-        return [float(value) for value in told.tolist()]
+        sums = torch.tensor(values)
+        dist.all_reduce(sums, group=self.host_group)
+        return [float(value) for value in sums.tolist()]
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Overwrites tensors with the source rank's."""
         if self.size > 1:
             for tensor in (t.detach() for t in tensors):
                 if tensor.is_contiguous():
                     dist.broadcast(tensor, source)
                 else:
-                    whole = tensor.contiguous()
-                    dist.broadcast(whole, source)
-                    tensor.copy_(whole)
+                    contiguous = tensor.contiguous()
+                    dist.broadcast(contiguous, source)
+                    tensor.copy_(contiguous)
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """The source rank's value, on every rank."""
+        """Returns the source rank's value on every rank."""
         if self.size == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, source, device=self.device)
-        return box[0]
+        values = [value]
+        dist.broadcast_object_list(values, source, device=self.device)
+        return values[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on every rank."""
+        """Returns every rank's value, in rank order, on every rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -84,19 +86,19 @@ class Group:
         return values
 
     def shares_folder(self, folder: Path) -> bool:
-        """Whether every process sees the same folder."""
+        """Returns whether every process sees the same folder; a collective call."""
         token = folder / self.broadcast_object(f".reach-{uuid.uuid4().hex}")
         if self.is_main:
             folder.mkdir(parents=True, exist_ok=True)
             token.touch()
         self.gather_objects(None)
-        seen = all(self.gather_objects(token.exists()))
+        is_seen = all(self.gather_objects(token.exists()))
         if self.is_main:
             token.unlink(missing_ok=True)
-        return seen
+        return is_seen
 
     def ensure_initialized(self, backend: str) -> None:
-        """Make the group of a process that is alone, for what works on a group only."""
+        """Makes a group of this single process, if there is none, for code that works only with a group."""
         if not dist.is_initialized():
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
@@ -106,34 +108,35 @@ class Group:
 
 
 def join_group(device: str, backend: str, own_port: bool = False) -> Group:
-    """Join the group that RANK, WORLD_SIZE and MASTER_ADDR describe; alone where they do not. With `own_port` the address
-    is one that drivetrain chose: it is bound there alone, and where it is taken that is bad luck, not a mistake."""
+    """Joins the group that RANK, WORLD_SIZE and MASTER_ADDR describe; without them, the process is alone.
+
+    With `own_port` drivetrain chose the port: it is bound at that address only, and if it is in use the user made no mistake."""
     rank, size, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     if device == "cuda":
         if local >= torch.cuda.device_count():
             raise Problem(f"process {local} of this machine has no GPU of its own ({torch.cuda.device_count()} visible): lower --procs")
         torch.cuda.set_device(local)
-        place = torch.device("cuda", local)
+        torch_device = torch.device("cuda", local)
     else:
-        place = torch.device(device)
+        torch_device = torch.device(device)
     if size > 1 and not dist.is_initialized():
         try:
             store = _bound_store(rank, size) if own_port else None
             dist.init_process_group(
-                backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT, device_id=place if device == "cuda" else None
+                backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT, device_id=torch_device if device == "cuda" else None
             )
         except (OSError, RuntimeError, ValueError, dist.DistError) as error:
-            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             text = str(error).splitlines()[0]
             if not own_port and ("EADDRINUSE" in str(error) or "in use" in str(error)):
                 raise Problem(f"port {os.environ.get('MASTER_PORT')} is in use: choose another in --rendezvous or MASTER_PORT") from None
-            raise Problem(f"the {size} processes could not meet at {where}: {text}", Outcome.INFRA) from None
-    side = dist.new_group(backend="gloo", timeout=TIMEOUT) if size > 1 and backend != "gloo" else None
-    return Group(rank, size, place, side)
+            raise Problem(f"the {size} processes could not meet at {address}: {text}", Outcome.INFRA) from None
+    host_group = dist.new_group(backend="gloo", timeout=TIMEOUT) if size > 1 and backend != "gloo" else None
+    return Group(rank, size, torch_device, host_group)
 
 
 def _bound_store(rank: int, size: int) -> TCPStore:
-    """torch's store at MASTER_ADDR. By itself torch would open it on all of the machine's interfaces."""
+    """Returns torch's store, bound to MASTER_ADDR only. By itself torch would bind it to all of the machine's interfaces."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank != 0:
         return TCPStore(address, port, size, is_master=False, timeout=TIMEOUT)

@@ -1,7 +1,7 @@
-"""Objects between processes as JSON and raw tensors. torch sends them as pickles, by which a stranger on the network runs code.
+"""Objects sent between processes as JSON and raw tensors. torch sends pickles, by which a stranger on the network could run code.
 
-`use_plain_objects` replaces the two functions of torch that all its object collectives go through: those of the
-engine, of torch's checkpoint writer, of DeepSpeed and of the user's own code.
+`replace_pickles` replaces the two functions of torch that all its object collectives call: those of the engine, of
+torch's checkpoint writer, of DeepSpeed and of the user's own code.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 LENGTH = struct.Struct("<Q")
-ALIGNMENT = 16  # bytes: a tensor begins where any of its types may
+ALIGNMENT = 16  # bytes: where a tensor of any type may begin
 MAX_DEPTH = 200
-PLAIN = (type(None), bool, int, float, str)
+PLAIN_JSON = (type(None), bool, int, float, str)
+COLLECTIONS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
-EXCHANGED = {
+CHECKPOINT_CLASSES = {
     f"torch.distributed.checkpoint.{name}"
     for name in (
         "planner.SavePlan", "planner.WriteItem", "planner.WriteItemType", "planner.TensorWriteData", "planner.BytesIOWriteData",
@@ -37,14 +38,14 @@ EXCHANGED = {
         "storage.WriteResult", "filesystem._StoragePrefix", "filesystem._StorageInfo",
     )
 }  # fmt: skip
-"""Dataclasses and enums that torch's checkpoint writer sends: they hold values and do nothing when they are made."""
+"""Dataclasses and enums that torch's checkpoint writer sends: they hold values, and creating them runs no code."""
 
 
-class NotPlain(TypeError):
-    """An object that is not sent between processes, or bytes that hold none."""
+class NotSendable(TypeError):
+    """An object is not sent between processes, or bytes hold none."""
 
 
-def use_plain_objects() -> None:
+def replace_pickles() -> None:
     """From now on every object collective of this process sends JSON and tensors, and reads nothing else."""
     for name in ("_object_to_tensor", "_tensor_to_object"):
         if not callable(getattr(c10d, name, None)):
@@ -55,20 +56,23 @@ def use_plain_objects() -> None:
 
 def _object_to_tensor(value: Any, device: torch.device, *_: Any) -> tuple[Tensor, Tensor]:
     try:
-        data = pack(value).to(device)
-    except NotPlain as refused:  # the others wait for it in a collective: they get the reason, and raise it
-        data = _bytes(json.dumps({"refused": str(refused)})).to(device)
+        data = encode(value).to(device)
+    except NotSendable as error:  # the other ranks wait for it in a collective: they receive the reason, and raise it
+        data = _text_bytes(json.dumps({"refused": str(error)})).to(device)
     return data, torch.tensor([data.numel()], dtype=torch.long, device=device)
 
 
 def _tensor_to_object(data: Tensor, size: Any, *_: Any) -> Any:
-    return unpack(data.cpu()[: int(size)])
+    return decode(data.cpu()[: int(size)])
 
 
-def pack(value: Any) -> Tensor:
-    """The value as bytes: the length of a JSON text, the text, and the raw bytes of the tensors it points to."""
+# --- writing -----------------------------------------------------------------------------------
+
+
+def encode(value: Any) -> Tensor:
+    """Returns the value as bytes: the length of a JSON text, the text, and the raw bytes of its tensors."""
     tensors: list[Tensor] = []
-    pieces = [_bytes(json.dumps(_encode(value, tensors, 0)))]
+    pieces = [_text_bytes(json.dumps(_to_json(value, tensors, 0)))]
     for tensor in tensors:
         raw = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
         gap = -sum(piece.numel() for piece in pieces) % ALIGNMENT
@@ -76,126 +80,149 @@ def pack(value: Any) -> Tensor:
     return torch.cat(pieces)
 
 
-def _bytes(text: str) -> Tensor:
+def _text_bytes(text: str) -> Tensor:
     data = text.encode()
     return torch.frombuffer(bytearray(LENGTH.pack(len(data)) + data), dtype=torch.uint8)
 
 
-def unpack(data: Tensor) -> Any:
-    """The value that `pack` made these bytes of."""
-    raw = data.contiguous()
-    size = raw.numel()
-    if size < LENGTH.size:
-        raise NotPlain("another process sent an object that cannot be read: it is too short")
-    length = LENGTH.unpack(raw[: LENGTH.size].numpy().tobytes())[0]
-    if length > size - LENGTH.size:
-        raise NotPlain("another process sent an object that cannot be read: it is cut off")
-    position = LENGTH.size + length
-    try:
-        tree = json.loads(raw[LENGTH.size : position].numpy().tobytes())
-        return _decode(tree, _Reader(raw, position).next)
-    except NotPlain:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
-        raise NotPlain(f"another process sent an object that cannot be read ({type(error).__name__}: {error})") from None
-
-
-class _Reader:
-    """Takes tensors from the bytes, one after the other."""
-
-    def __init__(self, raw: Tensor, position: int) -> None:
-        self.raw, self.position = raw, position
-
-    def next(self, dtype: torch.dtype, shape: list[int]) -> Tensor:
-        begin = self.position + -self.position % ALIGNMENT
-        count = math.prod(shape)
-        if count == 0:
-            return torch.empty(shape, dtype=dtype)
-        end = begin + count * dtype.itemsize
-        if min(shape, default=0) < 0 or end > self.raw.numel():
-            raise ValueError("a tensor is cut off")
-        self.position = end
-        return self.raw[begin:end].clone().view(dtype).reshape(shape)
-
-
-def _encode(value: Any, tensors: list[Tensor], depth: int) -> Any:
+def _to_json(value: Any, tensors: list[Tensor], depth: int) -> Any:
+    """Returns plain values as they are and all others as {kind: content}; appends tensors to the list."""
     if depth > MAX_DEPTH:
-        raise NotPlain("an object to be sent to other processes is nested too deeply")
-    if type(value) in PLAIN:
+        raise NotSendable("an object to be sent to other processes is nested too deeply")
+    if type(value) in PLAIN_JSON:
         return value
+    if isinstance(value, (Tensor, np.ndarray)):
+        return _array_to_json(value, tensors)
+    leaf = _leaf_to_json(value)
+    if leaf is not None:
+        return leaf
 
     def inner(item: Any) -> Any:
-        return _encode(item, tensors, depth + 1)
+        return _to_json(item, tensors, depth + 1)
 
     if isinstance(value, np.generic):
         return inner(value.item())
-    if isinstance(value, (Tensor, np.ndarray)):
-        return _encode_array(value, tensors)
+    if isinstance(value, (str, int, float)) and isinstance(value, Enum) and type(value).__module__.startswith("drivetrain"):
+        return inner(value.value)
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if name in CHECKPOINT_CLASSES:
+        return {"object": [name, value.name if isinstance(value, Enum) else {f.name: inner(getattr(value, f.name)) for f in fields(value)}]}
+    return _collection_to_json(value, inner)
+
+
+def _leaf_to_json(value: Any) -> dict[str, Any] | None:
+    """Returns the JSON of an object that holds no other objects; None for all others."""
     if isinstance(value, torch.Size):
         return {"size": list(value)}
     if isinstance(value, PurePath):
         return {"path": str(value)}
     if isinstance(value, TORCH_CONSTANTS):
         return {"torch": str(value).removeprefix("torch.")}
-    if isinstance(value, (str, int, float)) and isinstance(value, Enum) and type(value).__module__.startswith("drivetrain"):
-        return inner(value.value)
     if isinstance(value, BaseException):
-        return {"error": [type(value).__name__, [a if type(a) in PLAIN else str(a) for a in value.args]]}
+        return {"error": [type(value).__name__, [a if type(a) in PLAIN_JSON else str(a) for a in value.args]]}
     if isinstance(value, traceback.StackSummary):  # of such an error; its lines are of another machine
         return {"stack": None}
-    name = f"{type(value).__module__}.{type(value).__qualname__}"
-    if name in EXCHANGED:
-        made = value.name if isinstance(value, Enum) else {f.name: inner(getattr(value, f.name)) for f in fields(value)}
-        return {"object": [name, made]}
-    if isinstance(value, dict):
-        return {"dict": [[inner(key), inner(item)] for key, item in value.items()]}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        kind = next(kind for kind in ("list", "tuple", "set", "frozenset") if isinstance(value, getattr(builtins, kind)))
-        return {kind: [inner(item) for item in value]}
-    raise NotPlain(
-        f"a {type(value).__name__} is not sent to other processes, for that would be a pickle, which runs code: send numbers, text,"
-        " lists, dicts and tensors"
-    )
+    return None
 
 
-def _encode_array(value: Any, tensors: list[Tensor]) -> Any:
+def _array_to_json(value: Any, tensors: list[Tensor]) -> dict[str, Any]:
     tensor = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value, order="C"))
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise NotPlain(f"a {tensor.layout} tensor is not sent to other processes as an object: send its dense parts")
+        raise NotSendable(f"a {tensor.layout} tensor is not sent to other processes as an object: send its dense parts")
     tensors.append(tensor.cpu().contiguous())
     kind = "tensor" if isinstance(value, Tensor) else "array"
     return {kind: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]}
 
 
-def _decode(tree: Any, take: Callable[[torch.dtype, list[int]], Tensor]) -> Any:
-    if not isinstance(tree, dict):
-        if type(tree) not in PLAIN:
-            raise ValueError("an untagged value")
-        return tree
-    ((kind, content),) = tree.items()
-    if kind == "dict":
-        return {_decode(key, take): _decode(item, take) for key, item in content}
-    if kind in ("list", "tuple", "set", "frozenset"):
-        return getattr(builtins, kind)([_decode(item, take) for item in content])
-    if kind in ("tensor", "array"):
-        dtype, shape = content
-        tensor = take(_torch_constant(dtype, (torch.dtype,)), [int(n) for n in shape])
-        return tensor if kind == "tensor" else tensor.numpy()
-    if kind == "size":
-        return torch.Size([int(n) for n in content])
-    if kind == "path":
-        return Path(content)
-    if kind == "refused":
-        raise NotPlain(content)
-    if kind == "torch":
-        return _torch_constant(content, TORCH_CONSTANTS)
-    if kind == "error":
-        return _error(*content)
-    if kind == "stack":
-        return traceback.StackSummary()
-    if kind == "object":
-        return _exchanged(content[0], content[1], take)
-    raise ValueError(f"an unknown kind {kind!r}")
+def _collection_to_json(value: Any, inner: Callable[[Any], Any]) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {"dict": [[inner(key), inner(item)] for key, item in value.items()]}
+    for kind, collection in COLLECTIONS.items():
+        if isinstance(value, collection):
+            return {kind: [inner(item) for item in value]}
+    raise NotSendable(
+        f"a {type(value).__name__} is not sent to other processes, for that would be a pickle, which runs code: send numbers, text,"
+        " lists, dicts and tensors"
+    )
+
+
+# --- reading -----------------------------------------------------------------------------------
+
+
+def decode(data: Tensor) -> Any:
+    """Returns the value of which `encode` made these bytes."""
+    raw = data.contiguous()
+    size = raw.numel()
+    if size < LENGTH.size:
+        raise NotSendable("another process sent an object that cannot be read: it is too short")
+    length = LENGTH.unpack(raw[: LENGTH.size].numpy().tobytes())[0]
+    if length > size - LENGTH.size:
+        raise NotSendable("another process sent an object that cannot be read: it is cut off")
+    text_end = LENGTH.size + length
+    try:
+        return _Decoder(raw, text_end).value(json.loads(raw[LENGTH.size : text_end].numpy().tobytes()))
+    except NotSendable:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
+        raise NotSendable(f"another process sent an object that cannot be read ({type(error).__name__}: {error})") from None
+
+
+class _Decoder:
+    """Makes values of JSON, and reads their tensors from the bytes one after the other."""
+
+    def __init__(self, raw: Tensor, position: int) -> None:
+        self._raw, self._position = raw, position
+        self._readers: dict[str, Callable[[Any], Any]] = {
+            "dict": lambda items: {self.value(key): self.value(item) for key, item in items},
+            "tensor": self._tensor,
+            "array": lambda content: self._tensor(content).numpy(),
+            "size": lambda sizes: torch.Size([int(n) for n in sizes]),
+            "path": Path,
+            "refused": _raise_refused,
+            "torch": lambda name: _torch_constant(name, TORCH_CONSTANTS),
+            "error": lambda content: _error(*content),
+            "stack": lambda _: traceback.StackSummary(),
+            "object": self._checkpoint_object,
+        }
+
+    def value(self, tree: Any) -> Any:
+        if not isinstance(tree, dict):
+            if type(tree) not in PLAIN_JSON:
+                raise ValueError("an untagged value")
+            return tree
+        ((kind, content),) = tree.items()
+        if kind in COLLECTIONS:
+            return COLLECTIONS[kind]([self.value(item) for item in content])
+        if kind not in self._readers:
+            raise ValueError(f"an unknown kind {kind!r}")
+        return self._readers[kind](content)
+
+    def _tensor(self, content: Any) -> Tensor:
+        dtype_name, sizes = content
+        dtype, shape = _torch_constant(dtype_name, (torch.dtype,)), [int(n) for n in sizes]
+        begin = self._position + -self._position % ALIGNMENT
+        num_elements = math.prod(shape)
+        if num_elements == 0:
+            return torch.empty(shape, dtype=dtype)
+        end = begin + num_elements * dtype.itemsize
+        if min(shape, default=0) < 0 or end > self._raw.numel():
+            raise ValueError("a tensor is cut off")
+        self._position = end
+        return self._raw[begin:end].clone().view(dtype).reshape(shape)
+
+    def _checkpoint_object(self, content: Any) -> Any:
+        name, values = content[0], content[1]
+        if name not in CHECKPOINT_CLASSES:
+            raise ValueError(f"{name!r} is not exchanged")
+        module, _, class_name = name.rpartition(".")
+        made: Any = getattr(importlib.import_module(module), class_name)
+        if isinstance(made, type) and issubclass(made, Enum):
+            return made[values]
+        return made(**{str(field): self.value(item) for field, item in values.items()})
+
+
+def _raise_refused(reason: Any) -> Any:
+    raise NotSendable(reason)
 
 
 def _torch_constant(name: str, kinds: tuple[type, ...]) -> Any:
@@ -205,18 +232,8 @@ def _torch_constant(name: str, kinds: tuple[type, ...]) -> Any:
     return constant
 
 
-def _exchanged(name: str, content: Any, take: Callable[[torch.dtype, list[int]], Tensor]) -> Any:
-    if name not in EXCHANGED:
-        raise ValueError(f"{name!r} is not exchanged")
-    module, _, kind = name.rpartition(".")
-    made: Any = getattr(importlib.import_module(module), kind)
-    if isinstance(made, type) and issubclass(made, Enum):
-        return made[content]
-    return made(**{str(field): _decode(item, take) for field, item in content.items()})
-
-
 def _error(name: str, arguments: list[Any]) -> BaseException:
     kind = getattr(builtins, name, None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
         return RuntimeError(f"{name}: {' '.join(map(str, arguments))}")
-    return kind(*(a for a in arguments if type(a) in PLAIN))
+    return kind(*(a for a in arguments if type(a) in PLAIN_JSON))
