@@ -1,4 +1,4 @@
-"""Two hundred faults on one to four processes, and what each cost.
+"""Injects 200 faults into runs on one to four processes and prints the seconds that each costs.
 
 python benchmarks/chaos.py --json benchmarks/results/chaos-cpu.json
 """
@@ -25,7 +25,7 @@ PROCESSES = (1, 2, 3, 4)
 
 
 def run(procs: int, faults: int, steps: int, seed: int) -> dict[str, Any]:
-    """One chaos run of the built-in digits; its report, whether it passed or not."""
+    """Returns the report of one chaos run of the built-in digits, whether it passed or not."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["chaos", "digits", "--procs", str(procs), "--faults", str(faults), "--steps", str(steps), "--seed", str(seed)]
         begun = time.monotonic()
@@ -46,17 +46,17 @@ def main() -> None:
     reports = []
     for procs in PROCESSES:
         reports.append(run(procs, each, 4 * each, args.seed + procs))
-        told = reports[-1]
-        verdict = "passed" if told["passed"] else f"FAILED {json.dumps({k: v for k, v in told.items() if k != 'seconds'})}"
-        print(f"{procs} processes: {told['struck']} faults in {told['wall']:.0f} s: {verdict}", flush=True)
+        report = reports[-1]
+        result = "passed" if report["passed"] else f"FAILED {json.dumps({k: v for k, v in report.items() if k != 'seconds'})}"
+        print(f"{procs} processes: {report['struck']} faults in {report['wall']:.0f} s: {result}", flush=True)
     kinds = sorted({kind for report in reports for kind in report["seconds"]})
     rows = {kind: sorted(s for report in reports for s in report["seconds"].get(kind, [])) for kind in kinds}
     two = reports[1]["seconds"]
     print("\nfault to the first step after the fresh start, seconds\n")
     print(f"{'fault':<10}{'times':>6}{'median':>8}{'worst':>8}{'2 processes: median':>22}{'worst':>8}")
     for kind, seconds in rows.items():
-        mine = f"{statistics.median(two[kind]):>22.2f}{max(two[kind]):>8.2f}" if two.get(kind) else ""
-        print(f"{kind:<10}{len(seconds):>6}{statistics.median(seconds):>8.2f}{max(seconds):>8.2f}{mine}")
+        with_two = f"{statistics.median(two[kind]):>22.2f}{max(two[kind]):>8.2f}" if two.get(kind) else ""
+        print(f"{kind:<10}{len(seconds):>6}{statistics.median(seconds):>8.2f}{max(seconds):>8.2f}{with_two}")
     if args.json:
         facts = {
             "date": datetime.now(UTC).date().isoformat(), "cores": cpu_cores(), "torch": torch.__version__,

@@ -1,9 +1,9 @@
-"""How long a training takes from SIGTERM to its end: signals at random moments of a run, from the start of the command on.
+"""Measures the seconds from SIGTERM to the end of a training, with signals at random times of a run.
 
 python benchmarks/preempt.py --json benchmarks/results/preempt-cpu.json
 
-The run is stopped again and again, goes on each time, and must come out as one that was left alone. Its evaluations
-and saves take seconds; what a stop costs must not depend on them.
+The run is stopped and resumed many times, and its final weights must equal those of a run that was never stopped. Its
+evaluations and saves take seconds, which must not delay a stop.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Slow(Digits):
         time.sleep(0.2)
         return super().metrics(model, batch)
 """
-LATEST = 15.0  # seconds after the command's start
+LATEST_SIGNAL_SECONDS = 15.0  # after the command's start
 
 
 def train(procs: int, name: str) -> list[str]:
@@ -54,25 +54,25 @@ def train(procs: int, name: str) -> list[str]:
 
 
 def stop_at_random(procs: int, times: int, rng: random.Random) -> tuple[list[tuple[float, float]], int]:
-    """(moment of the signal, seconds to the end) of each stop, and the stops that came before the first step."""
-    stops, empty = [], 0
+    """Returns (seconds until the signal, seconds from there to the end) of each stop, and how many came before the first step."""
+    stops, num_before_first_step = [], 0
     for _ in range(times):
-        moment = rng.uniform(0.2, LATEST)
+        delay = rng.uniform(0.2, LATEST_SIGNAL_SECONDS)
         front = subprocess.Popen(train(procs, "stopped"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            front.wait(moment)
-            break  # it was finished before
+            front.wait(delay)
+            break  # the run is finished
         except subprocess.TimeoutExpired:
             pass
         begun = time.monotonic()
         front.send_signal(signal.SIGTERM)
         code = front.wait()
         if code not in (200, 0, -signal.SIGTERM):
-            raise SystemExit(f"ended with {code} after a signal at {moment:.1f} s")
-        empty += code == -signal.SIGTERM
-        stops.append((moment, time.monotonic() - begun))
-        print(f"{procs} processes: signal after {moment:.1f} s, ended {stops[-1][1]:.2f} s later", file=sys.stderr, flush=True)
-    return stops, empty
+            raise SystemExit(f"ended with {code} after a signal at {delay:.1f} s")
+        num_before_first_step += code == -signal.SIGTERM
+        stops.append((delay, time.monotonic() - begun))
+        print(f"{procs} processes: signal after {delay:.1f} s, ended {stops[-1][1]:.2f} s later", file=sys.stderr, flush=True)
+    return stops, num_before_first_step
 
 
 def main() -> None:
@@ -87,15 +87,21 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
             Path("slow.py").write_text(TASK)
-            stops, empty = stop_at_random(procs, args.times, random.Random(args.seed))
+            stops, num_before_first_step = stop_at_random(procs, args.times, random.Random(args.seed))
             for name in ("stopped", "whole"):
                 subprocess.run(train(procs, name), check=True)
             equal = Run("runs/stopped").model_path.read_bytes() == Run("runs/whole").model_path.read_bytes()
             os.chdir("/")
-        seconds = [took for _, took in stops]
+        seconds = [duration for _, duration in stops]
         worst = max(stops, key=lambda stop: stop[1])
         rows.append(
-            {"processes": procs, "stops": len(stops), "before_anything": empty, "median": statistics.median(seconds), "worst": worst[1]}
+            {
+                "processes": procs,
+                "stops": len(stops),
+                "before_anything": num_before_first_step,
+                "median": statistics.median(seconds),
+                "worst": worst[1],
+            }
             | {"worst_at": worst[0], "weights_equal": equal}
         )
         print(

@@ -1,4 +1,4 @@
-"""Puts the figures of benchmarks/results into the README: `python benchmarks/tables.py` (`--check` only compares).
+"""Writes the tables of the README and docs from benchmarks/results: `python benchmarks/tables.py` (`--check` only compares).
 
 A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`; it is made from results/NAME.json alone.
 """
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
 def vision(result: dict[str, Any]) -> list[str]:
-    """The peers of each kind of work and batch, and drivetrain beside them."""
+    """Compares drivetrain with each peer at the same kind of work and batch."""
     lines = ["| guide 001's net | batch | images/s | drivetrain | |", "|---|--:|--:|--:|--:|"]
     rows = result["rows"]
     for row in rows:
@@ -32,8 +32,8 @@ def vision(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def ways(result: dict[str, Any]) -> list[str]:
-    """drivetrain's own rows: where the gain comes from."""
+def vision_variants(result: dict[str, Any]) -> list[str]:
+    """Shows which of drivetrain's optimizations brings how much."""
     lines = ["| drivetrain, batch 128, augmented | images/s |", "|---|--:|"]
     for row in result["rows"]:
         if row["batch"] == 128 and row["work"] == "augmented" and (row["name"] == "drivetrain" or row["name"].startswith(" ")):
@@ -51,7 +51,7 @@ def accuracy(result: dict[str, Any]) -> list[str]:
 
 
 def plan(result: dict[str, Any]) -> list[str]:
-    """Of each model the worst prediction, and the worst after measuring at sizes that were not measured."""
+    """Shows the largest error of each model's predictions: from the description, and after measuring at sizes that were not measured."""
     lines = [
         "| model | micro-batches | memory | time | order (tau) | memory, measured | time, measured | chosen, of the best |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
@@ -70,8 +70,8 @@ def plan(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def plan_ways(result: dict[str, Any]) -> list[str]:
-    lines = ["| model | way, micro-batch | memory | predicted | time of a step | predicted |", "|---|---|--:|--:|--:|--:|"]
+def plan_candidates(result: dict[str, Any]) -> list[str]:
+    lines = ["| model | candidate, micro-batch | memory | predicted | time of a step | predicted |", "|---|---|--:|--:|--:|--:|"]
     for row in result["rows"]:
         size = f"{row['micro_batch']:,}{', the largest that should fit' if row['largest'] else ''}"
         lines.append(
@@ -82,7 +82,7 @@ def plan_ways(result: dict[str, Any]) -> list[str]:
 
 
 def rl(result: dict[str, Any]) -> list[str]:
-    """A size a row: the peer, drivetrain's built-in world, and one of a user's own."""
+    """Compares, for each size, the peer with drivetrain's built-in environment and with a user's own."""
     lines = [
         "| CartPole, environments x steps | PureJaxRL's configuration, JAX | drivetrain | | a world of your own, in torch | |",
         "|---|--:|--:|--:|--:|--:|",
@@ -117,11 +117,11 @@ def lora(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-MAKERS = {
+TABLE_OF_RESULT = {
     "plan-h200": plan,
-    "plan-ways-h200": plan_ways,
+    "plan-ways-h200": plan_candidates,
     "vision-h200": vision,
-    "vision-h200-ways": ways,
+    "vision-h200-ways": vision_variants,
     "accuracy-h200": accuracy,
     "vision-cpu": vision,
     "rl-h200": rl,
@@ -129,20 +129,22 @@ MAKERS = {
 }
 
 
-def filled(text: str) -> str:
-    def table(place: re.Match[str]) -> str:
-        name = place[2]
+def with_tables(text: str) -> str:
+    """Returns a page's text with each table made anew."""
+
+    def table(match: re.Match[str]) -> str:
+        name = match[2]
         result = json.loads((ROOT / "benchmarks" / "results" / f"{name.removesuffix('-ways')}.json").read_text())
         origin = f"{result['hardware']}, torch {result['torch']}, {result['date']}, `{result['command']}`"
-        return f"{place[1]}\n" + "\n".join(MAKERS[name](result)) + f"\n\n{origin}\n\n{place[3]}"
+        return f"{match[1]}\n" + "\n".join(TABLE_OF_RESULT[name](result)) + f"\n\n{origin}\n\n{match[3]}"
 
-    return PLACE.sub(table, text)
+    return TABLE.sub(table, text)
 
 
 def main() -> None:
     for page in (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("speed", "plan", "rl", "lora"))):
         old = page.read_text()
-        new = filled(old)
+        new = with_tables(old)
         if old != new:
             if "--check" in sys.argv:
                 sys.exit(f"{page.name} does not show the figures of benchmarks/results: run python benchmarks/tables.py")

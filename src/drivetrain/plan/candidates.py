@@ -8,6 +8,9 @@ from typing import Any
 
 from drivetrain.plan.choices import Offload, Strategy, is_sharding
 
+MIN_SPEEDUP = 1.05
+MIN_SPEEDUP_OF_SHARDING = 1.25  # of a candidate that shards what fits unsharded
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -31,6 +34,11 @@ class Candidate:
         words += ["activation checkpointing"] if self.checkpointing else []
         words += [f"offload of {'the optimizer' if self.offload == 'optimizer' else 'all state'}"] if self.offload != "none" else []
         return " + ".join(words)
+
+
+def min_speedup(best: Candidate, candidate: Candidate) -> float:
+    """Returns how many times as fast as a simpler one a candidate must be to win."""
+    return MIN_SPEEDUP_OF_SHARDING if candidate.is_sharded and not best.is_sharded else MIN_SPEEDUP
 
 
 _FIELD_OF_PIN = {"strategy": "strategy", "zero_stage": "zero_stage", "offload": "offload", "activation_checkpointing": "checkpointing"}

@@ -67,8 +67,7 @@ def choose(
     searched = _Searched()
     if profile is not None:
         machine = MachineCapacity.of(hardware, device, local_procs)
-        rater = Rater(profile, machine, int(settings["global_batch"]), world_size, nodes, Fit.of(points))
-        searched = _search(rater, pin, points)
+        searched = _search(Rater(profile, machine, int(settings["global_batch"]), world_size, nodes, Fit.of(points)), pin, points)
     picker = _Picker(pin, searched)
     reasons, is_gpu = picker.reasons, device == "cuda"
     strategy = _strategy(picker, world_size)
@@ -103,10 +102,7 @@ def choose(
         reasons=reasons,
     )
     if nodes > 1 and not hardware.network_gbps:
-        reasons["network"] = (
-            f"{ASSUMED_NETWORK_GBPS:g} Gb/s between machines are assumed; state their network after a comma:"
-            f' --hardware "{nodes} nodes x {local_procs}xNAME-MEMORYGB, 100Gb/s"'
-        )
+        reasons["network"] = _assumed_network(nodes, local_procs)
     if strategy == "deepspeed":
         configuration(plan, float(settings["clip"]))  # raises Problem for conflicts, before anything starts
     return plan
@@ -258,6 +254,13 @@ def _data(is_gpu: bool, cores: int, picker: _Picker) -> dict[str, Any]:
         "workers": picker.pick("workers", workers, why_workers),
         "prefetch": picker.pick("prefetch", 2, "two batches ahead a worker"),
     }
+
+
+def _assumed_network(nodes: int, local_procs: int) -> str:
+    return (
+        f"{ASSUMED_NETWORK_GBPS:g} Gb/s between machines are assumed; state their network after a comma:"
+        f' --hardware "{nodes} nodes x {local_procs}xNAME-MEMORYGB, 100Gb/s"'
+    )
 
 
 def _environment(device: str, threads: int, is_sharded: bool) -> dict[str, str]:

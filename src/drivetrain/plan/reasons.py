@@ -8,17 +8,10 @@ from typing import Any
 
 from drivetrain.hardware import format_gib, format_need
 from drivetrain.outcomes import Outcome, Problem
-from drivetrain.plan.candidates import Candidate
+from drivetrain.plan.candidates import Candidate, min_speedup
 from drivetrain.plan.capacity import gigabytes_to_buy
 from drivetrain.plan.predict_memory import host_memory
 from drivetrain.plan.rating import HOST_SHARE, RatedCandidate, Rater, format_rate
-
-MIN_SPEEDUP, MIN_SPEEDUP_OF_SHARDING = 1.05, 1.25  # that a less simple candidate, and one that shards what fits unsharded, must bring
-
-
-def min_speedup(best: Candidate, candidate: Candidate) -> float:
-    """Returns how many times as fast as a simpler one a candidate must be."""
-    return MIN_SPEEDUP_OF_SHARDING if candidate.is_sharded and not best.is_sharded else MIN_SPEEDUP
 
 
 def why_strategy(rater: Rater, best: RatedCandidate, rated: Sequence[tuple[Candidate, RatedCandidate | None]]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from drivetrain.hardware import format_gib, format_need
 from drivetrain.plan import reasons
-from drivetrain.plan.candidates import Candidate
+from drivetrain.plan.candidates import Candidate, min_speedup
 from drivetrain.plan.predict_memory import host_memory, state_by_part
 from drivetrain.plan.rating import RatedCandidate, Rater
 
@@ -47,7 +47,7 @@ def _replaces(rater: Rater, found: RatedCandidate, best: RatedCandidate) -> bool
         return False
     if found.candidate.offload != "none" and best.candidate.offload == "none":  # offload's speed is the hardest to predict
         return False
-    return found.samples_per_second > reasons.min_speedup(best.candidate, found.candidate) * best.samples_per_second
+    return found.samples_per_second > min_speedup(best.candidate, found.candidate) * best.samples_per_second
 
 
 def best_micro_batch(rater: Rater, candidate: Candidate, pins: Mapping[str, Any]) -> RatedCandidate | None:
