@@ -75,11 +75,11 @@ def run(task_class: Any, words: str, seconds: float) -> dict[str, Any]:
     points: list[Point] = []
     begun = time.monotonic()
     for size in sweep_sizes(task_class.__name__):
-        point = probe.at(size)
+        point = probe.measure(size)
         if not point.fits or time.monotonic() - begun > seconds:
             break
         points.append(point)
-    probe.empty()
+    probe.free_memory()
     del probe
     gc.collect()
     torch.cuda.empty_cache()

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from drivetrain.data import Tensors
 from drivetrain.engine.measure.fake_kernels import FakeGpuKernels
-from drivetrain.engine.measure.survey import _beside, survey
-from drivetrain.engine.measure.trace import Recorder, ShapesOnly
+from drivetrain.engine.measure.survey import _start_in_child, survey
+from drivetrain.engine.measure.trace import OperationRecorder, ShapesOnly
 from drivetrain.hardware.described import parse
 from drivetrain.plan.capacity import MachineCapacity
 from drivetrain.plan.predict_time import NORM_CHANNEL_BYTES_PER_SECOND, operation_seconds
@@ -105,20 +105,20 @@ def test_convolutions_in_groups_are_counted_by_what_each_group_sees(precision: s
 
 def test_work_beside_is_done_here_where_the_copy_fails() -> None:
     here = os.getpid()
-    assert _beside(lambda: os.getpid())() != here or len(os.sched_getaffinity(0)) == 1
+    assert _start_in_child(lambda: os.getpid())() != here or len(os.sched_getaffinity(0)) == 1
 
     def dies() -> int:
         if os.getpid() != here:
             os.kill(os.getpid(), signal.SIGKILL)
         return 7
 
-    assert _beside(dies)() == 7
+    assert _start_in_child(dies)() == 7
 
     def wrong() -> int:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        _beside(wrong)()
+        _start_in_child(wrong)()
 
 
 def test_a_process_that_may_have_no_children_works_by_itself() -> None:
@@ -129,7 +129,7 @@ def test_a_process_that_may_have_no_children_works_by_itself() -> None:
 
 
 def _pids() -> tuple[int, int]:
-    return _beside(os.getpid)(), os.getpid()
+    return _start_in_child(os.getpid)(), os.getpid()
 
 
 # --- every product is counted --------------------------------------------------------------------
@@ -137,8 +137,8 @@ def _pids() -> tuple[int, int]:
 
 def products(work: Callable[[], object]) -> list[tuple[str, float]]:
     """(kind, FLOPs) of the operations that multiply."""
-    recorder = Recorder([])
-    with ShapesOnly(allow_non_fake_inputs=True), FakeGpuKernels(None, recorder.note), recorder:
+    recorder = OperationRecorder([])
+    with ShapesOnly(allow_non_fake_inputs=True), FakeGpuKernels(None, recorder.record_work), recorder:
         work()
     return [(kind, flops) for kind, _, flops, *_ in recorder.operations if flops]
 

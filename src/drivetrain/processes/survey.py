@@ -52,7 +52,7 @@ def _probe(job: TaskJob, result_file: Path) -> None:
     probe = Probe(instantiate(job.task, job.settings), job.plan, torch.device(job.plan.device))
     points: list[Point] = []
     while (micro_batch := next_size_to_measure(points, job.micro_batches, dict(job.predicted))) is not None:
-        points.append(probe.at(micro_batch))
+        points.append(probe.measure(micro_batch))
         _write(result_file, {"outcome": Outcome.OK, "found": [point.to_json() for point in points]})
 
 

@@ -1,4 +1,4 @@
-"""Steps that are only measured: peak memory and time at a few micro-batches, on one device of this machine."""
+"""Measures steps on one device of this machine: peak memory and time at some micro-batch sizes."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ from drivetrain.plan.fit import Point
 from drivetrain.runs import Run
 from drivetrain.task import Task
 
-EAGER = 3  # steps whose memory is read, and timed where capturing would gain nothing
-SHORT = 0.25  # seconds: a longer step is hardly bound by its launches, so a graph of it gains little
-ENOUGH = 0.15  # seconds of captured steps that are timed, twice
+EAGER_STEPS = 3
+"""Steps that are timed without a CUDA graph."""
+CAPTURE_BELOW_SECONDS = 0.25
+"""A longer step gains little from a CUDA graph: kernel launches are a small part of it."""
+CAPTURED_SECONDS = 0.15
+"""How long captured steps are timed, twice."""
 
 
 class Probe:
-    """The task's model and data on a device, for as many micro-batches as are asked for."""
+    """A task's model and data on a device; it measures any number of micro-batch sizes."""
 
     def __init__(self, task: Task, plan: Plan, device: torch.device) -> None:
         self.task, self.device = task, device
@@ -50,76 +53,76 @@ class Probe:
 
     def _model(self) -> nn.Module:
         task = self.task
-        task.start = None  # its values do not matter, only its shapes
+        task.start = None  # only the shapes of weights matter
         with tempfile.TemporaryDirectory() as folder:
             try:
-                with torch.device(self.device):  # random numbers are made fastest where they are needed
+                with torch.device(self.device):  # random weights are made fastest on the device itself
                     return build_model(task, self.plan, Run(Path(folder)), self.group, Observer())
-            except Exception:  # a model that is made with the host's tensors
+            except Exception:  # the task mixes in tensors of the host
                 return build_model(task, self.plan, Run(Path(folder)), self.group, Observer())
 
-    def at(self, micro_batch: int) -> Point:
-        """Measure one micro-batch; where memory runs out, the point says so."""
+    def measure(self, micro_batch: int) -> Point:
+        """Measures one micro-batch size; where memory runs out, the point says so."""
         try:
-            return self._measure(micro_batch)
+            return self._measure_steps(micro_batch)
         except torch.OutOfMemoryError:
-            pass  # leave the handler first: its traceback holds the memory
+            pass  # cleaned up below: inside the handler, its traceback would hold the memory
         self.optimizer.zero_grad(set_to_none=True)
-        self.empty()
+        self.free_memory()
         return Point(micro_batch, fits=False)
 
-    def _measure(self, micro_batch: int) -> Point:
+    def _measure_steps(self, micro_batch: int) -> Point:
         plan = replace(self.plan, global_batch=micro_batch, micro_batch=micro_batch)
         self.optimizer.zero_grad(set_to_none=True)
-        self.empty()
+        self.free_memory()
         feed = train_feed(self.task, self.data, plan, self.group)
         strategy = make_strategy(self.model, lambda: self.optimizer, self.task, plan, self.group, TAIL, Path())
-        total = 100_000  # more than are taken; their rates lie on the device
+        total = 100_000  # more steps than are taken: the table of their learning rates must be long enough
         rates = LearningRates(self.optimizer, make_schedule(self.task, total, feed.steps_per_epoch), total, self.group)
         step = Step(self.task, self.model, feed, strategy, rates, self.precision, self.group)
-        step.undoable = False  # running out of memory is an answer here
+        step.undoable = False  # out of memory is a result here
         self.model.train()
         number = -1
 
-        def take() -> None:
+        def take_step() -> None:
             nonlocal number
             number += 1
             while feed.batch_size(number % feed.steps_per_epoch) < feed.batch_size(0):
-                number += 1  # an epoch's last batch is smaller, and not what is measured
+                number += 1  # skip the smaller last batch of an epoch
             if number % feed.steps_per_epoch == 0:
                 feed.begin_epoch(number // feed.steps_per_epoch, self.model)
             step(number, with_norm=False)
 
         feed.open(0)
         try:
-            take()
+            take_step()
             self._sync()
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
-            take()
-            seconds = self._seconds(take, EAGER)
+            take_step()
+            seconds = self._seconds(take_step, EAGER_STEPS)
             peak = self._peak()
             kind, update = "eager", lambda: strategy.update(None, 0.0, False, False)
-            if seconds < SHORT and self.device.type == "cuda" and plan.capture != "off":
+            if seconds < CAPTURE_BELOW_SECONDS and self.device.type == "cuda" and plan.capture != "off":
                 step.pace = Pace(step, plan, self.group, total, Observer(), None)
-                for _ in range(UNTIMED + TIMED + 1 + WARM_UP_CALLS + 1):  # the choice, and the steps until the graph is made
-                    take()
+                for _ in range(UNTIMED + TIMED + 1 + WARM_UP_CALLS + 1):  # the steps of the choice, then those until the graph is captured
+                    take_step()
                 if step.graphs is not None:
-                    times = max(EAGER, int(ENOUGH / seconds))
-                    seconds, kind = min(self._seconds(take, times) for _ in range(2)), "captured"
-                    update = capture_graph(update)  # as it is within a captured step: without the host's part
+                    times = max(EAGER_STEPS, int(CAPTURED_SECONDS / seconds))
+                    seconds, kind = min(self._seconds(take_step, times) for _ in range(2)), "captured"
+                    update = capture_graph(update)  # without the time of the host, as within a captured step
                     update()
-            return Point(micro_batch, True, peak, seconds, min(0.5 * seconds, self._seconds(update, EAGER)), kind)
+            return Point(micro_batch, True, peak, seconds, min(0.5 * seconds, self._seconds(update, EAGER_STEPS)), kind)
         finally:
             feed.close()
 
     def _seconds(self, work: Callable[[], object], times: int) -> float:
         self._sync()
-        begun = time.perf_counter()
+        begin = time.perf_counter()
         for _ in range(times):
             work()
         self._sync()
-        return (time.perf_counter() - begun) / times
+        return (time.perf_counter() - begin) / times
 
     def _peak(self) -> int:
         return int(torch.cuda.max_memory_allocated(self.device)) if self.device.type == "cuda" else 0
@@ -128,10 +131,10 @@ class Probe:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def empty(self) -> None:
-        """Give back what steps and their libraries left behind."""
+    def free_memory(self) -> None:
+        """Returns the memory that steps and libraries left behind to the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            gc.collect()  # a step and its graphs know each other
-            torch._C._cuda_clearCublasWorkspaces()  # one is kept for every stream that graphs were made on
+            gc.collect()  # a step and its graphs refer to each other
+            torch._C._cuda_clearCublasWorkspaces()  # cuBLAS holds one for every stream on which graphs were captured
             torch.cuda.empty_cache()

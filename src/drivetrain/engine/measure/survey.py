@@ -1,4 +1,4 @@
-"""A task's profile: what its model, data and loss ask of any machine, found without running it on one."""
+"""Makes a task's profile: the memory and work of its model, data and loss, found without the machine it will run on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from drivetrain.data import Source, Tensors
 from drivetrain.engine.data.batches import as_tensor, tensors_in
 from drivetrain.engine.data.make_feed import check_data
 from drivetrain.engine.fast.blocks import repeated_blocks
-from drivetrain.engine.measure.trace import ShapesOnly, trace, trace_evaluation, without_values
+from drivetrain.engine.measure.trace import ShapesOnly, replace_with_fake_tensors, trace, trace_evaluation
 from drivetrain.engine.numerics.losses import read_loss
 from drivetrain.engine.numerics.optim import make_optimizer
 from drivetrain.engine.numerics.precision import Precision
@@ -33,52 +33,61 @@ from drivetrain.task import Task, overrides
 
 T = TypeVar("T")
 
-SIZES = (8, 16)  # samples of the two traced micro-batches
-REAL_SIZES = (1, 2)  # where values are needed, so that the work is really done
+SIZES = (8, 16)
+"""Samples of the two micro-batches that are traced."""
+REAL_SIZES = (1, 2)
+"""The same where tensors must have values, so that the work is really done."""
 
 
-def survey(task: Task, precision: str, early: Callable[[dict[str, Any]], None] = lambda facts: None, with_values: bool = False) -> Profile:
-    """The profile of a task in one precision; where its passes cannot be traced, `traced` says why. What is known of the
-    model before they are goes to `early`. `with_values` uses real tensors alone, as a process may have crashed without them."""
+def survey(
+    task: Task, precision: str, on_model_facts: Callable[[dict[str, Any]], None] = lambda facts: None, with_values: bool = False
+) -> Profile:
+    """Returns the profile of a task in one precision; where its passes cannot be traced, `traced` says why.
+
+    `on_model_facts` gets the facts about the model before passes are traced. `with_values` uses only real tensors; it is for a
+    process that follows one which crashed on fake tensors.
+    """
     task.precision = precision  # type: ignore[assignment]
     data = task.train_data()
     if not isinstance(data, Source):
         check_data(data, "train_data()")
     mode = ShapesOnly(allow_non_fake_inputs=True)
-    model = _made(task) if with_values else _model(task, mode)
+    model = _real_model(task) if with_values else _fake_model(task, mode)
     if with_values:
         optimizer_bytes = _adamw_bytes(model)
     else:
         with mode:
             optimizer_bytes = _optimizer_bytes(task, model)
     facts = _facts(task, model, data) | {"optimizer_bytes": optimizer_bytes, "precision": precision}
-    early(facts)
+    on_model_facts(facts)
     if isinstance(data, Source):
         return Profile(**facts, traced="its data are made by the model itself (a Source)")
-    take = _taker(task, data)
-    facts["sample_bytes"] = sum(t.nbytes for t in tensors_in(take(1)))
+    make_batch = _batch_maker(task, data)
+    facts["sample_bytes"] = sum(t.nbytes for t in tensors_in(make_batch(1)))
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    why = ""
+    reason = ""
     for kind, sizes in (("fake", SIZES), ("real", REAL_SIZES)):
         if kind == "fake" and with_values:
             continue
         if kind == "real" and facts["parameters"] > MAX_PARAMETERS_WITH_VALUES:
-            why = why or "its pass without values crashed"
+            reason = reason or "its pass without values crashed"
             break
         try:
-            made = model if kind == "fake" else task.model()
-            return Profile(**facts, **_passes(task, made, take, precision, half, mode if kind == "fake" else None, sizes), traced=kind)
+            traced_model = model if kind == "fake" else task.model()
+            return Profile(
+                **facts, **_passes(task, traced_model, make_batch, precision, half, mode if kind == "fake" else None, sizes), traced=kind
+            )
         except Problem:
             raise
-        except Exception as error:  # values are looked at, or an operation has no form without them
-            why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:200]
-    return Profile(**facts, traced=why)
+        except Exception as error:  # the code reads values, or an operation does not support fake tensors
+            reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:200]
+    return Profile(**facts, traced=reason)
 
 
-def _model(task: Task, mode: FakeTensorMode) -> nn.Module:
-    """The model without values; made with them where that is the only way."""
+def _fake_model(task: Task, mode: FakeTensorMode) -> nn.Module:
+    """Returns the model with fake tensors; where it cannot be built with them, they replace its real ones."""
     try:
-        with mode, _conversions():
+        with mode, _conversions_of_fake_tensors():
             model = task.model()
         if isinstance(model, nn.Module):
             return model
@@ -86,12 +95,12 @@ def _model(task: Task, mode: FakeTensorMode) -> nn.Module:
         raise
     except Exception:  # it reads weights from a file, or looks at values
         pass
-    model = _made(task)
-    without_values(model, mode)
+    model = _real_model(task)
+    replace_with_fake_tensors(model, mode)
     return model
 
 
-def _made(task: Task) -> nn.Module:
+def _real_model(task: Task) -> nn.Module:
     model = task.model()
     if not isinstance(model, nn.Module):
         raise Problem(f"model() gave a {type(model).__name__}: return an nn.Module")
@@ -99,10 +108,10 @@ def _made(task: Task) -> nn.Module:
 
 
 @contextmanager
-def _conversions() -> Iterator[None]:
-    """Tensors without values cannot be swapped, as a module's `.to()` would; here it puts new ones in their place."""
-    known: dict[tuple[Tensor, torch.dtype, torch.device], nn.Parameter] = {}
-    usual = nn.Module._apply
+def _conversions_of_fake_tensors() -> Iterator[None]:
+    """Within it, a module's `.to()` replaces tensors: fake tensors cannot be swapped in place."""
+    converted: dict[tuple[Tensor, torch.dtype, torch.device], nn.Parameter] = {}
+    original = nn.Module._apply
 
     def apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         for child in module.children() if recurse else ():
@@ -111,7 +120,9 @@ def _conversions() -> Iterator[None]:
             if parameter is not None:
                 changed = function(parameter.detach())
                 new = nn.Parameter(changed, parameter.requires_grad)
-                module._parameters[name] = known.setdefault((parameter, changed.dtype, changed.device), new)  # tied ones stay tied
+                module._parameters[name] = converted.setdefault(
+                    (parameter, changed.dtype, changed.device), new
+                )  # tied parameters stay tied
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = function(buffer)
@@ -121,11 +132,11 @@ def _conversions() -> Iterator[None]:
     try:
         yield
     finally:
-        nn.Module._apply = usual  # type: ignore[method-assign]
+        nn.Module._apply = original  # type: ignore[method-assign]
 
 
 def _optimizer_bytes(task: Task, model: nn.Module) -> int:
-    """What the optimizer keeps for all parameters, once it has taken a step."""
+    """Returns the bytes of the optimizer's state for all parameters, after its first step."""
     trained = [p for p in model.parameters() if p.requires_grad]
     try:
         optimizer = make_optimizer(task, model, torch.device("cpu"))
@@ -135,7 +146,7 @@ def _optimizer_bytes(task: Task, model: nn.Module) -> int:
         return sum(v.nbytes for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim())
     except Problem:
         raise
-    except Exception:  # an optimizer that looks at values
+    except Exception:  # an optimizer that reads values
         return _adamw_bytes(model)
     finally:
         for parameter in trained:
@@ -143,7 +154,7 @@ def _optimizer_bytes(task: Task, model: nn.Module) -> int:
 
 
 def _adamw_bytes(model: nn.Module) -> int:
-    """What AdamW keeps, the largest of the usual optimizers."""
+    """Returns the bytes of AdamW's state, the largest of the usual optimizers."""
     return sum(2 * p.nbytes for p in model.parameters() if p.requires_grad)
 
 
@@ -171,22 +182,22 @@ def _facts(task: Task, model: nn.Module, data: Any) -> dict[str, Any]:
     }
 
 
-def _taker(task: Task, data: Any) -> Callable[[int], Any]:
-    """Gives a batch of the first samples."""
+def _batch_maker(task: Task, data: Any) -> Callable[[int], Any]:
+    """Returns a function that gives a batch of the first samples."""
     if isinstance(data, Tensors) and not overrides(task, "collate"):
         columns = [as_tensor(c) for c in data.columns]
 
-        def rows(size: int) -> Any:
-            picked = torch.arange(size) % len(data)
-            return data.batch([c[picked] for c in columns])
+        def select_rows(size: int) -> Any:
+            selected = torch.arange(size) % len(data)
+            return data.batch([c[selected] for c in columns])
 
-        return rows
+        return select_rows
     collate = (task.collate if overrides(task, "collate") else None) or default_collate
     return lambda size: collate([data[i % len(data)] for i in range(size)])
 
 
-class _AnyRand:
-    """Stands in for keyed numbers: only their shape matters."""
+class _FakeRand:
+    """The `rand` of `augment` in a trace: only the shapes of its numbers matter."""
 
     def __init__(self, size: int) -> None:
         self.ids = torch.arange(size)
@@ -202,17 +213,17 @@ class _AnyRand:
 
 
 def _passes(
-    task: Task, model: nn.Module, take: Callable[[int], Any], name: str, half: torch.dtype | None,
+    task: Task, model: nn.Module, make_batch: Callable[[int], Any], name: str, half: torch.dtype | None,
     mode: FakeTensorMode | None, sizes: tuple[int, int],
 ) -> dict[str, Any]:  # fmt: skip
     precision = Precision(name, torch.device("cpu"))
-    batches = {size: take(size) for size in sizes}
+    batches = {size: make_batch(size) for size in sizes}
     model.train()
 
     def loss(size: int) -> Tensor:
         batch = batches[size] if mode is None else tree_map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, batches[size])
         if overrides(task, "augment"):
-            batch = task.augment(batch, _AnyRand(size))
+            batch = task.augment(batch, _FakeRand(size))
         with precision.forward():
             value = task.loss(model, batch)
         parts, _ = read_loss(value)
@@ -222,7 +233,7 @@ def _passes(
         return {"plain": trace(loss, model, half, sizes, [])}
     with mode:
         blocks = repeated_blocks(model)
-        checkpointed = _beside(lambda: trace(loss, model, half, sizes, blocks)) if blocks else lambda: None
+        checkpointed = _start_in_child(lambda: trace(loss, model, half, sizes, blocks)) if blocks else lambda: None
         plain = trace(loss, model, half, sizes, [])
         model.eval()
         evaluated = trace_evaluation(loss, model, half, sizes)
@@ -230,37 +241,39 @@ def _passes(
         return {"plain": plain, "checkpointed": checkpointed(), "evaluated": evaluated}
 
 
-def _beside(work: Callable[[], T]) -> Callable[[], T]:
-    """Begin `work` on another core, in a copy of this process; the call that comes back waits for what it gave. Where no
-    copy can be made, or it fails, the work is done here."""
+def _start_in_child(work: Callable[[], T]) -> Callable[[], T]:
+    """Starts `work` on another core, in a forked child; returns a function that waits for its result.
+
+    Where no child can be started, or it fails, that function does the work here.
+    """
     if sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2:
         return work
-    fork, begun, parent = get_context("fork"), time.monotonic(), os.getpid()
+    fork, begin, parent = get_context("fork"), time.monotonic(), os.getpid()
     receiver, sender = fork.Pipe(duplex=False)
 
     def run() -> None:
         die_with_parent(parent)
-        torch.set_num_threads(1)  # the threads of the process were not copied
+        torch.set_num_threads(1)  # a fork does not copy threads
         with contextlib.suppress(Exception):
             sender.send(work())
 
-    copy = fork.Process(target=run, daemon=True)
+    child = fork.Process(target=run, daemon=True)
     try:
-        copy.start()
-    except (AssertionError, OSError):  # in a daemonic process, which may have no children; too many processes
+        child.start()
+    except (AssertionError, OSError):  # a daemonic process may have no children; or there are too many processes
         return work
     sender.close()
 
     def result() -> T:
-        patience = 10 + 3 * (time.monotonic() - begun)
+        timeout_seconds = 10 + 3 * (time.monotonic() - begin)
         try:
-            if receiver.poll(patience):
+            if receiver.poll(timeout_seconds):
                 return receiver.recv()  # type: ignore[no-any-return]
-        except EOFError:  # it failed, and here it will be seen how
+        except EOFError:  # the child failed; the work below shows the error
             pass
         finally:
-            copy.kill()
-            copy.join()
+            child.kill()
+            child.join()
         return work()
 
     return result

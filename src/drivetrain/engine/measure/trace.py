@@ -1,7 +1,7 @@
-"""A task's memory and work, from one pass over tensors that have shapes and no values: no GPU is needed.
+"""Traces a task's memory and work from a pass over fake tensors: they have shapes and no values, so no GPU is needed.
 
-A pass is traced for two sizes of micro-batch. Every operation's shapes grow linearly with the samples, so any other
-size follows, and the highest moment of each is the highest of a few lines.
+A pass is traced for two micro-batch sizes. The shapes of every operation grow linearly with the samples, so the memory
+at each moment is a line over the size, and the peak for any size is the highest of a few lines.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from torch.utils.flop_counter import flop_registry
 from drivetrain.engine.measure.fake_kernels import FakeGpuKernels
 from drivetrain.plan.profile import Line, Pass, Work, reduction_buffer_bytes
 
-ROUND = 512  # bytes: a GPU's allocator gives whole multiples
-TILE = 128  # rows and columns of a matrix product that one processor of a GPU takes at once
+ALLOCATION_BYTES = 512
+"""A GPU's allocator gives multiples of it."""
+TILE = 128
+"""Rows and columns of a matrix product that one multiprocessor of a GPU computes at once."""
 _NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "lift_fresh", "_unsafe_view")
-_FACTORS = {  # where the first of the two factors of a matrix product stands among its arguments
+_FACTORS = {  # matrix products: the argument that is the first of the two factors
     "mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "_int_mm": 0, "_scaled_mm": 0, "_grouped_mm": 0, "_scaled_grouped_mm": 0, "_sparse_mm": 0,
     "addmm": 1, "baddbmm": 1, "addbmm": 1, "addmv": 1, "_addmm_activation": 1, "_sparse_addmm": 1, "sspaddmm": 1,
 }  # fmt: skip
@@ -59,29 +61,32 @@ class ShapesOnly(FakeTensorMode):
         return self
 
 
-class Recorder(TorchDispatchMode):
-    """Notes every storage's life and every operation's work."""
+class OperationRecorder(TorchDispatchMode):
+    """Records the lifetime of every storage and the work of every operation."""
 
-    def __init__(self, known: list[Tensor]) -> None:
+    def __init__(self, existing: list[Tensor]) -> None:
         super().__init__()
         self.clock = 0
-        self.born: list[list[int]] = []
-        """[birth, death, bytes] of each storage; -1 while it lives."""
-        self.place: dict[int, int] = {}
+        self.lifetimes: list[list[int]] = []
+        """[birth, death, bytes] of each storage; death is -1 while it lives."""
+        self.index_of: dict[int, int] = {}
+        """Storage -> its index in `lifetimes`."""
         self.operations: list[tuple[str, str, float, float, float, float]] = []
         self.copies: set[int] = set()
-        """Storages that hold a parameter in another number format."""
-        self.multiplies = False
+        """Storages that hold a parameter in another number format (made by autocast)."""
+        self.has_matrix_product = False
         self.sums: dict[int, tuple[int, int]] = {}
-        """(columns, rows) of the sums over rows, by when they ran."""
-        self._known = {t.untyped_storage()._cdata for t in known}
+        """(columns, rows) of each sum over rows, by the clock of the operation."""
+        self._existing = {t.untyped_storage()._cdata for t in existing}
         self._watchers: list[Any] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # two of three calls: autograd asks
+        if function is torch.ops.prim.device.default and isinstance(
+            args[0], FakeTensor
+        ):  # a shortcut, because autograd asks for it in two of three calls
             return args[0].fake_device
-        if torch.is_inference_mode_enabled():  # where operators come that are made of others: those are what is counted
+        if torch.is_inference_mode_enabled():  # composite operators arrive here: count those they are made of
             with self:
                 result = function.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -89,36 +94,37 @@ class Recorder(TorchDispatchMode):
         result = function(*args, **kwargs)
         self.clock += 1
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        fresh = [t for t in outputs if self._take_in(t)]
+        fresh = [t for t in outputs if self._add_storage(t)]
         name = _name(function)
-        if name == "_to_copy" and fresh and args[0].untyped_storage()._cdata in self._known:
-            self.copies.add(self.place[fresh[0].untyped_storage()._cdata])
+        if name == "_to_copy" and fresh and args[0].untyped_storage()._cdata in self._existing:
+            self.copies.add(self.index_of[fresh[0].untyped_storage()._cdata])
         if name in ("sum", "prod") and not args[0].is_floating_point() and result.dtype != args[0].dtype:
-            cast = result.new_empty(args[0].shape)  # a GPU counts in a copy of that format
-            self._take_in(cast)
+            cast = result.new_empty(args[0].shape)  # a GPU first copies its input to that format
+            self._add_storage(cast)
             self.operations.append(("other", "float32", 0.0, float(args[0].nbytes + cast.nbytes), 0.0, 0.0))
             outputs.append(cast)
         if (fresh or function._schema.is_mutable) and name not in _NO_KERNEL:
-            self._note(function, name, args, kwargs, result, outputs)
+            self._record_operation(function, name, args, kwargs, result, outputs)
         return result
 
-    def _take_in(self, tensor: Tensor) -> bool:
+    def _add_storage(self, tensor: Tensor) -> bool:
+        """Adds the storage of a tensor; returns whether it is new and not empty."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self.place or key in self._known:
+        if key in self.index_of or key in self._existing:
             return False
-        size = -(-storage.nbytes() // ROUND) * ROUND
-        index = len(self.born)
-        self.born.append([self.clock, -1, size])
-        self.place[key] = index
-        self._watchers.append(weakref.ref(storage, lambda _: self._gone(key, index)))
+        size = -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
+        index = len(self.lifetimes)
+        self.lifetimes.append([self.clock, -1, size])
+        self.index_of[key] = index
+        self._watchers.append(weakref.ref(storage, lambda _: self._end_lifetime(key, index)))
         return size > 0
 
-    def _gone(self, key: int, index: int) -> None:
-        self.born[index][1] = self.clock
-        self.place.pop(key, None)
+    def _end_lifetime(self, key: int, index: int) -> None:
+        self.lifetimes[index][1] = self.clock
+        self.index_of.pop(key, None)
 
-    def _note(self, function: Any, name: str, args: Any, kwargs: Any, result: Any, outputs: list[Tensor]) -> None:
+    def _record_operation(self, function: Any, name: str, args: Any, kwargs: Any, result: Any, outputs: list[Tensor]) -> None:
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         moved = float(sum(t.numel() * t.element_size() for t in {id(t): t for t in (*inputs, *outputs)}.values()))
         flops = _flops(function, name, args, kwargs, result)
@@ -134,9 +140,9 @@ class Recorder(TorchDispatchMode):
         if kind == "conv" and _groups(name, args) > 1:
             images = inputs[0].dim() == 4 and inputs[0].element_size() == 2  # whose channels lie innermost on a GPU
             kind = "grouped" if images else "grouped_flat"
-        self.multiplies |= name in _FACTORS
+        self.has_matrix_product |= name in _FACTORS
         tiles, depth = _shape_of_work(name, args, outputs)
-        if (summed := _summed(name, args, inputs)) is not None:
+        if (summed := _row_sum(name, args, inputs)) is not None:
             self.sums[self.clock] = summed
             if name not in _CONV:
                 kind, tiles, depth = "summed", float(summed[1]), float(summed[0])
@@ -145,22 +151,23 @@ class Recorder(TorchDispatchMode):
         dtype = next((str(t.dtype).removeprefix("torch.") for t in inputs if t.is_floating_point()), "float32")
         self.operations.append((kind, dtype, flops, moved, tiles, depth))
 
-    def note(self, kind: str, flops: float, tensors: list[Tensor], steps: int = 0) -> None:
-        """Work of an operation that stands for another."""
+    def record_work(self, kind: str, flops: float, tensors: list[Tensor], steps: int = 0) -> None:
+        """Records the work of a fake kernel."""
         moved = float(sum(t.nbytes for t in tensors))
         self.operations.append((kind, str(tensors[0].dtype).removeprefix("torch."), flops, moved, 0.0, float(steps)))
 
-    def copied(self) -> float:
-        others = set(range(len(self.born))) - self.copies
+    def copied_bytes(self) -> float:
+        """Returns the most bytes that copies of parameters in another number format take."""
+        others = set(range(len(self.lifetimes))) - self.copies
         return float((self.curve(others) - self.curve(others | self.copies)).max())
 
     def curve(self, without: set[int]) -> np.ndarray:
-        """Live bytes after each operation, but for some storages."""
+        """Returns the live bytes after each operation, without some storages."""
         change = np.zeros(self.clock + 2)
-        for index, (birth, death, size) in enumerate(self.born):
+        for index, (birth, death, size) in enumerate(self.lifetimes):
             if index not in without:
                 change[birth] += size
-                change[death + 1 if death >= 0 else self.clock + 1] -= size  # it was there while its last operation ran
+                change[death + 1 if death >= 0 else self.clock + 1] -= size  # it still lives while its last operation runs
         return np.cumsum(change)[: self.clock + 1]
 
 
@@ -169,7 +176,7 @@ def _groups(name: str, args: Any) -> int:
 
 
 def _name(function: Any) -> str:
-    """The operator's name; a matrix product's without the underscore of the form that works in place."""
+    """Returns the operator's name; for a matrix product without the underscore of its in-place form."""
     name = str(function._schema.name).removeprefix("aten::")
     return name.removesuffix("_") if name.removesuffix("_") in _FACTORS else name
 
@@ -182,7 +189,7 @@ def _flops(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> flo
     if name in ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"):
         rows = args[0].numel() // args[0].shape[-1]
         return (2.0 if name == "mkldnn_rnn_layer" else 4.0) * float(rows * (args[1].numel() + args[2].numel()))
-    if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):  # which torch does not count; (gradient,) query, key, value
+    if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):  # not counted by torch; arguments: (gradient,) query, key, value
         backward = name.endswith("backward")
         query, key, value = args[1:4] if backward else args[:3]
         pairs = query.numel() // query.shape[-1] * key.shape[-2]
@@ -192,22 +199,22 @@ def _flops(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> flo
     count = flop_registry.get(function._overloadpacket)
     if count is None:
         return 0.0
-    if name == "convolution_backward" and _groups(name, args) > 1:  # whose weights torch counts as if each saw all channels
+    if name == "convolution_backward" and _groups(name, args) > 1:  # torch counts as if each weight saw all channels
         gradient, x, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[-1]
         return float(2 * (x if transposed else gradient).numel() * weight[0].numel() * sum(wanted[:2]))
     return float(count(*args, **kwargs, out_val=result))
 
 
 def _with_ones(shape: Sequence[int], at: Sequence[int]) -> list[int]:
-    """A shape with dimensions of size 1 put in at these places."""
+    """Returns a shape with dimensions of size 1 inserted at these positions."""
     sizes = list(shape)
-    for place in sorted(at):
-        sizes.insert(place, 1)
+    for position in sorted(at):
+        sizes.insert(position, 1)
     return sizes
 
 
 def _shape_of_work(name: str, args: Any, outputs: list[Tensor]) -> tuple[float, float]:
-    """(tiles of the output, length of each sum) of a matrix product; the channels that a convolution sums over."""
+    """Returns (tiles of the output, length of each sum) of a matrix product, (0, input channels) of a convolution."""
     if name in _FACTORS:
         first, out = args[_FACTORS[name]], outputs[0]
         rows, columns = (out.shape[-2], out.shape[-1]) if out.dim() > 1 else (out.numel(), 1)
@@ -220,22 +227,22 @@ def _shape_of_work(name: str, args: Any, outputs: list[Tensor]) -> tuple[float, 
     return 0.0, 0.0
 
 
-def _summed(name: str, args: Any, inputs: list[Tensor]) -> tuple[int, int] | None:
-    """(columns, rows) of an operation that sums all rows of a tensor, as the gradient of a bias does."""
+def _row_sum(name: str, args: Any, inputs: list[Tensor]) -> tuple[int, int] | None:
+    """Returns (columns, rows) of an operation that sums all rows of a tensor, as the gradient of a bias does; else None."""
     if name == "convolution_backward" and args[-1][2]:
         channels = inputs[0].shape[1]
-        return channels, inputs[0].numel() // channels  # they are innermost on a GPU
+        return channels, inputs[0].numel() // channels  # channels are innermost on a GPU
     if name == "sum" and len(args) > 1 and args[1] and inputs[0].is_contiguous():
         x = inputs[0]
-        kept = sorted(set(range(x.dim())) - {d % x.dim() for d in args[1]})
-        if kept and kept == list(range(x.dim() - len(kept), x.dim())):
-            width = int(np.prod([x.shape[d] for d in kept]))
+        remaining = sorted(set(range(x.dim())) - {d % x.dim() for d in args[1]})
+        if remaining and remaining == list(range(x.dim() - len(remaining), x.dim())):
+            width = int(np.prod([x.shape[d] for d in remaining]))
             return width, x.numel() // width
     return None
 
 
-def without_values(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Replace a real model's tensors by such as have shapes alone."""
+def replace_with_fake_tensors(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Replaces the tensors of a real model by fake ones, which have shapes and no values."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         tables: list[dict[str, Any]] = [module._parameters, module._buffers]
@@ -255,65 +262,73 @@ def without_values(model: nn.Module, mode: FakeTensorMode) -> None:
 
 
 def trace(
-    loss: Callable[[int], Tensor], model: nn.Module, half: torch.dtype | None, sizes: tuple[int, int], run_again: list[nn.Module]
+    loss: Callable[[int], Tensor], model: nn.Module, half: torch.dtype | None, sizes: tuple[int, int], recomputed: list[nn.Module]
 ) -> Pass:
-    """Trace forward and backward at two sizes; `loss(samples)` gives the objective of a micro-batch, and the modules
-    of `run_again` keep only their inputs."""
-    first, second = (_one_pass(loss, model, half, size, run_again) for size in sizes)
+    """Traces forward and backward at two sizes. `loss(samples)` gives the objective of a micro-batch.
+
+    The modules of `recomputed` save only their inputs (activation checkpointing).
+    """
+    first, second = (_one_pass(loss, model, half, size, recomputed) for size in sizes)
     if first.clock != second.clock or len(first.operations) != len(second.operations):
-        return _by_ends(first, second, model, sizes)
+        return _line_through_peaks(first, second, model, sizes)
     curves = [(r.curve(set()), r.curve(r.gradients)) for r in (first, second)]
     sums = {clock: (width, rows / sizes[0]) for clock, (width, rows) in first.sums.items()}
     lines = [_hull(a, b, sizes, sums) for a, b in zip(*curves, strict=True)]
-    return Pass(lines[0], lines[1], second.copied(), second.multiplies, _grouped(first.operations, second.operations, sizes))
+    return Pass(
+        lines[0],
+        lines[1],
+        second.copied_bytes(),
+        second.has_matrix_product,
+        _count_equal_operations(first.operations, second.operations, sizes),
+    )
 
 
 def trace_evaluation(loss: Callable[[int], Tensor], model: nn.Module, half: torch.dtype | None, sizes: tuple[int, int]) -> tuple[Line, ...]:
-    """The memory of a forward pass without gradients."""
+    """Returns the memory of a forward pass without gradients."""
     peaks = []
     for size in sizes:
-        recorder = Recorder([*model.parameters(), *model.buffers()])
-        with torch.no_grad(), FakeGpuKernels(half, recorder.note), recorder:
+        recorder = OperationRecorder([*model.parameters(), *model.buffers()])
+        with torch.no_grad(), FakeGpuKernels(half, recorder.record_work), recorder:
             loss(size)
         peaks.append(float(recorder.curve(set()).max()))
     return (_line(peaks[0], peaks[1], sizes),)
 
 
-class _Traced(Recorder):
+class _Traced(OperationRecorder):
     gradients: set[int]
 
 
-def _one_pass(loss: Callable[[int], Tensor], model: nn.Module, half: torch.dtype | None, size: int, run_again: list[nn.Module]) -> _Traced:
+def _one_pass(loss: Callable[[int], Tensor], model: nn.Module, half: torch.dtype | None, size: int, recomputed: list[nn.Module]) -> _Traced:
     recorder = _Traced([*model.parameters(), *model.buffers()])
-    mode = FakeGpuKernels(half, recorder.note)
+    mode = FakeGpuKernels(half, recorder.record_work)
     model.zero_grad(set_to_none=True)
-    for module in run_again:
+    for module in recomputed:
         module.forward = _checkpointed(module.forward, mode)
     try:
         with mode, recorder:
             loss(size).backward()
     finally:
-        for module in run_again:
+        for module in recomputed:
             del module.forward
     owned = {p.grad.untyped_storage()._cdata for p in model.parameters() if p.grad is not None}
-    recorder.gradients = {recorder.place[key] for key in owned if key in recorder.place}
+    recorder.gradients = {recorder.index_of[key] for key in owned if key in recorder.index_of}
     model.zero_grad(set_to_none=True)
     return recorder
 
 
 def _checkpointed(forward: Callable[..., Any], mode: FakeGpuKernels) -> Callable[..., Any]:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    # While a backward pass runs, the mode rests: what runs again needs it anew.
+    # The mode is off during a backward pass, so the recomputed forward turns it on again.
     return lambda *args, **kwargs: checkpoint(forward, *args, context_fn=lambda: (nullcontext(), mode), **options, **kwargs)
 
 
-def _by_ends(first: _Traced, second: _Traced, model: nn.Module, sizes: tuple[int, int]) -> Pass:
-    """Where the operations themselves depend on the batch: one line through the two highest moments."""
+def _line_through_peaks(first: _Traced, second: _Traced, model: nn.Module, sizes: tuple[int, int]) -> Pass:
+    """Returns a line through the two peaks, for passes whose operations themselves depend on the batch."""
     peaks = [(float(r.curve(set()).max()), float(r.curve(r.gradients).max())) for r in (first, second)]
     lines = [(_line(a, b, sizes),) for a, b in zip(*peaks, strict=True)]
-    grown = _grouped(second.operations, second.operations, sizes)
-    per_sample = tuple(w._replace(flops=(0.0, w.flops[0] / sizes[1]), bytes=(0.0, w.bytes[0] / sizes[1])) for w in grown)
-    return Pass(lines[0], lines[1], second.copied(), second.multiplies, per_sample)
+    work = _count_equal_operations(second.operations, second.operations, sizes)
+    per_sample = tuple(w._replace(flops=(0.0, w.flops[0] / sizes[1]), bytes=(0.0, w.bytes[0] / sizes[1])) for w in work)
+    return Pass(lines[0], lines[1], second.copied_bytes(), second.has_matrix_product, per_sample)
 
 
 def _line(a: float, b: float, sizes: tuple[int, int]) -> Line:
@@ -322,22 +337,22 @@ def _line(a: float, b: float, sizes: tuple[int, int]) -> Line:
 
 
 def _hull(a: np.ndarray, b: np.ndarray, sizes: tuple[int, int], sums: dict[int, tuple[int, float]]) -> tuple[Line, ...]:
-    """The lines that are highest for some number of samples."""
+    """Returns the lines that are the highest for some number of samples."""
     slopes = (b - a) / (sizes[1] - sizes[0])
     fixed = a - slopes * sizes[0]
-    kept: list[Line] = []
+    highest: list[Line] = []
     for samples in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536):
         heights = fixed + slopes * samples
         for clock, (width, rows) in sums.items():
             heights[clock] += reduction_buffer_bytes(width, rows * samples)
         top = int(np.argmax(heights))
         line = Line(float(fixed[top]), float(slopes[top]), *sums.get(top, (0, 0.0)))
-        if line not in kept:
-            kept.append(line)
-    return tuple(kept)
+        if line not in highest:
+            highest.append(line)
+    return tuple(highest)
 
 
-def _grouped(first: list[Any], second: list[Any], sizes: tuple[int, int]) -> tuple[Work, ...]:
+def _count_equal_operations(first: list[Any], second: list[Any], sizes: tuple[int, int]) -> tuple[Work, ...]:
     same = Counter(zip(first, second, strict=True))
     works = []
     for (a, b), count in same.items():
