@@ -98,7 +98,7 @@ def test_an_import_that_takes_long_says_where_it_is(
 
 
 def test_the_front_end_passes_that_on_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    told = json.dumps({"settings": [], "search": {}})
+    told = json.dumps({"settings": [], "tune_facts": {}})
     Path("python").write_text(f"#!/bin/sh\necho 'still importing t.py (line 3)' >&2\necho other >&2\necho '{told}'\n")
     os.chmod("python", 0o755)
     Path("t.py").write_text(BASE)

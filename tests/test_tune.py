@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from drivetrain.cli import tune
-from drivetrain.describe import task_search, task_settings
+from drivetrain.describe import task_settings, tune_facts
 from drivetrain.hardware import Hardware
 from drivetrain.launch.machine import LocalMachine
 from drivetrain.launch.request import Request
@@ -284,10 +284,10 @@ def test_policies_say_themselves_what_is_searched(folder: Path) -> None:
     text = good("tune", *words, "--trials", "2")
     assert "(cartpole's own; --search replaces it)" in text and "eval_every=1ep, not 10ep" in text
     told = json.loads(Path("runs/own/tune.json").read_text())
-    assert told["metric"] == "eval/return" and told["search"] == task_search(find_task("cartpole"))
+    assert told["metric"] == "eval/return" and told["search"] == tune_facts(find_task("cartpole")).search
     assert len(told["search"]) > 3 and all(name in VARIED for name in told["search"]), "a population can be made of them"
     assert len([row for row in Run("runs/own/trials/trial-0000").rows() if "eval/return" in row]) == 3
-    assert "entropy_weight=1e-4..3e-2,log" in good("tune", "bandit", "--help") and "gamma" not in task_search(find_task("bandit"))
+    assert "entropy_weight=1e-4..3e-2,log" in good("tune", "bandit", "--help") and "gamma" not in tune_facts(find_task("bandit")).search
 
 
 def test_a_trial_is_judged_along_the_way_unless_somebody_says_when() -> None:
@@ -302,10 +302,10 @@ def test_a_trial_is_judged_along_the_way_unless_somebody_says_when() -> None:
 
 def test_a_task_may_say_what_is_searched(folder: Path) -> None:
     write_task("plain.py", ("    hidden: int", '    search = {"hidden": "8|16"}\n    hidden: int'))
-    assert task_search(find_task("plain.py")) == {"hidden": "8|16"}
+    assert tune_facts(find_task("plain.py")).search == {"hidden": "8|16"}
     assert "search" not in task_settings(find_task("plain.py"))
     write_task("derived.py", ("class Small(Task):", "from plain import Small as Base\n\n\nclass Small(Base):"))
-    assert task_search(find_task("derived.py:Small")) == {"hidden": "8|16"}, "what only importing it can tell"
+    assert tune_facts(find_task("derived.py:Small")).search == {"hidden": "8|16"}, "what only importing it can tell"
     write_task("wrong.py", ("    hidden: int", '    search: str = "hidden"\n    hidden: int'))
     assert "search is what `tune` searches" in bad("train", "wrong.py", "--dry-run")
 

@@ -1,4 +1,4 @@
-"""A task's settings, and what `tune` searches in it: from its source text, or from a child process that imports its file.
+"""A task's settings, and what it states for `tune`: from its source text, or from a child process that imports its file.
 
 The child (`python -m drivetrain.describe FILE:CLASS`) is slower but sees everything, such as defaults that are computed.
 """
@@ -10,13 +10,17 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drivetrain.hooks import TUNE_FACTS
 from drivetrain.outcomes import Problem
 from drivetrain.project import package_of
-from drivetrain.settings import Setting
+from drivetrain.settings import MISSING, Setting
+from drivetrain.settings_reader.declaration import UNKNOWN
 from drivetrain.settings_reader.live import settings_from_json, settings_of_class, settings_to_json
+from drivetrain.task import Task
 from drivetrain.task_ref import STILL_IMPORTING, TaskRef, load_class
 from drivetrain.terminal import printable
 
@@ -27,18 +31,31 @@ def task_settings(task: TaskRef) -> dict[str, Setting]:
     return declaration.settings if declaration.complete else settings_from_json(describe_in_child(task)["settings"])
 
 
-def task_search(task: TaskRef) -> dict[str, str]:
-    """Returns what `tune` searches in a task: setting -> range or choices."""
-    declared = task.declaration().search
-    search: dict[str, str] = describe_in_child(task)["search"] if declared is None else declared
-    for name, values in search.items():
+@dataclass(frozen=True)
+class TuneFacts:
+    """What a task states for `tune`."""
+
+    search: dict[str, str]
+    """setting -> range or choices"""
+    tune_metric: str
+    tune_population: bool
+
+
+def tune_facts(task: TaskRef) -> TuneFacts:
+    """Returns what a task states for `tune`."""
+    declared = task.declaration().tune_facts
+    if UNKNOWN in declared.values():
+        facts = TuneFacts(**describe_in_child(task)["tune_facts"])
+    else:
+        facts = TuneFacts(**{name: getattr(Task, name) if value is MISSING else value for name, value in declared.items()})
+    for name, values in facts.search.items():
         if not isinstance(values, str):
             raise Problem(f"{task.class_name}.search: {name} is {values!r}: write LOW..HIGH, LOW..HIGH,log or A|B|C, as text")
-    return search
+    return facts
 
 
 def describe_in_child(task: TaskRef) -> dict[str, Any]:
-    """Returns what a child process that imports the task's file reports: its `settings` and `search`."""
+    """Returns what a child process that imports the task's file reports: its `settings` and `tune_facts`."""
     command = [sys.executable, "-P", "-m", "drivetrain.describe", f"{task.path}:{task.class_name}"]
     with tempfile.TemporaryFile("w+") as output:
         errors = []
@@ -62,11 +79,14 @@ def describe_in_child(task: TaskRef) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The child: imports the task's file, and prints its settings and `search` as one line of JSON."""
+    """The child: imports the task's file, and prints its settings and `tune_facts` as one line of JSON."""
     path, _, name = sys.argv[1].rpartition(":")
     try:
         cls = load_class(TaskRef(path, path, name, package=package_of(Path(path))))
-        description = {"settings": settings_to_json(settings_of_class(cls)), "search": cls.search}
+        description = {
+            "settings": settings_to_json(settings_of_class(cls)),
+            "tune_facts": {fact: getattr(cls, fact) for fact in TUNE_FACTS},
+        }
     except Problem as problem:
         sys.exit(str(problem))
     except Exception as error:

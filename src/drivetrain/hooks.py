@@ -20,10 +20,16 @@ HOOKS = {
     "summary_fields": "lines of `summary.txt`",
     "model_files": "writes the weights as files that other programs know",
 }
+TUNE_FACTS = {
+    "search": "what `tune` searches: assign a dict to it without an annotation",
+    "tune_metric": "the metric that `tune` judges trials by: assign it without an annotation",
+    "tune_population": "whether `tune` may train many trials at once: assign it without an annotation",
+}
+"""Attributes of a class that `tune` reads."""
 RESERVED = {
     "settings": "a method that returns the values of all settings",
     "chosen_settings": "a method that returns the settings whose values are not the defaults",
-    "search": "what `tune` searches: assign a dict to it without an annotation",
+    **TUNE_FACTS,
     "task": "a key of recipes",
     "name": "a key of recipes: the run's name",
     "plan": "a key of recipes",

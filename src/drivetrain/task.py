@@ -69,6 +69,10 @@ class Task:
 
     search: ClassVar[dict[str, str]] = {}
     """What `drivetrain tune` searches: setting -> `LOW..HIGH`, `LOW..HIGH,log` or `A|B|C`."""
+    tune_metric: ClassVar[str] = "loss"
+    """The metric that `tune` judges trials by, if neither `best` nor --metric names one."""
+    tune_population: ClassVar[bool] = False
+    """Whether `tune` may train many trials at once, as one program. Only tasks of the PPO family can."""
 
     def __init__(self, **settings: Any) -> None:
         self._given = frozenset(settings)

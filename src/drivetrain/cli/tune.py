@@ -49,7 +49,7 @@ def run(verb: str, words: list[str]) -> int:
         raise Problem("--run-dir and --name both say where the study goes: give one")
 
     from drivetrain import runs
-    from drivetrain.describe import task_search, task_settings
+    from drivetrain.describe import task_settings, tune_facts
     from drivetrain.launch.machine import detect_machine
     from drivetrain.launch.request import Request
     from drivetrain.recipe import load, split_words
@@ -72,7 +72,9 @@ def run(verb: str, words: list[str]) -> int:
     if len(recipes) > 1:
         raise Problem(f"{args.target} has stages: tune takes a recipe without")
     recipe = recipes[0]
-    space = make_space(task_settings(recipe.task), task_search(recipe.task), args.search, split_words(args.settings), recipe.task.label)
+    space = make_space(
+        task_settings(recipe.task), tune_facts(recipe.task).search, args.search, split_words(args.settings), recipe.task.label
+    )
     goal = _goal(recipe, args)
     machine = detect_machine(Request(gpus=args.gpus, device=args.device))
     size, why = population.choose(args.population, recipe, space, args.trials, machine.device, bool(args.jobs or args.procs))
@@ -174,23 +176,23 @@ def parser(verb: str) -> Parser:
 
 def _print_search(task: TaskRef) -> None:
     """What a task searches by itself."""
-    from drivetrain.describe import task_search
+    from drivetrain.describe import tune_facts
 
-    if own := task_search(task):
+    if own := tune_facts(task).search:
         show("\nsearched, unless --search says what")
         for name, text in own.items():
             show(f"  {name}={text}")
 
 
 def _goal(recipe: Recipe, args: argparse.Namespace) -> Goal:
+    from drivetrain.describe import tune_facts
     from drivetrain.engine.state.best import Best
-    from drivetrain.tasks.rl.shape import is_ppo
     from drivetrain.tune.folder import Goal
 
     if args.metric and "/" in args.metric and not args.metric.startswith("eval/"):
         raise Problem(f"--metric {args.metric}: trials are judged by their evaluations: eval/NAME")
-    usual = "return" if is_ppo(recipe.settings) else "loss"
-    judged = Best(args.metric.removeprefix("eval/") if args.metric else recipe.settings["best"] or usual)
+    metric = args.metric.removeprefix("eval/") if args.metric else recipe.settings["best"]
+    judged = Best(metric or tune_facts(recipe.task).tune_metric)
     return Goal(f"eval/{judged.name}", args.direction or ("max" if judged.sign > 0 else "min"))
 
 

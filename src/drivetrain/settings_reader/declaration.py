@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from drivetrain.hooks import TUNE_FACTS
 from drivetrain.outcomes import Problem
 from drivetrain.settings import MISSING, PACKAGE, Setting, UnknownName, nearest
 from drivetrain.settings_reader.fields import Field, annotated_fields, inherit_range, plain_assignments, setting_type
@@ -21,6 +23,8 @@ from drivetrain.settings_reader.modules import (
 )
 
 WITHOUT_SETTINGS = ("object", "Generic", "ABC", "abc.ABC")
+"""Base classes that define no settings."""
+UNKNOWN = object()
 
 
 @dataclass
@@ -32,14 +36,15 @@ class TaskDeclaration:
     settings: dict[str, Setting]
     complete: bool
     """False where only importing the file can tell all settings: computed defaults, bases from other modules."""
-    search: dict[str, str] | None
-    """What `tune` searches; None where only importing the file can tell."""
+    tune_facts: dict[str, Any]
+    """The class's own or inherited values of TUNE_FACTS: MISSING where it states none, UNKNOWN where only importing the file can tell."""
 
 
 def read_declaration(path: Path, class_name: str | None = None) -> TaskDeclaration:
     """Reads one task class of a file; raises Problem where there is none, or there are several and none was named."""
     definition, name = _find_task(read_module(path), class_name)
-    declaration = TaskDeclaration(name, ast.get_docstring(definition.node) or "", {}, True, _read_search(definition))
+    tune_facts = {fact: _read_class_value(definition, fact) for fact in TUNE_FACTS}
+    declaration = TaskDeclaration(name, ast.get_docstring(definition.node) or "", {}, True, tune_facts)
     _add_class(declaration, definition)
     return declaration
 
@@ -119,16 +124,19 @@ def _add_field(declaration: TaskDeclaration, owner: str, field: Field) -> None:
     declaration.settings[field.name] = Setting(field.name, inherit_range(kind, inherited), default, doc, owner)
 
 
-def _read_search(definition: ClassDefinition) -> dict[str, str] | None:
-    """Returns the value of `search`, its own or the first base's; None where the text does not tell it."""
+def _read_class_value(definition: ClassDefinition, name: str) -> Any:
+    """Returns the value that a class or its bases assign to a name: MISSING where none does, UNKNOWN where the text does not tell it."""
     values = dict(plain_assignments(definition.node)) | {f.name: f.default for f in annotated_fields(definition.node) if f.default}
-    if value := values.get("search"):
+    if expression := values.get(name):
         try:
-            return dict(ast.literal_eval(value))
+            return ast.literal_eval(expression)
         except (ValueError, TypeError):
-            return None
-    for _, base in base_classes(definition):
-        inherited = None if base is None else _read_search(base)
-        if inherited is None or inherited:
-            return inherited
-    return {}
+            return UNKNOWN
+    for node, base in base_classes(definition):
+        if base is not None and not base.is_task:
+            value = _read_class_value(base, name)
+        else:
+            value = MISSING if base is not None or ast.unparse(node) in WITHOUT_SETTINGS else UNKNOWN
+        if value is not MISSING:
+            return value
+    return MISSING

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from drivetrain import runs
+from drivetrain.describe import tune_facts
 from drivetrain.launch.request import Request
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
@@ -56,7 +57,7 @@ def choose(asked: str, recipe: Recipe, space: Space, trials: int, device: str, s
 
 
 def _by_itself(recipe: Recipe, space: Space, trials: int, device: str, shared_out: bool) -> tuple[int, str]:
-    if shared_out or not shape.is_ppo(recipe.settings):
+    if shared_out or not tune_facts(recipe.task).tune_population:
         return 0, ""
     changing = [name for name in space if name not in shape.VARIED]
     why = _obstacle(recipe, space) or (f"{changing[0]} changes the program" if changing else "")
@@ -70,7 +71,7 @@ def _by_itself(recipe: Recipe, space: Space, trials: int, device: str, shared_ou
 
 def _obstacle(recipe: Recipe, space: Space) -> str:
     label = recipe.task.label
-    if not shape.is_ppo(recipe.settings):
+    if not tune_facts(recipe.task).tune_population:
         return f"{label} is no task of the PPO family (bandit, cartpole, snake, your own Ppo), whose small policies can be trained so"
     found = shape.obstacle(recipe.settings)
     for name, dimension in space.items():

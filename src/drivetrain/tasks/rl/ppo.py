@@ -87,6 +87,8 @@ class Ppo(Task):
     search = {  # none changes the program, so that trials can be a population
         "learning_rate": "1e-4..1e-2,log", "gamma": "0.95..0.999", "gae": "0.8..1", "entropy_weight": "1e-4..3e-2,log", "ratio_clip": "0.1..0.3",
     }  # fmt: skip
+    tune_metric = "return"
+    tune_population = True
 
     def env(self) -> Env:
         """The world to learn in."""

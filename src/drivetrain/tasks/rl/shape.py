@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 LIFTED = ("gamma", "gae", "ratio_clip", "value_clip", "value_weight", "entropy_weight")  # what the loss and the collection compute with
 VARIED = ("learning_rate", "weight_decay", "clip", "warmup", "decay", "seed", *LIFTED)
 """All else changes the program: the net's form, how much is played and learned at once, and for how long."""
-_MARKS = {"envs", "horizon", "passes", "rival", *LIFTED}
-
-
-def is_ppo(settings: Iterable[str]) -> bool:
-    """Whether a task with these settings derives from `Ppo`, as far as their names tell."""
-    return _MARKS.issubset(settings)
 
 
 def shape_of(settings: Mapping[str, Any]) -> str:
