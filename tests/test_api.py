@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import drivetrain
+from drivetrain import api
 from tests.command import TASK, environment, write_task
 
 HEAD = TASK.replace("class Small(Task):", "class Cell(Task):")
@@ -72,6 +73,21 @@ def test_loading_a_run_gives_the_trained_model(folder: Path) -> None:
     assert accuracy == pytest.approx(last["eval/accuracy"])
     assert not model.training
     assert isinstance(run.model(), torch.nn.Module)
+
+
+def test_a_run_goes_on_and_is_evaluated(folder: Path) -> None:
+    run = drivetrain.train("digits", steps=5, name="a", quiet=True)
+    longer = drivetrain.resume("a", steps=8, quiet=True)
+    assert (longer.path, longer.rows()[-1]["step"]) == (run.path, 8)
+    metrics = drivetrain.evaluate(longer, quiet=True)
+    assert metrics["accuracy"] == pytest.approx(longer.rows()[-1]["eval/accuracy"])
+    with pytest.raises(drivetrain.Problem, match="was begun with hidden"):
+        drivetrain.resume("a", hidden=3)
+
+
+def test_a_plan_from_python_is_that_of_the_command(folder: Path) -> None:
+    plan = api.plan("digits", device="cpu", procs=1, plan__micro_batch=16)
+    assert (plan.world_size, plan.micro_batch, plan.accumulation) == (1, 16, 4)
 
 
 def test_mistakes_raise_what_the_command_would_say(folder: Path) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.launch import start
+from drivetrain.launch import evaluation, start
 from drivetrain.launch.ending import raise_failure
 from drivetrain.launch.local import train_locally
 from drivetrain.launch.machine import cluster_of, detect_machine
@@ -87,6 +87,18 @@ def plan(
         raise Problem(f"{recipe.task.label} is defined in a notebook or a script: put its class into a file of its own to plan it")
     machine = detect_machine(Request(procs=procs, device=device, gpus=gpus))
     return make_plan(recipe, cluster_of(machine), Screen(quiet=True), measure=Measure.ALWAYS if measure else Measure.NEVER)
+
+
+def evaluate(
+    run: Run | str | os.PathLike[str], *, procs: int | None = None, device: str | None = None, gpus: str | None = None, quiet: bool = False
+) -> dict[str, float]:
+    """Returns the metrics of a run's model on its task's evaluation data, and writes eval.json in the run."""
+    found, request = _find(run), Request(procs=procs, device=device, gpus=gpus, quiet=quiet)
+    ended = evaluation.evaluate(found, request, Screen(quiet=quiet))
+    _checked(found, ended)
+    if ended.outcome is not Outcome.OK:
+        raise Problem(f"the evaluation of {found.name} was stopped", ended.outcome)
+    return dict(ended.result["metrics"])
 
 
 def load(run: Run | str | os.PathLike[str]) -> nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 from drivetrain.cli.flags import Parser, add_common, add_placement
@@ -27,37 +26,21 @@ def parser(verb: str) -> Parser:
 def run(verb: str, words: list[str]) -> int:
     args = parser(verb).parse(words)
 
-    from drivetrain import runs
-    from drivetrain.launch import ending
-    from drivetrain.launch.job import make_job
-    from drivetrain.launch.machine import cluster_of, detect_machine
-    from drivetrain.launch.planning import plan_run
-    from drivetrain.launch.recorded import recorded_recipe
-    from drivetrain.launch.report import report_code, shown
+    from drivetrain.launch.ending import exit_code, raise_failure
+    from drivetrain.launch.evaluation import RECORDED, evaluate
+    from drivetrain.launch.report import shown
     from drivetrain.launch.request import Request
-    from drivetrain.processes.job import EvaluateJob
-    from drivetrain.supervise import local_place, run_workers
+    from drivetrain.runs import find
     from drivetrain.watch.screen import Screen, number
 
-    found = runs.find(args.target)
-    recipe = recorded_recipe(found)
-    request = Request(procs=args.procs, gpus=args.gpus, device=args.device, verbose=args.verbose)
-    machine = detect_machine(request)
-    place = local_place(machine.procs)
-    info = found.read()
-    plan = plan_run(recipe, replace(request, planner="off"), cluster_of(machine), info)
-    screen = Screen(quiet=args.quiet or args.json)
-    report_code(recipe, found, screen)
-    job = make_job(EvaluateJob, recipe, found, plan, info["folder"])
-    ended = run_workers(job, plan, place, screen, machine.gpus, args.verbose)
-    ending.raise_failure(ended, found)
+    found, screen = find(args.target), Screen(quiet=args.quiet or args.json)
+    ended = evaluate(found, Request(procs=args.procs, gpus=args.gpus, device=args.device, verbose=args.verbose), screen)
+    raise_failure(ended, found)
     if ended.outcome is not Outcome.OK:
-        return ending.exit_code(ended)
+        return exit_code(ended)
     result = ended.result
-    kept = {k: result[k] for k in ("metrics", "samples", "step", "figures")}
-    runs.write_atomic(found.path / "eval.json", json.dumps({"format": runs.FORMAT} | kept, indent=1) + "\n")
     if args.json:
-        print(json.dumps(kept))
+        print(json.dumps({key: result[key] for key in RECORDED}))
         return 0
     whose = "" if result["step"] is None else f"; weights of step {result['step']:,}"
     screen.line("eval", "   ".join(number(k, v) for k, v in result["metrics"].items()) + f"   ({result['samples']:,} samples{whose})")

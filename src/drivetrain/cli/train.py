@@ -6,13 +6,11 @@ import argparse
 import os
 import shutil
 import textwrap
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drivetrain.cli.flags import Parser, add_common, add_diagnostics, add_fault_tolerance, add_placement, add_run_folder
 from drivetrain.describe import task_settings
-from drivetrain.outcomes import Outcome
 from drivetrain.recipe import Recipe, is_recipe_file, load, read_file
 from drivetrain.settings import Setting
 from drivetrain.task_ref import BUILT_IN, TaskRef, find_task
@@ -71,6 +69,7 @@ def run(verb: str, words: list[str]) -> int:
     from drivetrain.launch.ending import exit_code
     from drivetrain.launch.launchers import detect_launcher, with_accelerate_choices
     from drivetrain.launch.plan_file import apply_plan_file
+    from drivetrain.launch.smoke import train_smoke
     from drivetrain.watch.screen import Screen
 
     request = request_of(verb, parser(verb).parse(words))
@@ -86,7 +85,7 @@ def run(verb: str, words: list[str]) -> int:
             dry_run(recipe, start.request_of_stage(recipe, recipes, request))
         return 0
     if request.smoke:
-        return smoke(recipes[0], request, screen)
+        return exit_code(train_smoke(recipes[0], request, screen))
     _, ended = start.train_stages(recipes, request, screen, launcher)
     return exit_code(ended)
 
@@ -143,44 +142,6 @@ def dry_run(recipe: Recipe, request: Request) -> None:
             show(f"  {name:<{width}}  {value!s:<14}  {plan.reasons.get(name, '')}".rstrip())
     for notice in recipe.notices:
         show(f"\nnote: {notice}")
-
-
-def smoke(recipe: Recipe, request: Request, screen: Screen) -> int:
-    """Everything a run does, in seconds, in a folder that is thrown away."""
-    import tempfile
-
-    from drivetrain.launch import ending, opening
-    from drivetrain.launch.job import make_job
-    from drivetrain.launch.machine import cluster_of, detect_machine
-    from drivetrain.launch.planning import plan_run
-    from drivetrain.launch.report import report_start
-    from drivetrain.processes.job import SmokeJob
-    from drivetrain.processes.smoke import SMOKE_BATCH, SMOKE_STEPS
-    from drivetrain.supervise import local_place, run_workers
-
-    machine = detect_machine(request)
-    request = replace(request, planner="off")  # a few samples need no plan
-    full_plan = plan_run(recipe, request, cluster_of(machine), None)
-    full_batch = recipe.settings["global_batch"]
-    batch = min(SMOKE_BATCH, recipe.settings["global_batch"])
-    few = {"global_batch": batch, "steps": SMOKE_STEPS, "log_every": 1, "eval_every": SMOKE_STEPS, "save_every": SMOKE_STEPS // 2}
-    recipe = replace(recipe, settings=recipe.settings | few)
-    folder = tempfile.mkdtemp(prefix="drivetrain-smoke-")
-    try:
-        opened = opening.open_run(recipe, replace(request, name=None, run_dir=str(Path(folder) / "smoke")))
-        place = local_place(machine.procs)
-        plan = plan_run(recipe, request, cluster_of(machine), None)
-        report_start(recipe, machine, plan, screen)
-        opening.record_start(opened, recipe, plan, machine)
-        full = {"full_global_batch": full_batch, "full_plan": full_plan}
-        job = make_job(SmokeJob, recipe, opened.run, plan, max_samples=SMOKE_STEPS * batch, **full)
-        ended = run_workers(job, plan, place, screen, machine.gpus, request.verbose)
-        ending.raise_failure(ended, opened.run)
-        if ended.outcome is Outcome.OK:
-            screen.line("smoke", "train, save, resume and eval work; nothing was kept")
-        return ending.exit_code(ended)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 # --- help --------------------------------------------------------------------------------------
