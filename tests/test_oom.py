@@ -1,4 +1,4 @@
-"""Out of memory through the command: the plan in run.json shrinks, the run goes on, and whoever repeats the command goes on with it."""
+"""Out of memory in a run of the command: run.json gets a smaller plan, and the run and later resumes continue with it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def kinds(name: str) -> list[str]:
     return [e["event"] for e in events(name) if e["event"] in ("oom", "replanned", "restarted", "resumed", "finished", "stopped")]
 
 
-def test_in_place_and_a_resume_goes_on_with_the_smaller_plan(folder: Path) -> None:
+def test_the_step_is_redone_in_place_and_a_resume_uses_the_smaller_plan(folder: Path) -> None:
     write_task()
     words = ("train", "small.py", "--procs", "2")
     output = good(*words, "--name", "whole", DRIVETRAIN_FAULTS="oom@step:7:rank=1")
@@ -59,8 +59,8 @@ def test_in_place_and_a_resume_goes_on_with_the_smaller_plan(folder: Path) -> No
     assert weights("runs/broken") == weights("runs/whole")
 
 
-def test_a_plan_made_in_a_hurry_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a look at the task a plan may be hopeless: before micro-batches are halved, the plan is made anew, once."""
+def test_a_plan_without_a_profile_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan without a profile may be far off: before micro-batches are halved, the plan is made again, once."""
     write_task()
     monkeypatch.setenv("DRIVETRAIN_FAULTS", "oom@update:5,oom@update:6")
     request = Request(procs=1, name="hurried")
@@ -82,10 +82,10 @@ def test_a_plan_made_in_a_hurry_is_made_again(folder: Path, monkeypatch: pytest.
     assert plan("hurried")["micro_batch"] == 10, "after the better plan, halving goes on"
 
 
-def test_in_the_optimizer_the_run_starts_anew_from_its_checkpoint(folder: Path) -> None:
+def test_in_the_optimizers_update_the_run_restarts_from_its_checkpoint(folder: Path) -> None:
     write_task()
     words = ("train", "small.py", "--procs", "2", "save_every=8")
-    output = good(*words, "--name", "short", DRIVETRAIN_FAULTS="oom@update:20:rank=0")  # which first ends its last save
+    output = good(*words, "--name", "short", DRIVETRAIN_FAULTS="oom@update:20:rank=0")  # the restart first waits for the last save
     assert "out of memory at step 20 on rank 0: micro-batch 50 -> 25; starting anew from step 16" in output
     assert kinds("short") == ["oom", "replanned", "restarted", "resumed", "finished"]
     assert [e["rank"] for e in events("short") if e["event"] == "oom"] == [0]
@@ -99,8 +99,8 @@ def test_in_the_optimizer_the_run_starts_anew_from_its_checkpoint(folder: Path) 
     assert weights("runs/short") == weights("runs/killed")
 
 
-def test_ranks_that_wait_are_not_waited_for(folder: Path) -> None:
-    """One rank is short of memory while the other is in a call that lasts, as those of a sharded model would be."""
+def test_a_restart_does_not_wait_for_ranks_that_hang(folder: Path) -> None:
+    """One rank runs out of memory while the other is in a long call, as in a collective of a sharded model."""
     asleep = 'if os.environ["RANK"] == "0" and model.training and self.calls == 6 and not os.path.exists("slept"):'
     loss = f"""\
         self.calls = getattr(self, "calls", 0) + 1
@@ -118,7 +118,7 @@ def test_ranks_that_wait_are_not_waited_for(folder: Path) -> None:
     assert kinds("short") == ["oom", "replanned", "restarted", "finished"], "no checkpoint yet: from the beginning"
 
 
-def test_again_and_again_until_one_sample_is_too_much(folder: Path) -> None:
+def test_halving_ends_where_one_sample_does_not_fit(folder: Path) -> None:
     write_task()
     faults = ",".join(f"oom@update:{step}" for step in (2, 2, 3))
     message = bad("train", "small.py", "global_batch=4", "steps=8", "--name", "n", "--procs", "1", code=203, DRIVETRAIN_FAULTS=faults)
@@ -128,7 +128,7 @@ def test_again_and_again_until_one_sample_is_too_much(folder: Path) -> None:
     assert plan("n")["micro_batch"] == 1
 
 
-def test_a_model_that_does_not_fit_is_not_tried_again(folder: Path) -> None:
+def test_a_model_that_does_not_fit_is_not_restarted(folder: Path) -> None:
     """Fewer samples at a time would not help."""
     write_task(change=("return nn.Sequential", 'raise torch.OutOfMemoryError("CUDA out of memory.")\n        return nn.Sequential'))
     message = bad("train", "small.py", "--name", "n", "--procs", "1", code=203, lines=3)
@@ -137,11 +137,11 @@ def test_a_model_that_does_not_fit_is_not_tried_again(folder: Path) -> None:
     assert plan("n")["micro_batch"] == 100
 
 
-@pytest.mark.system  # it takes its time
-def test_under_torchrun_the_smaller_plan_is_left_behind(folder: Path) -> None:
+@pytest.mark.system  # slow
+def test_under_torchrun_the_next_start_uses_the_smaller_plan(folder: Path) -> None:
     write_task()
     words = ("torchrun", "--nproc-per-node", 2, "--master-port", free_port(), "-m", "drivetrain", "train", "small.py", "save_every=8")
-    for _ in range(2):  # the fault is asked for again, and does not strike again
+    for _ in range(2):  # a fault strikes once, although each start requests it
         with start(*words, folder=folder, DRIVETRAIN_FAULTS="oom@update:20:rank=1") as torchrun:
             if torchrun.wait() == 0:
                 break
@@ -155,17 +155,19 @@ def test_under_torchrun_the_smaller_plan_is_left_behind(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("words", ["oom@step", "oom@forward:3", "kill@start:1,oom"])
-def test_a_fault_that_nobody_understands(words: str, folder: Path) -> None:
+def test_an_unknown_fault_is_refused(words: str, folder: Path) -> None:
     write_task()
     assert "FAULT@PHASE:STEP[:micro=M][:rank=R]" in bad("train", "small.py", "--procs", "1", DRIVETRAIN_FAULTS=words)
 
 
-HUGE = "torch.empty(1 << 50, dtype=torch.uint8)"
-"""More than any host has: torch's allocator for the CPU says so in words of its own, as cuBLAS and cuDNN do."""
+HUGE_TENSOR = "torch.empty(1 << 50, dtype=torch.uint8)"
+"""Larger than any host's memory. The CPU allocator raises another error than the GPU's, as do cuBLAS and cuDNN."""
 
 
-def test_the_hosts_memory_runs_out_for_real(folder: Path) -> None:
-    write_task(change=("x, y = batch\n        return F.cross", f"x, y = batch\n        len(x) > 30 and {HUGE}\n        return F.cross"))
+def test_the_hosts_memory_really_runs_out(folder: Path) -> None:
+    write_task(
+        change=("x, y = batch\n        return F.cross", f"x, y = batch\n        len(x) > 30 and {HUGE_TENSOR}\n        return F.cross")
+    )
     good("train", "small.py", "plan.micro_batch=25", "--name", "small")
     output = good("train", "small.py", "plan.micro_batch=100", "--name", "large")
     assert "out of memory" in output
@@ -173,8 +175,8 @@ def test_the_hosts_memory_runs_out_for_real(folder: Path) -> None:
     assert rows("runs/large") == rows("runs/small")
 
 
-def test_the_hosts_memory_runs_out_in_an_evaluation(folder: Path) -> None:
-    write_task(change=("x, y = batch\n        return {", f"x, y = batch\n        len(x) > 30 and {HUGE}\n        return {{"))
+def test_the_hosts_memory_really_runs_out_in_an_evaluation(folder: Path) -> None:
+    write_task(change=("x, y = batch\n        return {", f"x, y = batch\n        len(x) > 30 and {HUGE_TENSOR}\n        return {{"))
     output = good("train", "small.py", "plan.eval_micro_batch=100", "--name", "large")
     assert "out of memory" in output
     assert kinds("large")[-1] == "finished"

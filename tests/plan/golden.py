@@ -1,4 +1,4 @@
-"""Plans for twelve machines and three tasks as a text: `python -m tests.plan.golden` writes it anew after a wanted change."""
+"""Plans for twelve machines and three tasks as text: `python -m tests.plan.golden` writes golden.txt again after an intended change."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_no_plan_sets_what_loads_code_or_names_a_file(name: str, tmp_path: Path) -> None:
+def test_variables_that_load_code_or_name_files_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(Problem, match=f"'{name}' is no variable that a plan may set"):
         Plan.from_json({"env": {name: "x"}})  # as the rendezvous, a worker and a resumed run read it
     with pytest.raises(Problem, match="leave it out of the plan"):
@@ -68,7 +68,7 @@ def test_an_environment_is_an_object(env: object) -> None:
         check_environment(env)
 
 
-def test_tuning_is_allowed_and_the_users_own_is_filtered() -> None:
+def test_tuning_variables_are_allowed_and_others_are_filtered_out() -> None:
     tuning = {
         "OMP_NUM_THREADS": "2",
         "NCCL_SOCKET_IFNAME": "^lo,docker",

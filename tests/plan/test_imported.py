@@ -1,4 +1,4 @@
-"""Files for --plan: nothing of them is dropped without a word."""
+"""Files for --plan: every key is used, or listed with the reason why not."""
 
 from __future__ import annotations
 
@@ -123,54 +123,54 @@ def ds(folder: Path, **values: Any) -> Imported:
 @pytest.mark.parametrize(
     ("text", "name"), [(GUIDE, "ds.json"), (FULL, "ds.json"), (MULTI_GPU, "a.yaml"), (FSDP, "a.yaml"), (DEEPSPEED, "a.yaml")]
 )
-def test_every_key_lands_in_exactly_one_place(tmp_path: Path, text: str, name: str) -> None:
-    found = load(tmp_path, text, name)
+def test_every_key_is_used_or_listed_once(tmp_path: Path, text: str, name: str) -> None:
+    imported = load(tmp_path, text, name)
     keys = [key for key, _ in flatten(json.loads(text) if name.endswith("json") else yaml.safe_load(text))]
-    assert Counter([k for k, _ in found.used] + [k for k, _ in found.unused]) == Counter(keys)
-    for _, target in found.used:
+    assert Counter([k for k, _ in imported.used] + [k for k, _ in imported.unused]) == Counter(keys)
+    for _, target in imported.used:
         name = target.removeprefix("--").removeprefix("plan.").replace("-", "_")
-        place = found.pins if target.startswith("plan.") else found.request if target.startswith("--") else found.settings
-        assert name in place, target
-    assert all(why and "\n" not in why for _, why in found.unused)
+        destination = imported.pins if target.startswith("plan.") else imported.request if target.startswith("--") else imported.settings
+        assert name in destination, target
+    assert all(why and "\n" not in why for _, why in imported.unused)
 
 
 def test_guide_004_as_printed(tmp_path: Path) -> None:
-    found = load(tmp_path, GUIDE, "ds.json")
-    assert found.kind == "deepspeed" and found.plan is None
-    assert found.pins == {"strategy": "deepspeed", "zero_stage": 2, "offload": "optimizer", "activation_checkpointing": True}
-    assert found.settings == {"precision": "fp16"} and found.request == {}
-    assert found.unused == (
+    imported = load(tmp_path, GUIDE, "ds.json")
+    assert imported.kind == "deepspeed" and imported.plan is None
+    assert imported.pins == {"strategy": "deepspeed", "zero_stage": 2, "offload": "optimizer", "activation_checkpointing": True}
+    assert imported.settings == {"precision": "fp16"} and imported.request == {}
+    assert imported.unused == (
         ("zero_optimization.offload_optimizer.pin_memory", "what is moved to a GPU's host lies in pinned memory anyway"),
     )
 
 
 def test_a_whole_deepspeed_configuration(tmp_path: Path) -> None:
-    found = load(tmp_path, FULL, "ds.json")
-    assert found.settings == {
+    imported = load(tmp_path, FULL, "ds.json")
+    assert imported.settings == {
         "global_batch": 256, "clip": 1.0, "precision": "fp16", "optim": "adamw", "learning_rate": 5e-5, "weight_decay": 0.01,
         "decay": "linear", "warmup": 500,
     }  # fmt: skip
-    assert found.pins.pop("deepspeed_config") == {
+    assert imported.pins.pop("deepspeed_config") == {
         "wall_clock_breakdown": False,
         "zero_optimization": {
             "offload_optimizer": {"buffer_count": 4}, "allgather_partitions": True, "allgather_bucket_size": 2e8, "overlap_comm": True,
             "reduce_scatter": True, "reduce_bucket_size": 2e8, "contiguous_gradients": True, "round_robin_gradients": True,
         },
     }  # fmt: skip
-    assert found.pins == {
+    assert imported.pins == {
         "strategy": "deepspeed",
         "zero_stage": 2,
         "offload": "optimizer",
         "activation_checkpointing": True,
         "micro_batch": 16,
     }
-    unused = dict(found.unused)
+    unused = dict(imported.unused)
     assert "plan.micro_batch=16" in unused["gradient_accumulation_steps"]
     assert "left open" in unused["scheduler.params.total_num_steps"]
     assert "no key that is known" in unused["a_key_of_tomorrow.x"]
 
 
-def test_what_deepspeed_gets_holds_none_of_the_plans_own_keys(tmp_path: Path) -> None:
+def test_deepspeed_gets_none_of_the_plans_own_keys(tmp_path: Path) -> None:
     passed = {key for key, _ in flatten(load(tmp_path, FULL, "ds.json").pins["deepspeed_config"])}
     assert passed <= set(deepspeed.TUNING)
     owned = {
@@ -188,11 +188,11 @@ def test_pins_of_a_file_make_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "deepspeed" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     for text, name in ((GUIDE, "ds.json"), (FULL, "ds.json"), (FSDP, "a.yaml"), (DEEPSPEED, "a.yaml"), (MULTI_GPU, "a.yaml")):
-        found = load(tmp_path, text, name)
-        settings = Task(**found.settings).settings()
-        plan = choose(settings, parse("4xL4"), device="cuda", world_size=4, local_procs=4, pins=found.pins)
-        assert plan.strategy == found.pins["strategy"]
-        assert plan.deepspeed_config == found.pins.get("deepspeed_config", {})
+        imported = load(tmp_path, text, name)
+        settings = Task(**imported.settings).settings()
+        plan = choose(settings, parse("4xL4"), device="cuda", world_size=4, local_procs=4, pins=imported.pins)
+        assert plan.strategy == imported.pins["strategy"]
+        assert plan.deepspeed_config == imported.pins.get("deepspeed_config", {})
         assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
@@ -212,8 +212,8 @@ def test_pins_of_a_file_make_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ],
 )  # fmt: skip
 def test_sharding_and_offload(tmp_path: Path, values: dict[str, Any], pins: dict[str, Any]) -> None:
-    found = ds(tmp_path, **values)
-    assert found.pins == pins | ({"strategy": "deepspeed"} if "zero_stage" in pins else {})
+    imported = ds(tmp_path, **values)
+    assert imported.pins == pins | ({"strategy": "deepspeed"} if "zero_stage" in pins else {})
 
 
 @pytest.mark.parametrize(
@@ -239,27 +239,27 @@ def test_settings_of_deepspeed(tmp_path: Path, values: dict[str, Any], settings:
     assert ds(tmp_path, **values).settings == settings
 
 
-def test_a_batch_that_hangs_on_the_number_of_processes_is_said(tmp_path: Path) -> None:
-    found = ds(tmp_path, train_micro_batch_size_per_gpu=8, gradient_accumulation_steps=4)
-    assert found.pins == {"micro_batch": 8} and "global_batch" not in found.settings
-    assert "global_batch=32 times them" in found.notes[0]
+def test_a_global_batch_that_depends_on_the_number_of_processes_gets_a_note(tmp_path: Path) -> None:
+    imported = ds(tmp_path, train_micro_batch_size_per_gpu=8, gradient_accumulation_steps=4)
+    assert imported.pins == {"micro_batch": 8} and "global_batch" not in imported.settings
+    assert "global_batch=32 times them" in imported.notes[0]
 
 
 def test_accelerate_on_several_machines(tmp_path: Path) -> None:
-    found = load(tmp_path, MULTI_GPU)
-    assert found.kind == "accelerate"
-    assert found.request == {"procs": 4, "nodes": 2, "node_rank": 1, "rendezvous": "10.0.0.1:29501", "gpus": "0,1,2,3"}
-    assert found.pins == {"strategy": "ddp", "compile": "on"} and found.settings == {"precision": "bf16"}
+    imported = load(tmp_path, MULTI_GPU)
+    assert imported.kind == "accelerate"
+    assert imported.request == {"procs": 4, "nodes": 2, "node_rank": 1, "rendezvous": "10.0.0.1:29501", "gpus": "0,1,2,3"}
+    assert imported.pins == {"strategy": "ddp", "compile": "on"} and imported.settings == {"precision": "bf16"}
 
 
 def test_accelerate_with_fsdp_and_with_deepspeed(tmp_path: Path) -> None:
-    found = load(tmp_path, FSDP)
-    assert found.pins == {"strategy": "fsdp", "zero_stage": 3, "offload": "none", "activation_checkpointing": True}
-    assert found.request == {"procs": 4, "nodes": 1} and found.settings == {"precision": "fp32"}
-    found = load(tmp_path, DEEPSPEED)
-    assert found.pins == {"strategy": "deepspeed", "zero_stage": 3, "offload": "optimizer", "accumulation": 4}
-    assert found.settings == {"clip": 1.0} and found.request == {}
-    assert "no fp8" in dict(found.unused)["mixed_precision"]
+    imported = load(tmp_path, FSDP)
+    assert imported.pins == {"strategy": "fsdp", "zero_stage": 3, "offload": "none", "activation_checkpointing": True}
+    assert imported.request == {"procs": 4, "nodes": 1} and imported.settings == {"precision": "fp32"}
+    imported = load(tmp_path, DEEPSPEED)
+    assert imported.pins == {"strategy": "deepspeed", "zero_stage": 3, "offload": "optimizer", "accumulation": 4}
+    assert imported.settings == {"clip": 1.0} and imported.request == {}
+    assert "no fp8" in dict(imported.unused)["mixed_precision"]
 
 
 @pytest.mark.parametrize(
@@ -283,27 +283,27 @@ def test_accelerate_with_fsdp_and_with_deepspeed(tmp_path: Path) -> None:
     ],
 )
 def test_kinds_of_accelerate_files(tmp_path: Path, text: str, pins: dict[str, Any], request_: dict[str, Any]) -> None:
-    found = load(tmp_path, text)
-    assert (found.pins, found.request) == (pins, request_)
+    imported = load(tmp_path, text)
+    assert (imported.pins, imported.request) == (pins, request_)
 
 
 def test_yaml_reads_an_unquoted_no_as_false(tmp_path: Path) -> None:
     assert load(tmp_path, "distributed_type: MULTI_GPU\nmixed_precision: no").settings == {"precision": "fp32"}
 
 
-def test_hybrid_sharding_is_said_to_be_another(tmp_path: Path) -> None:
+def test_hybrid_sharding_gets_a_note(tmp_path: Path) -> None:
     for key in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"):
-        found = load(tmp_path, f"distributed_type: FSDP\nfsdp_config: {{{key}: HYBRID_SHARD}}")
-        assert found.pins["zero_stage"] == 3 and "over all processes" in found.notes[0]
+        imported = load(tmp_path, f"distributed_type: FSDP\nfsdp_config: {{{key}: HYBRID_SHARD}}")
+        assert imported.pins["zero_stage"] == 3 and "over all processes" in imported.notes[0]
 
 
-def test_the_deepspeed_file_that_accelerate_points_to_counts(tmp_path: Path) -> None:
+def test_the_deepspeed_file_that_accelerate_names_is_read(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(GUIDE)
     text = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {deepspeed_config_file: ds.json, zero3_init_flag: true}"
-    found = load(tmp_path, text)
-    assert found.pins == {"strategy": "deepspeed", "zero_stage": 2, "offload": "optimizer", "activation_checkpointing": True}
-    assert ("ds.json: fp16.enabled", "precision") in found.used
-    assert ("deepspeed_config.deepspeed_config_file", "plan.strategy") in found.used
+    imported = load(tmp_path, text)
+    assert imported.pins == {"strategy": "deepspeed", "zero_stage": 2, "offload": "optimizer", "activation_checkpointing": True}
+    assert ("ds.json: fp16.enabled", "precision") in imported.used
+    assert ("deepspeed_config.deepspeed_config_file", "plan.strategy") in imported.used
     (tmp_path / "ds.json").unlink()
     with pytest.raises(Problem, match=r"ds.json: No such file"):
         load(tmp_path, text)
@@ -323,7 +323,7 @@ def test_keys_of_the_installed_accelerate_are_known() -> None:
     assert {f for f in flags if f.startswith(("deepspeed_", "offload_", "zero"))} <= ours
 
 
-# --- plans of its own ----------------------------------------------------------------------------
+# --- saved plans ----------------------------------------------------------------------------
 
 
 def made() -> Plan:
@@ -331,7 +331,7 @@ def made() -> Plan:
 
 
 @pytest.mark.parametrize("form", ["bare", "plan --json", "run.json"])
-def test_a_saved_plan_comes_back(tmp_path: Path, form: str) -> None:
+def test_a_saved_plan_is_read_unchanged(tmp_path: Path, form: str) -> None:
     plan = made()
     values: dict[str, Any] = plan.to_json()
     if form == "plan --json":
@@ -344,17 +344,17 @@ def test_a_saved_plan_comes_back(tmp_path: Path, form: str) -> None:
             "plan": values,
             "status": "finished",
         }
-    found = load(tmp_path, json.dumps(values), "plan.json")
-    assert found.kind == "plan" and found.plan == plan
-    assert found.task == ("" if form == "bare" else "digits")
-    assert found.request == {"procs": 2, "nodes": 1, "device": "cuda"}
-    assert found.settings == {"global_batch": 64, "precision": "bf16", "deterministic": False} and found.pins == {}
-    assert [key for key, _ in found.unused] == (["name", "recipe", "status"] if form == "run.json" else [])
+    imported = load(tmp_path, json.dumps(values), "plan.json")
+    assert imported.kind == "plan" and imported.plan == plan
+    assert imported.task == ("" if form == "bare" else "digits")
+    assert imported.request == {"procs": 2, "nodes": 1, "device": "cuda"}
+    assert imported.settings == {"global_batch": 64, "precision": "bf16", "deterministic": False} and imported.pins == {}
+    assert [key for key, _ in imported.unused] == (["name", "recipe", "status"] if form == "run.json" else [])
 
 
-def test_a_key_of_a_later_version_is_named(tmp_path: Path) -> None:
-    found = load(tmp_path, json.dumps(made().to_json() | {"warp": 9}), "plan.json")
-    assert found.plan == made() and found.unused == (("warp", "no key of a plan"),)
+def test_a_key_of_a_later_version_is_listed_as_unused(tmp_path: Path) -> None:
+    imported = load(tmp_path, json.dumps(made().to_json() | {"warp": 9}), "plan.json")
+    assert imported.plan == made() and imported.unused == (("warp", "no key of a plan"),)
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_a_broken_plan(tmp_path: Path, change: dict[str, Any], message: str) -> 
         load(tmp_path, json.dumps(made().to_json() | change), "plan.json")
 
 
-# --- rubbish -------------------------------------------------------------------------------------
+# --- invalid files -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -406,12 +406,12 @@ def test_a_broken_plan(tmp_path: Path, change: dict[str, Any], message: str) -> 
         ("a.json", '{"gradient_clipping": [1]}', "gradient_clipping: .* does not fit: it is a number"),
     ],
 )  # fmt: skip
-def test_rubbish_is_refused_with_the_fix(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_an_invalid_file_is_refused_with_the_fix(tmp_path: Path, name: str, text: str, message: str) -> None:
     with pytest.raises(Problem, match=message):
         load(tmp_path, text, name)
 
 
-def test_files_that_are_not_there_or_not_text(tmp_path: Path) -> None:
+def test_missing_files_and_files_that_are_not_text(tmp_path: Path) -> None:
     with pytest.raises(Problem, match=r"No such file or directory; it takes a plan"):
         read(tmp_path / "none.yaml")
     with pytest.raises(Problem, match="Is a directory"):
@@ -429,7 +429,7 @@ ANY = st.recursive(
 
 @settings(deadline=None)
 @given(st.data())
-def test_any_value_of_any_key_is_taken_named_or_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_any_value_of_any_key_is_used_listed_or_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     keys = data.draw(st.sampled_from([accelerate.KEYS, deepspeed.KEYS]))
     names = data.draw(st.lists(st.sampled_from([k.name.partition(".") for k in keys if not k.name.endswith("*")]), min_size=1, max_size=5))
     values: dict[str, Any] = {}
@@ -439,10 +439,10 @@ def test_any_value_of_any_key_is_taken_named_or_refused(tmp_path_factory: pytest
         elif isinstance(values.setdefault(top, {}), dict):
             values[top][rest] = data.draw(ANY)
     try:
-        found = ds(tmp_path_factory.getbasetemp(), **values)
+        imported = ds(tmp_path_factory.getbasetemp(), **values)
     except Problem:
         return
-    assert len(found.used) + len(found.unused) == len(list(flatten(values)))
+    assert len(imported.used) + len(imported.unused) == len(list(flatten(values)))
 
 
 def test_the_docs_table_names_every_key() -> None:

@@ -1,4 +1,4 @@
-"""Plans from predictions: golden ones for twelve machines, and what changes them."""
+"""Plans from predictions: golden plans for twelve machines, and what changes a plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.plan.golden import FILE, MACHINES, TASKS, plan, profile, text
 IN_BF16 = [words for words in MACHINES if not any(part in words for part in ("T4", "cpu", "x6GB"))]
 
 
-@pytest.mark.system  # it looks at models in three number formats, which takes a minute
+@pytest.mark.system  # it profiles models in three number formats, which takes a minute
 def test_golden_plans() -> None:
     now, before = text().splitlines(), FILE.read_text().splitlines()
     changes = "\n".join(difflib.unified_diff(before, now, "golden.txt", "now", lineterm="", n=1))
@@ -47,7 +47,7 @@ def test_the_global_batch_is_kept() -> None:
         assert made.accumulation == -(-share // made.micro_batch)
 
 
-def test_what_does_not_fit_whole_is_sharded_with_the_reason() -> None:
+def test_a_model_that_does_not_fit_unsharded_is_sharded_with_the_reason() -> None:
     made = plan("1.7B", "4xL4-24GB")
     assert made.strategy == "fsdp"
     assert "ddp does not fit" in made.reasons["strategy"]
@@ -59,8 +59,8 @@ def test_the_host_s_memory_is_the_last_resort() -> None:
     assert plan("1.7B", "1xRTX4090-24GB").offload == "all"
 
 
-def test_deepspeed_is_taken_where_only_its_offload_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host has room for the optimizer's state and not for all, the GPU for parameters and gradients."""
+def test_deepspeed_is_chosen_where_only_its_offload_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's memory holds the optimizer's state but not all state; the GPU holds parameters and gradients."""
     monkeypatch.setattr("drivetrain.plan.deepspeed.find_spec", lambda name: True)
     made = plan("1.7B", "1xRTX5090-29GB, 30GB RAM")
     assert (made.strategy, made.zero_stage, made.offload) == ("deepspeed", 2, "optimizer")
@@ -70,13 +70,13 @@ def test_deepspeed_is_taken_where_only_its_offload_fits(monkeypatch: pytest.Monk
         plan("1.7B", "1xRTX5090-29GB, 30GB RAM")
 
 
-def test_a_pin_is_kept_and_the_rest_follows() -> None:
+def test_a_pin_stays_and_other_choices_follow_from_it() -> None:
     made = plan("1.7B", "8xH100-80GB", activation_checkpointing="true", micro_batch=8)
     assert (made.activation_checkpointing, made.micro_batch, made.reasons["micro_batch"]) == (True, 8, "pinned")
     assert plan("1.7B", "8xH100-80GB", strategy="fsdp", zero_stage=3).zero_stage == 3
 
 
-def test_a_model_that_fits_nowhere_names_the_memory_and_three_ways() -> None:
+def test_a_model_that_fits_nowhere_names_the_memory_and_three_ways_out() -> None:
     with pytest.raises(Problem, match=r"fits nowhere: .* needs \d+ GiB, each .* has .*\nWays out: \(1\) a GPU with \d+ GB .*\(2\).*\(3\)"):
         plan("1.7B", "1xRTX3050-6GB", offload="none")
 
@@ -87,8 +87,8 @@ def test_a_pinned_micro_batch_that_does_not_fit_is_named() -> None:
 
 
 @pytest.mark.parametrize("words", ["8xH100-80GB", "1xL4-24GB"])
-def test_several_machines_that_do_not_tell_of_their_network_can_be_planned(words: str) -> None:
-    """As those can not that `train --nodes 2` runs on: only this one is looked at."""
+def test_several_machines_without_a_stated_network_can_be_planned(words: str) -> None:
+    """`train --nodes 2` never states a network: it detects only this machine."""
 
     here = parse(words)
     procs = len(here.gpus)
@@ -112,31 +112,31 @@ def test_more_processes_than_samples_is_refused() -> None:
 
 def test_memory_by_part_falls_as_more_is_sharded() -> None:
     known = profile("1.7B", "bf16")
-    ways = [Candidate("ddp", 1, 16, 4), Candidate("fsdp", 1, 16, 4, zero_stage=2), Candidate("fsdp", 1, 16, 4, zero_stage=3)]
-    needs = [sum(memory_by_part(known, way).values()) for way in ways]
+    candidates = [Candidate("ddp", 1, 16, 4), Candidate("fsdp", 1, 16, 4, zero_stage=2), Candidate("fsdp", 1, 16, 4, zero_stage=3)]
+    needs = [sum(memory_by_part(known, candidate).values()) for candidate in candidates]
     assert needs == sorted(needs, reverse=True)
-    assert memory_by_part(known, ways[0])["optimizer"] == 4 * memory_by_part(known, ways[2])["optimizer"]
+    assert memory_by_part(known, candidates[0])["optimizer"] == 4 * memory_by_part(known, candidates[2])["optimizer"]
 
 
 def test_measured_points_correct_the_prediction_between_them() -> None:
     fit = Fit.of([Point(8, True, 2_000, 0.030, 0.010), Point(32, True, 6_000, 0.090, 0.010), Point(64, fits=False)])
     assert fit is not None and fit.largest == 32
 
-    def half(size: int) -> float:
+    def half_of_measured(size: int) -> float:
         return 0.5 * (0.020 + (size - 8) / 24 * 0.060)
 
-    assert fit.work_seconds(8, half) == pytest.approx(0.020)
-    assert fit.work_seconds(16, half) == pytest.approx(0.040)
+    assert fit.work_seconds(8, half_of_measured) == pytest.approx(0.020)
+    assert fit.work_seconds(16, half_of_measured) == pytest.approx(0.040)
     assert fit.peak_bytes(32, lambda size: 100.0 * size) == pytest.approx(6_000)
 
 
-def test_what_sums_over_many_rows_take_for_a_moment() -> None:
-    """As seen on an H200: the gradient of a bias of 4,096 numbers, from 768, 1,536 and 6,144 rows."""
+def test_the_buffer_of_a_sum_over_many_rows() -> None:
+    """Measured on an H200: the gradient of a bias of 4,096 numbers, from 768, 1,536 and 6,144 rows."""
     assert [reduction_buffer_bytes(4096, rows) for rows in (768, 1536, 6144)] == [0, 50_331_648, 138_412_032]
     assert reduction_buffer_bytes(0, 1e9) == 0
 
 
-def test_three_sizes_around_the_best_are_worth_measuring() -> None:
+def test_three_sizes_around_the_best_are_measured() -> None:
     sizes = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]
     assert sizes_to_measure(sizes, 128) == [8, 32, 128]
     assert sizes_to_measure(sizes, 16) == [4, 16, 64]
@@ -144,7 +144,7 @@ def test_three_sizes_around_the_best_are_worth_measuring() -> None:
     assert sizes_to_measure([7], 7) == sizes_to_measure([], 7) == [7]
 
 
-def test_what_lies_between_is_measured_where_it_is_far_or_the_prediction_fails_there() -> None:
+def test_a_size_between_two_is_measured_if_they_are_far_apart_or_their_errors_differ() -> None:
     sizes = [8, 12, 16, 24, 32, 48, 64, 96, 128]
     predicted = {s: s * 1e-3 for s in sizes}
 
@@ -159,7 +159,7 @@ def test_what_lies_between_is_measured_where_it_is_far_or_the_prediction_fails_t
     assert next_size_to_measure([Point(8, True, 0, 0.1), Point(32, False)], [8, 32, 128], predicted) is None
 
 
-# --- plans that can be ---------------------------------------------------------------------------
+# --- possible plans ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("words", [*IN_BF16, "1xRTX3090-24GB"])
@@ -177,7 +177,7 @@ def test_no_plan_exceeds_the_card_s_rates(name: str, words: str) -> None:
 
 
 def test_an_operation_takes_at_least_its_flops_at_the_card_s_rate() -> None:
-    """Whatever kind it was taken for."""
+    """For every kind of operation."""
     machine = MachineCapacity.of(parse("1xRTX3090-24GB"), "cuda", 1)
     for kind in ("gemm", "conv", "grouped", "attention", "recurrent", "other", "scattered", "summed", "embedding"):
         work = Work(1, kind, "bfloat16", (71e12, 0.0), (1.0, 0.0), (1e9, 0.0), (64.0, 0.0))
@@ -194,7 +194,7 @@ def planned(parameters: int, words: str) -> Plan:
     return choose(Task().settings(), here, device="cuda", world_size=1, local_procs=1, profile=untraced(parameters))
 
 
-def test_what_cannot_be_traced_is_bounded_by_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untraced_task_is_planned_by_the_size_of_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drivetrain.plan.deepspeed.find_spec", lambda name: None)
     made = planned(922_000_000, "1xT4-16GB")
     assert made.offload == "all", "parameters, gradients and optimizer state are 13.7 GiB"
@@ -207,20 +207,24 @@ def test_what_cannot_be_traced_is_bounded_by_its_sizes(monkeypatch: pytest.Monke
 
 
 def test_a_cpu_takes_its_share_at_once_if_it_fits() -> None:
-    """As a training there does without a look at the task."""
+    """The plan with a profile equals the one without, which `train` uses on a CPU."""
     words = "cpu, 16 cores, 64GB RAM"
     settings = TASKS["cnn"][0](global_batch=1024).settings()
     for procs in (1, 2):
         where: dict[str, Any] = {"device": "cpu", "world_size": procs, "local_procs": procs}
-        looked = choose(settings, parse(words), **where, profile=profile("cnn", "bf16"))
-        unseen = choose(settings, parse(words), **where)
-        assert (looked.micro_batch, looked.accumulation, looked.strategy) == (unseen.micro_batch, 1, unseen.strategy)
+        with_profile = choose(settings, parse(words), **where, profile=profile("cnn", "bf16"))
+        without_profile = choose(settings, parse(words), **where)
+        assert (with_profile.micro_batch, with_profile.accumulation, with_profile.strategy) == (
+            without_profile.micro_batch,
+            1,
+            without_profile.strategy,
+        )
     small = parse("cpu, 16 cores, 0.2GB RAM")
     less = choose(settings, small, device="cpu", world_size=1, local_procs=1, profile=profile("cnn", "bf16"))
     assert less.micro_batch < 1024
 
 
-def test_a_faster_way_that_is_not_worth_its_labour_says_by_how_much() -> None:
+def test_a_candidate_that_is_not_faster_enough_says_by_how_much() -> None:
     rater = Rater(profile("135M", "bf16"), MachineCapacity.of(parse("8xH100-80GB"), "cuda", 8), 512, 8, 1)
     best = rater.rate(Candidate("ddp", 8, 8, 8), 8)
     sharded = Candidate("fsdp", 8, 8, 8, zero_stage=2)
@@ -229,19 +233,19 @@ def test_a_faster_way_that_is_not_worth_its_labour_says_by_how_much() -> None:
         assert why_lost(rater, sharded, found, best)["why"].startswith(words)
 
 
-def test_need_and_room_are_told_apart() -> None:
+def test_need_and_usable_memory_get_enough_digits_to_differ() -> None:
     gib = 2**30
     assert format_need(13 * gib, 14.2 * gib) == "13 GiB of 14 GiB"
     assert format_need(13.94 * gib, 14.04 * gib) == "13.9 GiB of 14.0 GiB"
     assert format_need(14.041 * gib, 14.038 * gib) == "14.041 GiB of 14.038 GiB"
 
 
-def test_an_assumed_network_is_said_with_how_to_state_it() -> None:
+def test_the_reason_of_an_assumed_network_says_how_to_state_it() -> None:
     made = plan("135M", "2 nodes x 8xA100-40GB")
     assert '25 Gb/s between machines are assumed; state their network after a comma: --hardware "2 nodes x 8x' in made.reasons["network"]
     assert "network" not in plan("135M", "2 nodes x 8xA100-40GB, 100Gb/s").reasons
 
 
-def test_a_model_without_convolutions_hears_nothing_of_them() -> None:
+def test_the_reason_for_a_model_without_convolutions_does_not_mention_them() -> None:
     assert plan("135M", "1xL4-24GB").reasons["channels_last"] == "the model has no nn.Conv2d"
     assert "convolutions" in plan("cnn", "1xL4-24GB").reasons["channels_last"]

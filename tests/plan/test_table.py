@@ -15,8 +15,8 @@ from drivetrain.task import Task
 
 
 @pytest.fixture(autouse=True)
-def _deepspeed_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planning only looks whether there is a package of that name."""
+def _fake_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning only checks whether a package of that name exists."""
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -50,10 +50,10 @@ def plan(
     ],
 )
 def test_the_guides_rows_at_four_gpus(machine: str, micro: int, accumulation: int, batch: int) -> None:
-    found = plan(machine)
-    assert (found.micro_batch, found.accumulation, found.global_batch) == (micro, accumulation, batch)
-    assert f"{micro} x {accumulation} x 4 = {batch}" in found.reasons["global_batch"]
-    assert found.eval_micro_batch == micro
+    chosen_plan = plan(machine)
+    assert (chosen_plan.micro_batch, chosen_plan.accumulation, chosen_plan.global_batch) == (micro, accumulation, batch)
+    assert f"{micro} x {accumulation} x 4 = {batch}" in chosen_plan.reasons["global_batch"]
+    assert chosen_plan.eval_micro_batch == micro
 
 
 @pytest.mark.parametrize(
@@ -61,32 +61,32 @@ def test_the_guides_rows_at_four_gpus(machine: str, micro: int, accumulation: in
     [(23034, 16), (22731, 16), (15360, 12), (15109, 12), (16384, 12), (11264, 8), (10240, 8), (9856, 8), (8192, 4), (5934, 4), (4864, 2), (81559, 16)],
     ids=["L4", "A10G", "T4", "T4 in a VM", "V100", "2080Ti", "3080", "MIG 1g.10gb", "8 GB", "A2000", "MIG 1g.5gb", "H100"],
 )  # fmt: skip
-def test_what_a_driver_lists_falls_into_the_row_of_the_cards_name(listed_mib: int, micro: int) -> None:
+def test_the_memory_that_a_driver_lists_belongs_to_the_row_of_the_cards_name(listed_mib: int, micro: int) -> None:
     gpu = Gpu(0, "a GPU", listed_mib * 2**20, (8, 0))
     assert plan(Hardware(8, 2**36, (gpu,))).micro_batch == micro
 
 
 def test_the_smallest_gpu_decides() -> None:
     unequal = Hardware(32, 2**36, (Gpu(0, "NVIDIA L4", 24 * 2**30, (8, 9)), Gpu(1, "Tesla T4", 15 * 2**30, (7, 5))))
-    found = plan(unequal)
-    assert (found.micro_batch, found.accumulation, found.global_batch) == (12, 10, 240)
-    assert "14-20 GB: the smallest GPU has 16.1 GB" in found.reasons["micro_batch"]
+    chosen_plan = plan(unequal)
+    assert (chosen_plan.micro_batch, chosen_plan.accumulation, chosen_plan.global_batch) == (12, 10, 240)
+    assert "14-20 GB: the smallest GPU has 16.1 GB" in chosen_plan.reasons["micro_batch"]
 
 
 @pytest.mark.parametrize(
     ("machine", "accumulation", "batch"), [("1xL4", 16, 256), ("8xH100-80GB", 2, 256), ("4 nodes x 8xH100-80GB", 1, 512)]
 )
 def test_accumulation_falls_with_more_gpus_to_one(machine: str, accumulation: int, batch: int) -> None:
-    found = plan(machine)
-    assert (found.micro_batch, found.accumulation, found.global_batch) == (16, accumulation, batch)
+    chosen_plan = plan(machine)
+    assert (chosen_plan.micro_batch, chosen_plan.accumulation, chosen_plan.global_batch) == (16, accumulation, batch)
 
 
 def test_the_report_the_guide_prints_for_four_l4() -> None:
-    found = plan("4xL4-24GB, 48 cores, 192GB RAM")
-    assert (found.strategy, found.zero_stage, found.offload) == ("deepspeed", 2, "optimizer")
-    assert (found.precision, found.activation_checkpointing, found.pin_memory) == ("fp16", True, True)
-    assert found.workers * 4 == 12, "3 a GPU"
-    assert found.prefetch == 4
+    chosen_plan = plan("4xL4-24GB, 48 cores, 192GB RAM")
+    assert (chosen_plan.strategy, chosen_plan.zero_stage, chosen_plan.offload) == ("deepspeed", 2, "optimizer")
+    assert (chosen_plan.precision, chosen_plan.activation_checkpointing, chosen_plan.pin_memory) == ("fp16", True, True)
+    assert chosen_plan.workers * 4 == 12, "3 a GPU"
+    assert chosen_plan.prefetch == 4
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_the_report_the_guide_prints_for_four_l4() -> None:
     ],
 )
 def test_strategy(machine: str, deepspeed: bool, strategy: str, stage: int) -> None:
-    found = plan(machine, deepspeed=deepspeed)
-    assert (found.strategy, found.zero_stage) == (strategy, stage)
-    assert found.reasons["strategy"].startswith("the guide's table")
+    chosen_plan = plan(machine, deepspeed=deepspeed)
+    assert (chosen_plan.strategy, chosen_plan.zero_stage) == (strategy, stage)
+    assert chosen_plan.reasons["strategy"].startswith("the guide's table")
 
 
 @pytest.mark.parametrize(("cores", "each"), [(64, 3), (14, 3), (13, 2), (8, 1), (5, 0), (2, 0)])
@@ -117,7 +117,7 @@ def test_prefetch_by_ram(ram: int, prefetch: int) -> None:
     assert plan(f"4xL4, {ram}GB RAM").prefetch == prefetch
 
 
-def test_precision_is_fp16_where_units_for_it_are_and_the_recipes_wins() -> None:
+def test_precision_is_fp16_on_cards_that_have_it_and_the_recipe_wins() -> None:
     assert plan("2xH100-80GB").precision == "fp16", "the table knows no bf16"
     assert plan("2xT4").precision == "fp16"
     assert plan("2xP100").precision == "fp32"
@@ -125,20 +125,20 @@ def test_precision_is_fp16_where_units_for_it_are_and_the_recipes_wins() -> None
     assert (chosen.precision, chosen.reasons["precision"]) == ("bf16", "asked for")
 
 
-def test_without_a_gpu_the_guides_code_decides_and_says_that_the_table_does_not() -> None:
-    found = plan("cpu, 16 cores, 64GB RAM")
-    assert (found.micro_batch, found.accumulation, found.global_batch, found.precision) == (4, 8, 32, "fp32")
-    assert (found.strategy, found.workers, found.activation_checkpointing) == ("single", 0, False)
-    assert "no row without a GPU" in found.reasons["micro_batch"]
+def test_without_a_gpu_the_guides_code_decides_and_the_reason_says_so() -> None:
+    chosen_plan = plan("cpu, 16 cores, 64GB RAM")
+    assert (chosen_plan.micro_batch, chosen_plan.accumulation, chosen_plan.global_batch, chosen_plan.precision) == (4, 8, 32, "fp32")
+    assert (chosen_plan.strategy, chosen_plan.workers, chosen_plan.activation_checkpointing) == ("single", 0, False)
+    assert "no row without a GPU" in chosen_plan.reasons["micro_batch"]
     two = plan("cpu, 16 cores, 64GB RAM", procs=2)
     assert (two.strategy, two.backend, two.global_batch) == ("ddp", "gloo", 64)
 
 
-def test_pins_win_and_the_rest_follows_them() -> None:
-    found = plan("4xL4", micro_batch="8", workers=7, offload="none", prefetch=9)
-    assert (found.micro_batch, found.accumulation, found.global_batch) == (8, 8, 256)
-    assert (found.workers, found.offload, found.prefetch, found.zero_stage) == (7, "none", 9, 2)
-    assert found.reasons["micro_batch"] == found.reasons["workers"] == "pinned"
+def test_pins_win_and_other_choices_follow_from_them() -> None:
+    chosen_plan = plan("4xL4", micro_batch="8", workers=7, offload="none", prefetch=9)
+    assert (chosen_plan.micro_batch, chosen_plan.accumulation, chosen_plan.global_batch) == (8, 8, 256)
+    assert (chosen_plan.workers, chosen_plan.offload, chosen_plan.prefetch, chosen_plan.zero_stage) == (7, "none", 9, 2)
+    assert chosen_plan.reasons["micro_batch"] == chosen_plan.reasons["workers"] == "pinned"
     held = plan("4xL4", micro_batch=8, accumulation=3)
     assert (held.accumulation, held.global_batch) == (3, 96)
     sharded = plan("4xL4", strategy="fsdp")
@@ -147,11 +147,11 @@ def test_pins_win_and_the_rest_follows_them() -> None:
         plan("4xL4", deepspeed=False, zero_stage=3)
 
 
-def test_it_says_when_it_leaves_the_recipes_global_batch() -> None:
+def test_the_reason_says_when_the_recipes_global_batch_is_replaced() -> None:
     assert "the recipe's 64 does not hold" in plan("4xT4").reasons["global_batch"]
     assert "as the recipe has it" in plan("4xT4", settings={"global_batch": 240}).reasons["global_batch"]
 
 
 def test_the_plan_survives_json() -> None:
-    found = plan("4xT4")
-    assert Plan.from_json(found.to_json()) == found
+    chosen_plan = plan("4xT4")
+    assert Plan.from_json(chosen_plan.to_json()) == chosen_plan

@@ -1,4 +1,4 @@
-"""Thirty times out of memory, on any rank, step and micro-batch: no rank waits for another in vain."""
+"""Out of memory 30 times, on any rank, step and micro-batch: no rank waits for ever."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from tests.processes import on_ranks
 
 
 @pytest.mark.parametrize("seed", [10, 11, 12])
-def test_no_rank_is_left_behind_in_thirty_repetitions(seed: int, tmp_path: Path) -> None:
+def test_all_ranks_agree_in_thirty_repetitions(seed: int, tmp_path: Path) -> None:
     assert on_ranks(4, repeat, str(tmp_path), seed, 10) == [10] * 4

@@ -1,4 +1,4 @@
-"""Out of memory on one rank of four where state is sharded: all start anew with the smaller micro-batch, and nothing is lost.
+"""Out of memory on one rank of four with sharded state: all ranks restart with a smaller micro-batch, and no step is lost.
 
 One strategy once; DRIVETRAIN_REPETITIONS=10 takes all five, ten times (about eight minutes).
 """
@@ -19,31 +19,32 @@ from tests.engine.test_invariance import same
 from tests.samples import rows
 
 REPETITIONS = int(os.environ.get("DRIVETRAIN_REPETITIONS", "0"))
-WAYS = [("fsdp", 2), ("fsdp", 3), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)] if REPETITIONS else [("fsdp", 3)]
+STRATEGIES = [("fsdp", 2), ("fsdp", 3), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)] if REPETITIONS else [("fsdp", 3)]
 COMMON = ["--procs", "4", "epochs=4", "save_every=30", "log_every=1", "optim=sgd", "learning_rate=0.05", "clip=0.5"]
 
 
-Way = tuple[str, int]
+Strategy = tuple[str, int]
+"""(strategy, ZeRO stage)."""
 
 
-def words(way: Way, micro_batch: int) -> list[str]:
-    return ["train", "digits", f"plan.strategy={way[0]}", f"plan.zero_stage={way[1]}", f"plan.micro_batch={micro_batch}", *COMMON]
+def words(strategy: Strategy, micro_batch: int) -> list[str]:
+    return ["train", "digits", f"plan.strategy={strategy[0]}", f"plan.zero_stage={strategy[1]}", f"plan.micro_batch={micro_batch}", *COMMON]
 
 
 @functools.cache
-def smaller(way: Way) -> list[dict[str, Any]]:
-    """The rows of a run that began with the smaller micro-batch."""
-    good(*words(way, 8), "--name", "smaller")
+def smaller(strategy: Strategy) -> list[dict[str, Any]]:
+    """Returns the rows of a run that began with the smaller micro-batch."""
+    good(*words(strategy, 8), "--name", "smaller")
     return rows("runs/smaller")
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("seed", range(max(1, REPETITIONS)))
-def test_the_run_finishes_as_one_that_began_smaller(way: Way, seed: int, folder: Path) -> None:
-    draw = random.Random(f"{way} {seed}")
+def test_the_run_ends_like_one_with_the_smaller_micro_batch(strategy: Strategy, seed: int, folder: Path) -> None:
+    draw = random.Random(f"{strategy} {seed}")
     step, rank = draw.randint(2, 88), draw.randrange(4)
-    good(*words(way, 16), "--name", "short", DRIVETRAIN_FAULTS=f"oom@step:{step}:rank={rank}")
-    same(rows(Path("runs/short")), smaller(way), 5e-5)
+    good(*words(strategy, 16), "--name", "short", DRIVETRAIN_FAULTS=f"oom@step:{step}:rank={rank}")
+    same(rows(Path("runs/short")), smaller(strategy), 5e-5)
     events = [json.loads(line) for line in Path("runs/short/events.jsonl").read_text().splitlines()]
     [oom] = [e for e in events if e["event"] == "oom"]
     assert (oom["step"], oom["rank"], oom["was"], oom["now"]) == (step, rank, 16, 8)
