@@ -1,9 +1,9 @@
-"""How far plans are from what is measured: memory and time of models from a machine's description alone, and after measuring.
+"""Compares plans with measurements: memory and time of models, predicted from a machine's description alone and after measuring.
 
-For each model: the prediction for `1xH200-141GB` (or --hardware WORDS) at every micro-batch of a sweep over 2^k and 3*2^k, the same
-after some of them were measured (three, and those between where these do not tell), and whether the chosen micro-batch is as fast as the best of the sweep.
+For each model: the prediction for `1xH200-141GB` (or --hardware WORDS) at every micro-batch of a sweep over 2^k and 3*2^k; the same
+after some of them were measured, as planning measures them; and how fast the chosen micro-batch is beside the best of the sweep.
 
-    python benchmarks/plan.py --json benchmarks/results/plan-h200.json     # on the GPU it is about
+    python benchmarks/plan.py --json benchmarks/results/plan-h200.json     # on the described GPU
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from drivetrain.plan.predict_memory import memory_by_part
 from drivetrain.plan.predict_time import step_seconds
 from drivetrain.plan.rating import Rater
 
-LARGEST = {
+LARGEST_MICRO_BATCH = {
     "Cnn": 4096,
     "VitB": 192,
     "Smol135": 32,
@@ -56,64 +56,64 @@ LARGEST = {
     "Graph": 512,
     "Film": 128,
 }
-POINTS = 9  # micro-batches of a sweep, over a factor of sixteen
+NUM_SIZES = 9  # of a sweep: a factor of 16 between the smallest and the largest
 
 
 def sweep_sizes(name: str) -> list[int]:
-    largest = LARGEST.get(name, 128)
-    return sorted({s for k in range(14) for s in (2**k, 3 * 2**k) if s <= largest})[-POINTS:]
+    largest = LARGEST_MICRO_BATCH.get(name, 128)
+    return sorted({s for k in range(14) for s in (2**k, 3 * 2**k) if s <= largest})[-NUM_SIZES:]
 
 
 def run(task_class: Any, words: str, seconds: float) -> dict[str, Any]:
     task = task_class()
-    begun = time.monotonic()
+    started = time.monotonic()
     profile = survey(task, "bf16")
-    surveyed = time.monotonic() - begun
+    survey_seconds = time.monotonic() - started
     machine = MachineCapacity.of(parse(words), "cuda", 1)
     plan = Plan(device="cuda", precision="bf16", channels_last=True, pin_memory=True, threads=8)
     probe = Probe(task, plan, torch.device("cuda", 0))
     points: list[Point] = []
-    begun = time.monotonic()
+    started = time.monotonic()
     for size in sweep_sizes(task_class.__name__):
         point = probe.measure(size)
-        if not point.fits or time.monotonic() - begun > seconds:
+        if not point.fits or time.monotonic() - started > seconds:
             break
         points.append(point)
     probe.free_memory()
     del probe
     gc.collect()
     torch.cuda.empty_cache()
-    if held := torch.cuda.memory_allocated():
-        raise SystemExit(f"{held:,} bytes are left of {task_class.__name__}: the next model's memory would be wrong")
-    return {"survey_seconds": surveyed, "sizes": _rows(profile, machine, points), **_choice(task, profile, machine, points)}
+    if leaked := torch.cuda.memory_allocated():
+        raise SystemExit(f"{leaked:,} bytes are left of {task_class.__name__}: the next model's memory would be wrong")
+    return {"survey_seconds": survey_seconds, "sizes": _rows(profile, machine, points), **_choice(task, profile, machine, points)}
 
 
-def predicted_anew(task_class: Any, words: str, known: dict[str, Any]) -> dict[str, Any]:
-    """What was measured before, beside what is predicted now."""
-    task, machine, begun = task_class(), MachineCapacity.of(parse(words), "cuda", 1), time.monotonic()
+def compare_again(task_class: Any, words: str, known: dict[str, Any]) -> dict[str, Any]:
+    """Compares earlier measurements with predictions of now."""
+    task, machine, started = task_class(), MachineCapacity.of(parse(words), "cuda", 1), time.monotonic()
     profile = survey(task, "bf16")
-    surveyed = time.monotonic() - begun
+    survey_seconds = time.monotonic() - started
     names = ("peak_bytes", "step_seconds", "update_seconds", "kind")
     points = [Point(r["micro_batch"], True, *(r[n] for n in names)) for r in known["sizes"]]
-    return {"survey_seconds": surveyed, "sizes": _rows(profile, machine, points), **_choice(task, profile, machine, points)}
+    return {"survey_seconds": survey_seconds, "sizes": _rows(profile, machine, points), **_choice(task, profile, machine, points)}
 
 
 def _candidate(size: int) -> Candidate:
     return Candidate("single", size, 1, 1)
 
 
-def _probed(profile: Any, machine: MachineCapacity, points: list[Point]) -> list[Point]:
-    """Those that planning would measure."""
+def _measured_by_planning(profile: Any, machine: MachineCapacity, points: list[Point]) -> list[Point]:
+    """Returns the points that planning would measure."""
     known = {p.micro_batch: p for p in points}
     predicted = {s: step_seconds(profile, _candidate(s), machine)["work"] for s in known}
-    wanted, found = sizes_to_measure(list(known), points[-1].micro_batch), list[Point]()
-    while (size := next_size_to_measure(found, wanted, predicted)) is not None:
-        found.append(known[size])
-    return found
+    wanted, measured = sizes_to_measure(list(known), points[-1].micro_batch), list[Point]()
+    while (size := next_size_to_measure(measured, wanted, predicted)) is not None:
+        measured.append(known[size])
+    return measured
 
 
 def _rows(profile: Any, machine: MachineCapacity, points: list[Point]) -> list[dict[str, Any]]:
-    probed = _probed(profile, machine, points)
+    probed = _measured_by_planning(profile, machine, points)
     fit = Fit.of(probed)
     assert fit is not None
 
@@ -140,23 +140,23 @@ def _rows(profile: Any, machine: MachineCapacity, points: list[Point]) -> list[d
 
 
 def _choice(task: Any, profile: Any, machine: MachineCapacity, points: list[Point]) -> dict[str, Any]:
-    """The order of candidates, and the chosen one against the best: samples a second of one micro-batch after another."""
-    real = {p.micro_batch: p.micro_batch / (p.step_seconds - p.update_seconds) for p in points}
-    said = {p.micro_batch: p.micro_batch / step_seconds(profile, _candidate(p.micro_batch), machine)["work"] for p in points}
+    """Returns how well samples per second of the micro-batches are ordered, and how fast the chosen one is beside the best."""
+    measured = {p.micro_batch: p.micro_batch / (p.step_seconds - p.update_seconds) for p in points}
+    predicted = {p.micro_batch: p.micro_batch / step_seconds(profile, _candidate(p.micro_batch), machine)["work"] for p in points}
     largest = points[-1].micro_batch
     chosen = {}
-    for how, fit in (("described", None), ("measured", Fit.of(_probed(profile, machine, points)))):
+    for source, fit in (("described", None), ("measured", Fit.of(_measured_by_planning(profile, machine, points)))):
         rater = Rater(profile, machine, largest * 3 * 2**4, 1, 1, fit)
-        way = rater.candidates({}, deepspeed=False)[0]
-        rated = {size: rater.rate(way, size) for size in real}
+        candidate = rater.candidates({}, deepspeed=False)[0]
+        rated = {size: rater.rate(candidate, size) for size in measured}
         fastest = max(r.samples_per_second for r in rated.values())
         best = min((s for s, r in rated.items() if r.samples_per_second >= 0.98 * fastest), key=lambda s: rated[s].needed_bytes)
-        chosen[how] = {"micro_batch": best, "of_the_best": real[best] / max(real.values())}
-    return {"kendall_tau": kendall([real[s] for s in real], [said[s] for s in real]), "chosen": chosen}
+        chosen[source] = {"micro_batch": best, "of_the_best": measured[best] / max(measured.values())}
+    return {"kendall_tau": kendall([measured[s] for s in measured], [predicted[s] for s in measured]), "chosen": chosen}
 
 
 def kendall(a: list[float], b: list[float]) -> float:
-    """The rank correlation; pairs that differ by less than 2 % in truth count for neither order."""
+    """Returns the rank correlation; pairs whose measured values differ by less than 2 % are left out."""
     score, pairs = 0, 0
     for i in range(len(a)):
         for j in range(i):
@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--hardware", default="1xH200-141GB", help="how this machine would be described")
     parser.add_argument("--json", help="write the results here")
     parser.add_argument("--only", nargs="*", help="names of task classes to measure")
-    parser.add_argument("--again", help="take what a file of results has measured of the others, and predict it anew (needs no GPU)")
+    parser.add_argument("--again", help="for other models: take the measurements of a results file and predict again (needs no GPU)")
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="at most, for the sweep of one of the five named models; half for others"
     )
@@ -185,7 +185,7 @@ def main() -> None:
         if not args.only or task_class.__name__ in args.only:
             found |= run(task_class, args.hardware, args.seconds if name in NAMED else args.seconds / 2)
         elif name in known:
-            found |= predicted_anew(task_class, args.hardware, known[name])
+            found |= compare_again(task_class, args.hardware, known[name])
         else:
             continue
         models.append(found)

@@ -1,4 +1,4 @@
-"""Further models that plans are checked on: some whose measurements set a figure, and some that none was fitted to."""
+"""Further models on which plans are checked: most were used to set the predictions' constants, the last three were not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from drivetrain.tasks.vision.nets import resnet18
 
-# --- further models whose measurements the shares of published rates were set by, too -----------
+# --- models that were used to set constants -----------------------------------------------------
 
 
 class BertNet(nn.Module):
@@ -40,7 +40,7 @@ class Bert(Language):
 
 
 class Unet(Labelled):
-    """Down and up again, with GroupNorm and SiLU: pixels are predicted."""
+    """A U-Net with GroupNorm and SiLU that reconstructs its images."""
 
     samples: int = 2048
     global_batch: int = 128
@@ -70,12 +70,12 @@ class UnetNet(nn.Module):
         self.out = nn.Conv2d(64, 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = []
+        skips = []
         for stage in self.down:
             x = stage(x)
-            kept.append(x)
+            skips.append(x)
             x = F.max_pool2d(x, 2) if stage is not self.down[-1] else x
-        for stage, other in zip(reversed(self.up), reversed(kept[:-1]), strict=True):
+        for stage, other in zip(reversed(self.up), reversed(skips[:-1]), strict=True):
             x = stage(torch.cat((F.interpolate(x, scale_factor=2), other), 1))
         return self.out(x)
 
@@ -117,7 +117,7 @@ class GruNet(nn.Module):
 
 
 class Gru(Labelled):
-    """Convolutions over time and a GRU both ways, as for speech."""
+    """Convolutions over time and a bidirectional GRU, as for speech."""
 
     samples: int = 2048
 
@@ -188,7 +188,7 @@ class PlainNet(nn.Module):
 
 
 class ByHand(Language):
-    """Attention written out, so that every score is kept."""
+    """Attention written out in single operations, so that all scores stay in memory."""
 
     length: int = 256
     vocabulary: int = 8000
@@ -200,7 +200,7 @@ class ByHand(Language):
 
 
 class Autoencoder(Unet):
-    """Convolutions down, and transposed ones up."""
+    """An autoencoder of convolutions and transposed convolutions."""
 
     def model(self) -> nn.Module:
         down = [nn.Conv2d(3, 64, 4, 2, 1), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 128, 4, 2, 1), nn.BatchNorm2d(128), nn.ReLU()]
@@ -245,7 +245,7 @@ class DepthwiseBlock(nn.Module):
 
 
 class Depthwise(Labelled):
-    """Convolutions channel by channel and perceptrons between them, on images of 96."""
+    """Depthwise convolutions with perceptrons between them, on images of 96."""
 
     samples: int = 2048
 
@@ -272,7 +272,7 @@ class TranslatorNet(nn.Module):
 
 
 class Translator(Language):
-    """An encoder and a decoder with attention between them."""
+    """An encoder and a decoder with cross-attention."""
 
     length: int = 192
     vocabulary: int = 16000
@@ -295,7 +295,7 @@ class PointsNet(nn.Module):
 
 
 class Points(Labelled):
-    """Clouds of 1,024 points, each seen alone until the strongest of all is taken."""
+    """Clouds of 1,024 points: a network for each point, then the maximum over all."""
 
     samples: int = 4096
 
@@ -307,7 +307,7 @@ class Points(Labelled):
 
 
 class GraphNet(nn.Module):
-    """Nodes that sum their neighbours' messages, four times."""
+    """A graph network: nodes sum the messages of their neighbours, four times."""
 
     edges: Tensor
 
@@ -320,8 +320,8 @@ class GraphNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for message in self.rounds:
-            said = message(torch.cat([x[:, self.edges[0]], x[:, self.edges[1]]], 2))
-            x = x + torch.zeros_like(x).index_add(1, self.edges[1], said.to(x.dtype))
+            messages = message(torch.cat([x[:, self.edges[0]], x[:, self.edges[1]]], 2))
+            x = x + torch.zeros_like(x).index_add(1, self.edges[1], messages.to(x.dtype))
         return self.last(x.mean(1))
 
 
@@ -336,7 +336,7 @@ class Graph(Labelled):
 
 
 class Film(Labelled):
-    """Eight small pictures one after the other, under convolutions of three dimensions."""
+    """Three-dimensional convolutions on eight small images in a row."""
 
     samples: int = 2048
 
@@ -349,11 +349,11 @@ class Film(Labelled):
         return nn.Sequential(*blocks, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(128, 10))
 
 
-# --- unseen: nothing was set by these -----------------------------------------------------------
+# --- unseen models: no constant was set by these ------------------------------------------------
 
 
 class DenseNet(nn.Module):
-    """Layers that each see all before them in their stage."""
+    """Each layer gets the outputs of all layers before it in its stage."""
 
     def __init__(self, grows: int, depth: int) -> None:
         super().__init__()
@@ -389,7 +389,7 @@ class Dense(Labelled):
 
 
 class WaveNet(nn.Module):
-    """Dilated convolutions over a wave, each with a gate, a norm and a way around it."""
+    """Dilated convolutions over a wave, each with a gate, a norm and a residual connection."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -400,8 +400,8 @@ class WaveNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for both, norm in zip(self.both, self.norms, strict=True):
-            said, gate = both(norm(x)).chunk(2, 1)
-            x = x + said.tanh() * gate.sigmoid()
+            value, gate = both(norm(x)).chunk(2, 1)
+            x = x + value.tanh() * gate.sigmoid()
         return self.last(x.mean(2))
 
 
@@ -416,7 +416,7 @@ class Waves(Labelled):
 
 
 class ExpertsNet(nn.Module):
-    """Layers of experts, each of which gets a mixture of all tokens."""
+    """A soft mixture of experts: each expert gets weighted sums of all tokens."""
 
     def __init__(self, width: int, experts: int, depth: int) -> None:
         super().__init__()
@@ -429,12 +429,12 @@ class ExpertsNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for norm, gate, up, down in zip(self.norms, self.gates, self.up, self.down, strict=True):
-            seen = norm(x)
-            share = gate(seen)
-            given = torch.einsum("btd,bts->bsd", seen, share.softmax(1)).unflatten(1, (len(up), 4))
-            made = torch.einsum("besd,edf->besf", given, up)
-            made = torch.einsum("besf,efd->besd", F.gelu(made), down).flatten(1, 2)
-            x = x + torch.einsum("bsd,bts->btd", made, share.softmax(2))
+            normed = norm(x)
+            scores = gate(normed)
+            slots = torch.einsum("btd,bts->bsd", normed, scores.softmax(1)).unflatten(1, (len(up), 4))
+            hidden = torch.einsum("besd,edf->besf", slots, up)
+            outputs = torch.einsum("besf,efd->besd", F.gelu(hidden), down).flatten(1, 2)
+            x = x + torch.einsum("bsd,bts->btd", outputs, scores.softmax(2))
         return self.last(x.mean(1))
 
 

@@ -1,4 +1,4 @@
-"""The five models that plans are checked on first, and what they are made of."""
+"""Five models on which plans are checked, and their parts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Labelled(Task):
     """Random samples with labels."""
 
     samples: int = 4096
-    """Samples of the made-up data."""
+    """Number of random samples."""
     classes: int = 10
-    """Labels."""
+    """Number of labels."""
     global_batch: int = 256
 
     def shape(self) -> tuple[int, ...]:
@@ -102,11 +102,11 @@ class Language(Task):
     """Random tokens, the next one predicted."""
 
     samples: int = 512
-    """Sequences of the made-up data."""
+    """Number of random sequences."""
     length: int = 1024
-    """Tokens of a sequence."""
+    """Tokens in a sequence."""
     vocabulary: int = 49152
-    """Tokens there are."""
+    """Number of different tokens."""
     global_batch: int = 64
 
     def train_data(self) -> Tensors:
@@ -147,12 +147,12 @@ class Vit(nn.Module):
     def __init__(self, width: int = 768, layers: int = 12, heads: int = 12, classes: int = 1000) -> None:
         super().__init__()
         self.patch = nn.Conv2d(3, width, 16, 16)
-        self.place = nn.Parameter(torch.zeros(1, 196, width))
+        self.positions = nn.Parameter(torch.zeros(1, 196, width))
         self.blocks = nn.ModuleList(VitBlock(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.patch(x).flatten(2).transpose(1, 2) + self.place
+        x = self.patch(x).flatten(2).transpose(1, 2) + self.positions
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x).mean(1))

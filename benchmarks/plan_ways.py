@@ -1,8 +1,8 @@
-"""Ways to run that spare memory, and micro-batches near the end of it: from a machine's description alone, beside real training steps.
+"""Compares predictions with real training steps: candidates that save memory, and micro-batches that nearly fill it.
 
-One process: sharding then moves everything that it moves, and shards are whole.
+It uses one process: sharding then does all its copies, and each shard is the full tensor.
 
-    python benchmarks/plan_ways.py --json benchmarks/results/plan-ways-h200.json     # on the GPU it is about
+    python benchmarks/plan_ways.py --json benchmarks/results/plan-ways-h200.json     # on the described GPU
 """
 
 from __future__ import annotations
@@ -41,49 +41,50 @@ from drivetrain.runs import Run
 from plan import kendall
 
 SINGLE: dict[str, Any] = {"strategy": "single", "activation_checkpointing": False}
-AGAIN = SINGLE | {"activation_checkpointing": True}
+CHECKPOINTING = SINGLE | {"activation_checkpointing": True}
 ZERO2, ZERO3 = ({"strategy": "fsdp", "zero_stage": stage, "activation_checkpointing": False, "offload": "none"} for stage in (2, 3))
-MOVED = ZERO3 | {"offload": "all"}
-LARGEST = 0  # micro-batch: the largest that is predicted to fit
+OFFLOAD = ZERO3 | {"offload": "all"}
+LARGEST = 0  # stands for the largest micro-batch that is predicted to fit
 CASES: list[tuple[str, dict[str, Any], int]] = [
     ("SmolLM2-135M shape", SINGLE, 16),
-    ("SmolLM2-135M shape", AGAIN, 16),
+    ("SmolLM2-135M shape", CHECKPOINTING, 16),
     ("SmolLM2-135M shape", ZERO2, 16),
     ("SmolLM2-135M shape", ZERO3, 16),
     ("SmolLM2-135M shape", ZERO3 | {"activation_checkpointing": True}, 16),
-    ("SmolLM2-135M shape", MOVED, 16),
+    ("SmolLM2-135M shape", OFFLOAD, 16),
     ("SmolLM2-135M shape", SINGLE, LARGEST),
     ("ViT-B/16", SINGLE, 192),
-    ("ViT-B/16", AGAIN, 192),
+    ("ViT-B/16", CHECKPOINTING, 192),
     ("ViT-B/16", ZERO3, 192),
     ("ViT-B/16", SINGLE, LARGEST),
     ("SmolLM2-1.7B shape", SINGLE, 6),
-    ("SmolLM2-1.7B shape", AGAIN, 6),
+    ("SmolLM2-1.7B shape", CHECKPOINTING, 6),
     ("SmolLM2-1.7B shape", ZERO2, 6),
     ("SmolLM2-1.7B shape", ZERO3, 6),
-    ("SmolLM2-1.7B shape", AGAIN, LARGEST),
+    ("SmolLM2-1.7B shape", CHECKPOINTING, LARGEST),
     ("BERT layers, dropout", SINGLE, 64),
-    ("BERT layers, dropout", AGAIN, 64),
+    ("BERT layers, dropout", CHECKPOINTING, 64),
     ("BERT layers, dropout", ZERO2, 64),
     ("BERT layers, dropout", ZERO3, 64),
     ("MLP-Mixer", SINGLE, 192),
-    ("MLP-Mixer", AGAIN, 192),
+    ("MLP-Mixer", CHECKPOINTING, 192),
     ("MLP-Mixer", ZERO3, 192),
 ]
 MODELS = NAMED | FURTHER
-STEPS, EAGER, COUNTED = 40, 8, 5  # of which the last are timed: until then it is settled how steps run, and a graph is made
+# In the first steps the run decides how steps run and captures a graph; only the last ones are timed.
+NUM_STEPS, NUM_EAGER_STEPS, NUM_TIMED_STEPS = 40, 8, 5
 
 
-class Enough(Exception):
-    """The steps are taken; nothing is to be saved."""
+class AllStepsTaken(Exception):
+    """Ends the training before it saves anything."""
 
 
-class Watch(Observer):
+class StepTimer(Observer):
     def __init__(self, steps: int) -> None:
         self.steps, self.times, self.short, self.kind = steps, list[float](), "", "eager"
 
     def planned(self, facts: dict[str, Any]) -> None:
-        if "capture" not in facts:  # it speaks of threads
+        if "capture" not in facts:  # these facts are about threads
             return
         self.kind = "compiled" if facts["compile"] == "on" else "captured" if facts["capture"] == "on" else "eager"
 
@@ -94,7 +95,7 @@ class Watch(Observer):
                 torch.cuda.reset_peak_memory_stats()
             self.times.append(time.perf_counter())
             if len(self.times) > self.steps:
-                raise Enough
+                raise AllStepsTaken
 
     def notice(self, text: str) -> None:
         if "memory" in text:
@@ -133,7 +134,7 @@ class Case:
 
 
 def on_gpu(kind: Any) -> Any:
-    """The same task; random weights are made fastest where they are needed."""
+    """Returns the same task with its weights made on the GPU, which is faster."""
 
     def model(self: Any) -> Any:
         with torch.device("cuda"):
@@ -143,19 +144,19 @@ def on_gpu(kind: Any) -> Any:
 
 
 def run(case: Case, size: int) -> dict[str, Any]:
-    """Real steps: their peak of memory, and the time of one."""
+    """Takes real steps; returns their peak memory and the seconds of one."""
     task, plan = case.task(size), case.plan(size)
     torch._C._accelerator_setAllocatorSettings(plan.env.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False"))
-    watch = Watch(STEPS if case.pins == SINGLE else EAGER)
+    watch = StepTimer(NUM_STEPS if case.pins == SINGLE else NUM_EAGER_STEPS)
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
             Training(task, plan, Run(Path(folder)), Group(0, 1, torch.device("cuda", 0)), watch, False).run_to_end()
-        except Enough:
+        except AllStepsTaken:
             pass
-    seconds = statistics.median(b - a for a, b in zip(watch.times[-COUNTED - 1 :], watch.times[-COUNTED:], strict=False))
+    seconds = statistics.median(b - a for a, b in zip(watch.times[-NUM_TIMED_STEPS - 1 :], watch.times[-NUM_TIMED_STEPS:], strict=False))
     return {
         "peak_bytes": torch.cuda.max_memory_allocated() - before, "step_seconds": seconds, "kind": watch.kind, "shortage": watch.short
     }  # fmt: skip
@@ -171,14 +172,14 @@ def compared(case: Case, size: int, largest: bool, found: dict[str, Any]) -> dic
 
 
 def order(rows: list[dict[str, Any]], sweep: str) -> float:
-    """Kendall's tau of the candidates of one model: these, and the micro-batches of plan.py's sweep."""
+    """Returns Kendall's tau over the candidates of one model: these, and the micro-batches of plan.py's sweep."""
     rates = [(r["micro_batch"] / r["step_seconds"], r["micro_batch"] / r["predicted_seconds"]) for r in rows]
     for model in json.loads(Path(sweep).read_text())["rows"]:
         if model["model"] == rows[0]["model"]:
             rates += [
                 (r["micro_batch"] / r["step_seconds"], r["micro_batch"] / r["step_seconds"] / r["time_factor"]) for r in model["sizes"]
             ]
-    return kendall([real for real, _ in rates], [said for _, said in rates])
+    return kendall([measured for measured, _ in rates], [predicted for _, predicted in rates])
 
 
 def main() -> None:
@@ -186,8 +187,8 @@ def main() -> None:
     parser.add_argument("--hardware", default="1xH200-141GB", help="how this machine would be described")
     parser.add_argument("--json", help="write the results here")
     parser.add_argument("--only", nargs="*", help="models to measure")
-    parser.add_argument("--again", help="take what a file of results has measured of the others, and predict it anew (needs no GPU)")
-    parser.add_argument("--sweep", default="benchmarks/results/plan-h200.json", help="what plan.py measured: more candidates to order")
+    parser.add_argument("--again", help="for other models: take the measurements of a results file and predict again (needs no GPU)")
+    parser.add_argument("--sweep", default="benchmarks/results/plan-h200.json", help="the results of plan.py: more candidates to order")
     args = parser.parse_args()
     hardware, profiles, rows = parse(args.hardware), dict[str, Profile](), list[dict[str, Any]]()
     known = {(r["model"], r["way"], r["largest"]): r for r in (json.loads(Path(args.again).read_text())["rows"] if args.again else [])}
