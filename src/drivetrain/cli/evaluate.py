@@ -1,4 +1,4 @@
-"""`eval`: a run's model on its evaluation data."""
+"""`eval`: evaluate a run's model on its task's evaluation data."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ def run(verb: str, words: list[str]) -> int:
     if args.json:
         print(json.dumps({key: result[key] for key in RECORDED}))
         return 0
-    whose = "" if result["step"] is None else f"; weights of step {result['step']:,}"
-    screen.line("eval", "   ".join(number(k, v) for k, v in result["metrics"].items()) + f"   ({result['samples']:,} samples{whose})")
+    weights_text = "" if result["step"] is None else f"; weights of step {result['step']:,}"
+    screen.line(
+        "eval", "   ".join(number(k, v) for k, v in result["metrics"].items()) + f"   ({result['samples']:,} samples{weights_text})"
+    )
     if "confusion" in result["figures"]:
         path = found.path / "confusion.png"
         draw_confusion(result["figures"]["confusion"], result["classes"], str(path), found.name)
@@ -52,7 +54,7 @@ def run(verb: str, words: list[str]) -> int:
 
 
 def draw_confusion(matrix: list[list[float]], names: list[Any], path: str, title: str) -> None:
-    """Rows are the true classes, columns the predicted ones; colour by share of the row, numbers as counts."""
+    """Draws a confusion matrix: true classes in rows, predicted ones in columns; colours are shares of the row, numbers are counts."""
     import matplotlib
 
     matplotlib.use("Agg")

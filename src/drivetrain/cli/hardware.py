@@ -1,4 +1,4 @@
-"""`drivetrain hardware`: what this machine has, or what one that is only described would have."""
+"""`hardware`: what this machine has, or what a described one would have."""
 
 from __future__ import annotations
 

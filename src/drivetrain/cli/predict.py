@@ -1,4 +1,4 @@
-"""`predict`: what a run's model makes of an input."""
+"""`predict`: print what a run's model predicts for an input."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drivetrain.settings import coerce, nearest
 from drivetrain.terminal import printable
 
 TEXT = """\
-Give an input to a run's model and print what it makes of it, as it comes: a language model goes on with the text.
+Give an input to a run's model and print its prediction as it comes: a language model continues the text.
 Options after the input are the task's own, as NAME=VALUE (for lora: tokens=200 temperature=0). A finished run's
 final weights are taken, else its last good checkpoint's."""
 
@@ -21,7 +21,7 @@ final weights are taken, else its last good checkpoint's."""
 def parser(verb: str) -> Parser:
     parser = Parser("drivetrain predict", TEXT)
     parser.add_argument("target", metavar="RUN", help="a run's name or folder")
-    parser.add_argument("given", metavar="INPUT", help="the input; - reads it from standard input")
+    parser.add_argument("input", metavar="INPUT", help="the input; - reads it from standard input")
     parser.add_argument("options", metavar="NAME=VALUE", nargs="*", help="options of the task's own")
     add_common(parser)
     return parser
@@ -36,10 +36,10 @@ def run(verb: str, words: list[str]) -> int:
 
     found = runs.find(args.target)
     task, model = load_trained(found, Screen(sys.stderr, args.quiet))
-    given = _standard_input() if args.given == "-" else args.given
-    options = _options(task.predict, args.options)
+    text = _read_standard_input() if args.input == "-" else args.input
+    options = _read_options(task.predict, args.options)
     with user_code(found):
-        pieces = task.predict(model, given, **options)
+        pieces = task.predict(model, text, **options)
         if not isinstance(pieces, Iterable):
             raise Problem(f"{type(task).__name__}.predict gave a {type(pieces).__name__}: yield pieces of text")
         for piece in pieces:
@@ -48,27 +48,27 @@ def run(verb: str, words: list[str]) -> int:
     return 0
 
 
-def _standard_input() -> str:
+def _read_standard_input() -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError:
         raise Problem("what comes on standard input is no text in UTF-8") from None
 
 
-def _options(predict: Callable[..., Any], words: list[str]) -> dict[str, Any]:
-    """NAME=VALUE words as the task's `predict` takes them."""
+def _read_options(predict: Callable[..., Any], words: list[str]) -> dict[str, Any]:
+    """Converts NAME=VALUE words to the types that the task's `predict` declares."""
     try:
-        kinds = get_type_hints(predict)
-    except (NameError, TypeError):  # names that only type checkers import: options are text then
-        kinds = {}
+        types = get_type_hints(predict)
+    except (NameError, TypeError):  # names that are imported for type checkers only: options stay text
+        types = {}
     names = [name for name, p in inspect.signature(predict).parameters.items() if p.default is not p.empty]
-    found = {}
+    options = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or name not in names:
             raise Problem(f"predict has no option {word!r}{nearest(name, names)} (of this task: {', '.join(names) or 'none'})")
         try:
-            found[name] = coerce(kinds.get(name, str), value)
+            options[name] = coerce(types.get(name, str), value)
         except ValueError as error:
             raise Problem(f"{word} does not fit: {name} is {error}") from None
-    return found
+    return options

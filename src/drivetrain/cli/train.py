@@ -120,6 +120,7 @@ def _resume(request: Request, screen: Screen, launcher: str | None) -> int:
 
 
 def dry_run(recipe: Recipe, request: Request) -> None:
+    """Prints every setting with its origin, and the plan."""
     from drivetrain.launch.machine import cluster_of, detect_machine
     from drivetrain.launch.planning import plan_run, with_global_batch_of
     from drivetrain.launch.start import check_request, check_start
@@ -148,7 +149,7 @@ def dry_run(recipe: Recipe, request: Request) -> None:
 
 
 def print_settings(text: str) -> TaskRef:
-    """The settings of a task, its own before those all tasks have; gives the task."""
+    """Prints the settings of a task, first its own and then those of every task; returns the task."""
     task = find_task(read_file(Path(text))["task"], Path(text).parent) if is_recipe_file(text) else find_task(text)
     doc, settings = task.declaration().doc, task_settings(task)
     show(f"\n{task.class_name}: {doc.splitlines()[0] if doc else ''}".rstrip())
