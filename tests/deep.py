@@ -1,4 +1,4 @@
-"""Tasks for the strategies that shard: a deep model, and what is odd about real ones."""
+"""Tasks for the strategies that shard: deep models, with the peculiarities of real ones."""
 
 from __future__ import annotations
 

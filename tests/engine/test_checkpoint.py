@@ -1,4 +1,4 @@
-"""Checkpoints are proven before they are trusted, and cannot run code."""
+"""Checkpoints are verified before they are used, and cannot run code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def save(folder: Path, step: int, keep: int = 2, best: int | None = None) -> Non
     one.wait()
 
 
-def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+def test_saved_tensors_are_loaded_unchanged(tmp_path: Path) -> None:
     save(tmp_path, 7)
     found = newest_good(Run(tmp_path), pytest.fail)
     assert found is not None
@@ -41,7 +41,7 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[k], TENSORS[k]) and loaded[k].dtype == TENSORS[k].dtype for k in TENSORS)
 
 
-def test_a_change_after_staging_is_not_saved(tmp_path: Path) -> None:
+def test_a_change_after_the_copy_is_not_saved(tmp_path: Path) -> None:
     one, _ = writer(tmp_path)
     tensor = torch.zeros(100_000)
     one.save(1, {"w": tensor}, {}, None)
@@ -82,22 +82,22 @@ def test_a_planted_pickle_is_refused_without_running(tmp_path: Path) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(shards.Refused, match="refused, not run"):
         shards.read(path)
-    # An attacker would also mend the manifest.
+    # An attacker would also correct the manifest.
     from drivetrain.engine.state.checkpoint import _digest, _hash
 
     manifest = json.loads((path / "manifest.json").read_text())
     manifest.pop("digest")
     manifest["files"][".metadata"] = {"bytes": (path / ".metadata").stat().st_size, "sha256": _hash(path / ".metadata")}
     (path / "manifest.json").write_text(json.dumps(manifest | {"digest": _digest(manifest)}))
-    said: list[str] = []
-    found = newest_good(Run(tmp_path), said.append)
-    assert found is not None
-    assert found.step == 1
-    assert "refused, not run" in said[0]
+    reports: list[str] = []
+    checkpoint = newest_good(Run(tmp_path), reports.append)
+    assert checkpoint is not None
+    assert checkpoint.step == 1
+    assert "refused, not run" in reports[0]
     assert not (tmp_path / "owned").exists()
 
 
-def test_a_failed_save_says_so_and_leaves_the_old_one(tmp_path: Path) -> None:
+def test_a_failed_save_is_reported_and_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 1)
     blocked = tmp_path / "checkpoints" / ".step-00000002"
     blocked.write_text("a file where the folder should go")
@@ -111,7 +111,7 @@ def test_a_failed_save_says_so_and_leaves_the_old_one(tmp_path: Path) -> None:
     assert Run(tmp_path).checkpoint_steps() == [1]
 
 
-def test_tied_weights_are_stored_once_and_come_back_tied(tmp_path: Path) -> None:
+def test_tied_weights_are_stored_once_and_loaded_tied(tmp_path: Path) -> None:
     class Tied(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""What depends on the plan is found before the first step and told once; looking leaves no trace, and nothing else is told."""
+"""A result that depends on the plan is reported once, before the first step; the check has no side effects and no false alarms."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class MeanOfWords(Plain):
 
 
 class Average(nn.Module):
-    """Keeps an average of what it saw, in a buffer."""
+    """Keeps an average of its inputs in a buffer."""
 
     def __init__(self, rebinds: bool) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Carried(Plain):
 
 
 class Lazy(Plain):
-    """State that the first loss makes, and prints."""
+    """The first loss creates state, and prints."""
 
     def loss(self, model: Any, batch: Any) -> Any:
         self._calls = getattr(self, "_calls", 0) + 1
@@ -168,7 +168,7 @@ class Noised(Plain):
 
 
 class Streaming(Contrast):
-    """Holds what cannot be put back."""
+    """Holds an object that cannot be restored."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -191,7 +191,7 @@ class Heard(Observer):
 
 
 def told(name: str, folder: str, settings: dict[str, Any], pins: dict[str, Any], looks: bool, group: Group) -> list[str]:
-    """What a training of two epochs says."""
+    """Returns the notices of a training of two epochs."""
     task = (OWN | TASKS)[name](**settings)
     pins = {"threads": 1, "workers": 0} | pins
     plan = choose(task.settings(), HARDWARE, device="cpu", world_size=group.size, local_procs=group.size, pins=pins)
@@ -225,7 +225,7 @@ def alone(name: str, folder: Path, micro: int = 5, looks: bool = False, **settin
         ("Taught", "loss() changes teacher.0.bias, teacher.0.weight, teacher.3.bias and 1 more each time"),
     ],
 )
-def test_what_depends_on_the_plan_is_told(name: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dependence_on_the_plan_is_reported(name: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [notice] = alone(name, tmp_path, epochs=1)
     assert words in notice
     if name == "Lazy":
@@ -239,7 +239,7 @@ def test_what_depends_on_the_plan_is_told(name: str, words: str, tmp_path: Path,
     ["Plain", "Augmented", "Normed", "Loaded", "Tokens", "Parts", "Walk", "InPlace", "Double", "Odd", "HostDice", "Exploding",
      "Tracing", "Noised", "Streaming"],
 )  # fmt: skip
-def test_nothing_else_is_told(name: str, tmp_path: Path) -> None:
+def test_nothing_else_is_reported(name: str, tmp_path: Path) -> None:
     assert alone(name, tmp_path, epochs=1) == []
 
 
@@ -251,16 +251,18 @@ def test_nothing_else_is_told(name: str, tmp_path: Path) -> None:
         ("digits", {}),
     ],
 )
-def test_built_in_tasks_do_not_depend_on_it(kind: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_in_tasks_do_not_depend_on_the_plan(
+    kind: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(OWN, kind, load_class(find_task(kind)))
     assert alone(kind, tmp_path, micro=8, steps=2, **settings) == []
 
 
-def test_half_precision_is_no_coupling(tmp_path: Path) -> None:
+def test_half_precision_is_not_reported_as_coupling(tmp_path: Path) -> None:
     assert alone("Plain", tmp_path, precision="bf16") == []
 
 
-def test_a_plan_that_takes_whole_batches_is_not_told_unless_asked(tmp_path: Path) -> None:
+def test_a_plan_without_micro_batches_is_checked_only_if_asked(tmp_path: Path) -> None:
     assert alone("Contrast", tmp_path / "a", micro=16, epochs=1) == []
     [notice] = alone("Contrast", tmp_path / "b", micro=16, looks=True, epochs=1)
     assert "as one batch" in notice
@@ -270,8 +272,8 @@ def test_a_plan_that_takes_whole_batches_is_not_told_unless_asked(tmp_path: Path
     "name",
     ["Augmented", "Normed", "Loaded", "Parts", "Walk", "HostDice", "Taught", "Exploding", "Tracing", "Carried", "Averaged", "Contrast"],
 )
-def test_looking_leaves_no_trace(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit-equal to a run that does not look, Python's state included."""
+def test_the_check_has_no_side_effects(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit-equal to a run without the check, Python's state included."""
     from drivetrain.engine import loop
 
     def train(folder: Path) -> tuple[Any, ...]:
@@ -285,12 +287,12 @@ def test_looking_leaves_no_trace(name: str, tmp_path: Path, monkeypatch: pytest.
     assert looked == train(tmp_path / "not")
 
 
-def test_two_processes_are_told_once(tmp_path: Path) -> None:
+def test_two_processes_report_once(tmp_path: Path) -> None:
     first, second = on_ranks(2, told, "One", str(tmp_path), {"epochs": 1}, {}, False)
     assert len(first) == 1 and "gives the count 1 for 4 samples as one batch, 2 as two" in first[0]
     assert second == []
 
 
-def test_a_slow_loss_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_loss_is_computed_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drivetrain.engine.faults.dependence.MAX_LOSS_SECONDS", 0.0)
     assert not alone("Contrast", tmp_path)

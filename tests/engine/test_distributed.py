@@ -1,4 +1,4 @@
-"""Parts that only several processes show."""
+"""Parts of the engine that need several processes to be tested."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.samples import Plain
 
 
 @pytest.mark.world_size(3)
-def test_gradients_are_summed_whatever_took_part(group: Group) -> None:
-    """A parameter that took no part, and three dtypes."""
+def test_gradients_of_used_and_unused_parameters_are_summed(group: Group) -> None:
+    """One parameter is unused, and parameters have three types."""
     torch.manual_seed(0)
     sizes = {
         "a": nn.Linear(8, 8),
@@ -44,7 +44,7 @@ def test_gradients_are_summed_whatever_took_part(group: Group) -> None:
         backward(model, group.rank)
         strategy.reduce_gradients()
     strategy.scale_gradients(torch.tensor(0.5))
-    assert strategy.piggyback[0] == 3, "the tail is summed, and no gradient"
+    assert strategy.piggyback[0] == 3, "the piggyback is summed, and not scaled as gradients are"
     expected = copy.deepcopy(model)
     for parameter in expected.parameters():
         parameter.grad = None
@@ -63,7 +63,7 @@ def test_gradients_are_summed_whatever_took_part(group: Group) -> None:
 
 
 @pytest.mark.world_size(2)
-def test_buffers_and_tensors_are_rank_0s(group: Group) -> None:
+def test_every_rank_gets_rank_0s_buffers_and_tensors(group: Group) -> None:
     model = nn.BatchNorm1d(3)
     model.running_mean.fill_(group.rank)  # type: ignore[union-attr]
     Replicated(model, group, 8).broadcast_buffers()
@@ -74,7 +74,7 @@ def test_buffers_and_tensors_are_rank_0s(group: Group) -> None:
     assert stored.subset("b").load("s") == 2.5
 
 
-def test_batchnorm_is_told_what_differs() -> None:
+def test_users_are_warned_how_batchnorm_differs() -> None:
     said: list[str] = []
 
     class Notes(Observer):
@@ -90,7 +90,7 @@ def test_batchnorm_is_told_what_differs() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_the_marker_runs_the_body_on_every_process(group: Group, tmp_path: Path) -> None:
+def test_the_marker_runs_the_body_in_every_process(group: Group, tmp_path: Path) -> None:
     (tmp_path / str(group.rank)).touch()
     torch.distributed.barrier()
     assert len(list(tmp_path.iterdir())) == group.size == 2

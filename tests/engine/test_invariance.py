@@ -46,7 +46,7 @@ def test_accumulation_pinned_instead_of_micro_batch(tmp_path: Path) -> None:
 
 
 def test_fewer_samples_than_processes(tmp_path: Path) -> None:
-    """Ranks without a sample run one with weight 0; nobody waits for them."""
+    """Ranks without a sample run a dummy micro-batch, so that no rank waits for them."""
     same(curve("Plain", tmp_path / "a", 1, samples=3, epochs=5), curve("Plain", tmp_path / "b", 4, samples=3, epochs=5))
 
 
@@ -58,7 +58,7 @@ def test_a_batch_larger_than_the_data(tmp_path: Path) -> None:
     ("name", "options"),
     [("OwnOptimizer", {"kind": "rmsprop"}), ("OwnOptimizer", {"kind": "count"}), ("Double", {}), ("InPlace", {}), ("Odd", {})],
 )
-def test_other_optimizers_formats_and_augmentation_in_place(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_other_optimizers_number_formats_and_augmentation_in_place(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     reference = curve(name, tmp_path / "one", 1, clip=0.1, **options)
     assert reference[0]["train/loss"] > 1
     same(reference, curve(name, tmp_path / "many", 3, {"micro_batch": 3}, clip=0.1, **options), 1e-4)
@@ -97,8 +97,8 @@ def test_optimizers_and_schedules_count_steps_not_processes(optim: str, decay: s
     assert (rates[-1] == 0.02) if decay == "constant" else (rates[-1] < 0.01)
 
 
-def test_the_gradient_is_that_of_the_mean_over_the_whole_batch(tmp_path: Path) -> None:
-    """Against plain autograd on the whole batch at once, token-weighted."""
+def test_the_gradient_is_that_of_the_mean_over_the_global_batch(tmp_path: Path) -> None:
+    """Compared with plain autograd on the global batch at once, weighted by tokens."""
     from drivetrain.engine.group import Group
     from tests.samples import training
 

@@ -1,4 +1,4 @@
-"""Resume is exact: stopped anywhere, gone on, the rows and weights are those of an unbroken run."""
+"""Resume is exact: stopped anywhere and resumed, a run gives the rows and weights of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_stopped_twice_in_an_epoch_and_at_its_end(name: str, world: int, pins: d
 
 
 @pytest.mark.parametrize("kind", ["rmsprop", "count"])
-def test_an_optimizer_of_the_users_own_goes_on(kind: str, tmp_path: Path) -> None:
+def test_a_users_own_optimizer_is_resumed(kind: str, tmp_path: Path) -> None:
     run("OwnOptimizer", tmp_path / "whole", 2, kind=kind, clip=0.5)
     for stop in (3, 9, None):
         run("OwnOptimizer", tmp_path / "broken", 2, stop, kind=kind, clip=0.5)
@@ -48,7 +48,7 @@ def test_an_optimizer_of_the_users_own_goes_on(kind: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["Walk", "Gamble"])
-def test_a_source_goes_on_with_its_state(name: str, tmp_path: Path) -> None:
+def test_a_source_is_resumed_with_its_state(name: str, tmp_path: Path) -> None:
     run(name, tmp_path / "whole", 2)
     for stop in (1, 9, None):  # inside an epoch: it stops at the epoch's end
         run(name, tmp_path / "broken", 2, stop)
@@ -57,7 +57,7 @@ def test_a_source_goes_on_with_its_state(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["Plain", "Loaded", "Walk"])
-def test_another_number_of_processes_keeps_order_and_curve(name: str, tmp_path: Path) -> None:
+def test_another_world_size_keeps_order_and_curve(name: str, tmp_path: Path) -> None:
     options = {"optim": "sgd", "clip": 0.5, "learning_rate": 0.1}
     run(name, tmp_path / "whole", 2, **options)
     for world, stop in ((2, 4), (1, 8), (3, None)):
@@ -65,7 +65,7 @@ def test_another_number_of_processes_keeps_order_and_curve(name: str, tmp_path: 
     same(rows(tmp_path / "whole"), rows(tmp_path / "broken"))
 
 
-def test_a_longer_run_goes_on(tmp_path: Path) -> None:
+def test_a_finished_run_is_extended(tmp_path: Path) -> None:
     run("Plain", tmp_path / "run", decay="constant")
     run("Plain", tmp_path / "run", decay="constant", epochs=3)
     run("Plain", tmp_path / "whole", decay="constant", epochs=3)

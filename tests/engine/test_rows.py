@@ -1,4 +1,4 @@
-"""Rows of figures that arrive late, and together."""
+"""Rows of metrics that arrive late, and several at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from drivetrain.engine.log.rows import Rows
 
 
 def rows_of(sizes: int, per_epoch: int) -> tuple[Rows, Any]:
-    """Rows over a feed whose epochs end with a batch of 1 sample, and a ledger that can be told what arrives."""
+    """Rows over a feed whose epochs end with a batch of 1 sample, and a ledger whose arriving blocks a test sets."""
     figures = SimpleNamespace(read=lambda row, size: {"loss": row[0]}, guarded=list, count={})
     feed = SimpleNamespace(
         steps_per_epoch=per_epoch, size=lambda index: 1 if index == per_epoch - 1 else sizes, speeds={"turns": 0.5}
@@ -31,8 +31,8 @@ def block(first: int, steps: int, seconds: float | None) -> Block:
     return Block(first, [[1.0] * 20] * steps, seconds)
 
 
-def test_rows_that_arrive_together_have_the_speed_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that runs ahead hears of two blocks at once at the end: that they came together says nothing of their speed."""
+def test_rows_that_arrive_at_once_have_the_speed_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that runs ahead of the device gets two blocks at once at the end: the time between them is not their speed."""
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     rows, ledger = rows_of(8, per_epoch=1000)

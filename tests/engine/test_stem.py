@@ -1,4 +1,4 @@
-"""A first convolution as a product: the same numbers, and only where it is one."""
+"""The first convolution as a matrix product: the same numbers, and no other convolution is replaced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from drivetrain.engine.fast.stem import conv2d_by_product, replace_first_convolu
     [(1, 32, (5, 5), 1, 2, 1, (28, 28)), (3, 64, (3, 3), (2, 1), (1, 0), 1, (17, 23)),
      (1, 16, (3, 3), 1, 0, 2, (12, 9)), (2, 8, (2, 3), (2,), (1,), (1, 2), (10, 11))],
 )  # fmt: skip
-def test_a_product_gives_what_a_convolution_gives(
+def test_a_product_equals_the_convolution(
     channels: int, filters: int, taps: tuple[int, int], stride: Any, padding: Any, dilation: Any, size: tuple[int, int]
 ) -> None:
     torch.manual_seed(0)
@@ -37,7 +37,7 @@ def test_a_product_gives_what_a_convolution_gives(
 
 
 def of(images: Tensor, weight: Tensor, **options: Any) -> Any:
-    """What becomes of a convolution of these."""
+    """Returns the function that replaces a convolution of these tensors."""
     graph = fx.Graph()
     nodes = [graph.placeholder(name) for name in ("images", "weight")]
     for node, value in zip(nodes, (images, weight), strict=True):
@@ -46,7 +46,7 @@ def of(images: Tensor, weight: Tensor, **options: Any) -> Any:
     return next(n for n in replace_first_convolutions(fx.GraphModule({}, graph)).graph.nodes if n.op == "call_function").target
 
 
-def test_only_a_narrow_first_convolution_becomes_one() -> None:
+def test_only_a_first_convolution_of_few_channels_is_replaced() -> None:
     with FakeTensorMode():
 
         def tensor(*shape: int, device: str = "cuda", trained: bool = False) -> Tensor:
@@ -66,7 +66,7 @@ def test_only_a_narrow_first_convolution_becomes_one() -> None:
             assert kept is torch.conv2d
 
 
-def test_a_traced_net_trains_as_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_traced_net_trains_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through dynamo and autograd's tracing, up to the compiler proper."""
     from torch._dynamo.backends.debugging import aot_eager
 

@@ -1,4 +1,4 @@
-"""Sharded or whole, the strategy never changes the maths, and any strategy goes on from any other's checkpoint."""
+"""No strategy changes the mathematics, and each resumes from the checkpoints of all others."""
 
 from __future__ import annotations
 

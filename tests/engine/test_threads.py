@@ -34,7 +34,7 @@ def as_before() -> Iterator[None]:
 
 
 class Plans(Observer):
-    """Keeps what the first steps settled."""
+    """Records what the first steps chose."""
 
     def __init__(self) -> None:
         self.reasons: dict[str, str] = {}
@@ -53,7 +53,7 @@ def training(task: Any, folder: Path, plans: Plans, **pins: Any) -> Training:
 SMALL = {"epochs": 4, "envs": 64, "horizon": 8, "global_batch": 256, "passes": 2, "eval_episodes": 4, "log_every": 1, "save_every": "1ep"}
 
 
-def test_small_steps_go_on_with_one_thread_and_a_resumed_run_repeats_them(tmp_path: Path) -> None:
+def test_small_steps_use_one_thread_and_a_resumed_run_repeats_them(tmp_path: Path) -> None:
     whole, broken = Plans(), Plans()
     training(CartPole(**SMALL), tmp_path / "whole", whole).run_to_end()
     assert torch.get_num_threads() == 1
@@ -66,7 +66,7 @@ def test_small_steps_go_on_with_one_thread_and_a_resumed_run_repeats_them(tmp_pa
     assert rows(tmp_path / "whole") == rows(tmp_path / "broken") and weights(tmp_path / "whole") == weights(tmp_path / "broken")
 
 
-def test_pinned_threads_stay(tmp_path: Path) -> None:
+def test_pinned_threads_are_unchanged(tmp_path: Path) -> None:
     training(CartPole(**SMALL | {"epochs": 1}), tmp_path / "run", plans := Plans(), threads=2).run_to_end()
     assert torch.get_num_threads() == 2 and "threads" not in plans.reasons
 
@@ -77,7 +77,7 @@ def test_large_products_use_all_threads(tmp_path: Path) -> None:
     assert torch.get_num_threads() == 2 and plans.reasons["threads"].startswith("2 of 2 used")
 
 
-def test_the_typical_product_is_one_of_those_that_take_the_time() -> None:
+def test_the_typical_product_is_one_of_the_large_ones() -> None:
     small, large = torch.ones(4, 4), torch.ones(256, 256, requires_grad=True)
     with Products() as products:
         for _ in range(100):
@@ -87,7 +87,7 @@ def test_the_typical_product_is_one_of_those_that_take_the_time() -> None:
     assert products.typical() == pytest.approx(2 * 256**3, rel=0.01)
 
 
-def test_the_command_lets_threads_wait_without_spinning_unless_the_user_says_otherwise() -> None:
+def test_threads_wait_without_spinning_unless_the_user_set_it() -> None:
     program = "import atexit, os; atexit.register(lambda: print(os.environ['OMP_WAIT_POLICY'])); from drivetrain.cli import main; main(['--version'])"
 
     def said(**more: str) -> str:

@@ -1,4 +1,4 @@
-"""Objects between processes: JSON and tensors, and never a pickle."""
+"""Objects are sent between processes as JSON and tensors, never as pickles."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ PLAIN = st.recursive(
 
 @settings(max_examples=100, deadline=None)
 @given(PLAIN)
-def test_plain_values_come_back(value: Any) -> None:
+def test_plain_values_are_decoded_unchanged(value: Any) -> None:
     assert decode(encode(value)) == value
 
 
-def test_tensors_come_back_to_the_bit() -> None:
+def test_tensors_are_decoded_bit_for_bit() -> None:
     tensors = [
         torch.arange(6).reshape(2, 3),
         torch.randn(5).bfloat16(),
@@ -47,7 +47,7 @@ def test_tensors_come_back_to_the_bit() -> None:
         assert torch.equal(encode(back), encode(tensor)), "also a NaN's bits and the sign of 0"
 
 
-def test_the_field_s_own_types_come_back() -> None:
+def test_other_types_are_decoded_as_they_are_documented() -> None:
     value = {"size": torch.Size([2, 3]), "dtype": torch.float16, "array": np.arange(3), "outcome": Outcome.NAN, "number": np.float32(0.5)}
     back = decode(encode(value))
     assert isinstance(back["size"], torch.Size) and back["dtype"] is torch.float16 and back["array"].tolist() == [0, 1, 2]
@@ -57,7 +57,7 @@ def test_the_field_s_own_types_come_back() -> None:
 
 
 class Command:
-    """What a stranger would send."""
+    """An object whose pickle runs a command: what an attacker would send."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -91,21 +91,21 @@ def test_a_pickle_is_not_read_and_not_sent(tmp_path: Path) -> None:
         "}",
     ],
 )
-def test_odd_bytes_are_refused(text: str) -> None:
+def test_malformed_bytes_are_refused(text: str) -> None:
     data = len(text).to_bytes(8, "little") + text.encode()
     with pytest.raises(NotSendable):
         decode(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
-def test_an_error_s_class_is_never_looked_up_elsewhere() -> None:
+def test_an_errors_class_is_a_builtin_or_replaced() -> None:
     text = '{"error": ["system", ["true"]]}'
     data = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text.encode()), dtype=torch.uint8)
     assert type(decode(data)) is RuntimeError
 
 
 @pytest.mark.world_size(2)
-def test_every_object_collective_is_plain(group: Group, tmp_path: Path) -> None:
-    """torch's own too, which its checkpoint writer and users call."""
+def test_every_object_collective_sends_plain_objects(group: Group, tmp_path: Path) -> None:
+    """Including torch's own, which its checkpoint writer and users call."""
     values: list[Any] = [None, None]
     dist.all_gather_object(values, {"rank": group.rank, "tensor": torch.full((2,), group.rank)})
     assert [value["rank"] for value in values] == [0, 1] and values[1]["tensor"].tolist() == [1, 1]

@@ -133,7 +133,7 @@ class Block(nn.Module):
 
 
 class Frozen(Plain):
-    """A frozen backbone with BatchNorm, a head that learns, and a part that takes no part."""
+    """A frozen backbone with BatchNorm, a trained head, and an unused module."""
 
     def model(self) -> nn.Module:
         return Headed()
@@ -189,7 +189,7 @@ KINDS = {k.__name__: k for k in (Images, Sequences, Attention, Frozen, Waits, Br
 
 
 class Facts(Observer):
-    """Remembers what the plan settled on, and notices."""
+    """Records what the plan chose, and notices."""
 
     def __init__(self) -> None:
         self.plan: dict[str, Any] = {}
@@ -205,7 +205,7 @@ class Facts(Observer):
 def train(
     name: str, folder: Path, stop: int | None = None, pins: dict[str, Any] | None = None, group: Group | None = None, **settings: Any
 ) -> Facts:
-    """Train (or go on) on the GPU, in this process."""
+    """Trains or resumes on the GPU, in this process."""
     group = group or Group(0, 1, torch.device("cuda", 0))
     task = KINDS[name](**settings)
     plan = choose(task.settings(), detect(), device="cuda", world_size=group.size, local_procs=group.size, pins=pins)

@@ -1,4 +1,4 @@
-"""Captured and compiled steps on a real GPU: equal to eager ones, resumed exactly, and never in a user's way.
+"""Captured and compiled steps on a real GPU: equal to eager ones, resumed exactly, and never an obstacle to a user.
 
 python -m pytest -m gpu tests/gpu/test_capture.py
 """
@@ -85,7 +85,7 @@ def test_compiled_models_learn_and_resume_exactly(name: str, tmp_path: Path) -> 
     [("Waits", "x.abs().max().item()"), ("Branches", "if x.mean() > 0"), ("Selects", "x[kept]"), ("Counts", "calls of the task"),
      ("HostDice", "the host's random generators"), ("Odd", "batches hold a Bag")],
 )  # fmt: skip
-def test_what_cannot_be_captured_trains_and_says_why(name: str, line: str, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_captured_trains_and_the_reason_is_given(name: str, line: str, tmp_path: Path) -> None:
     train(name, tmp_path / "eager", pins={"capture": "off", "compile": "off"}, epochs=8)
     facts = train(name, tmp_path / "auto", epochs=8)
     assert facts.plan["capture"] == "off"
@@ -103,7 +103,7 @@ def test_an_optimizer_that_cannot_be_captured_runs_after_a_captured_backward(mic
     assert weights(tmp_path / "captured") == weights(tmp_path / "eager")
 
 
-def test_convolutions_are_tried_out_in_a_long_run_that_need_not_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convolutions_are_timed_in_a_long_run_that_need_not_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
 
     def look(*_: Any) -> None:
@@ -147,7 +147,7 @@ def _end(folder: Path) -> float:
 
 
 def test_no_host_sync_in_the_step(tmp_path: Path) -> None:
-    """Once settled, an operation that waits for the device would be an error."""
+    """After the first steps, an operation that waits for the device is an error."""
     from drivetrain.engine.log.observe import Observer, Observers
     from drivetrain.engine.loop import Training
     from drivetrain.hardware import detect
@@ -198,8 +198,8 @@ def test_a_dead_graph_among_the_garbage_does_not_end_a_capture() -> None:
     assert gc.isenabled() and place.tolist() == [2.0] * 8
 
 
-def test_a_wait_of_another_thread_is_none_of_the_steps() -> None:
-    """A checkpoint is written beside the training, by code that waits for the device."""
+def test_a_host_sync_of_another_thread_is_ignored() -> None:
+    """A checkpoint is written during training, by code that waits for the device."""
 
     def wait() -> None:
         torch.cuda.Stream().synchronize()

@@ -37,7 +37,7 @@ def train(name: str, folder: Path, stop: int | None = None, pins: dict[str, Any]
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", ["Augmented", "Loaded", "Tokens", "Parts", "Walk"])
-def test_stopped_and_gone_on_is_bit_equal(name: str, precision: str, tmp_path: Path) -> None:
+def test_a_resumed_run_is_bit_equal(name: str, precision: str, tmp_path: Path) -> None:
     pins = {"workers": 2} if name == "Loaded" else {}
     options = {"precision": precision, "clip": 1.0}
     train(name, tmp_path / "whole", pins=pins, **options)
@@ -56,7 +56,7 @@ def test_micro_batches_give_one_curve(tmp_path: Path) -> None:
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=2e-5)
 
 
-def test_keyed_numbers_are_those_of_a_cpu() -> None:
+def test_keyed_random_numbers_equal_the_cpus() -> None:
     here, there = KeyedRand(torch.arange(1000), 3, 1), KeyedRand(torch.arange(1000, device="cuda"), 3, 1)
     assert torch.equal(here.uniform(7), there.uniform(7).cpu())
     torch.testing.assert_close(here.normal(3), there.normal(3).cpu())
@@ -122,7 +122,7 @@ def test_guide_001_on_the_gpu(folder: Path) -> None:
     assert any(r["choice"] == "compile=on" and "not tried" in r["why"] for r in plan["rejected"])
 
 
-def test_a_host_that_waits_for_the_gpu_is_named_at_the_end(folder: Path) -> None:
+def test_host_syncs_are_named_at_the_end(folder: Path) -> None:
     write_task(change=("return F.cross_entropy(model(x), y)", "return F.cross_entropy(model(x / max(1.0, x.abs().max().item())), y)"))
     output = good("train", "small.py", "epochs=400", "plan.compile=off", "--procs", "1", "--name", "waits")
     assert "time    small.py:" in output and "keep values on the device there" in output, output

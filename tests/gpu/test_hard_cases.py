@@ -149,7 +149,7 @@ KINDS |= {k.__name__: k for k in (HostBranch, GrowingCache, Remembers, Clamped, 
 
 @pytest.mark.parametrize("micro_batch", [16, 5])
 @pytest.mark.parametrize("name", CAPTURED)
-def test_it_is_right_or_not_captured(name: str, micro_batch: int, tmp_path: Path) -> None:
+def test_it_equals_eager_steps_or_is_not_captured(name: str, micro_batch: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"epochs": 10, "clip": 0.5}
     if name == "Stretched":
         micro_batch = min(micro_batch, 12)
@@ -161,7 +161,7 @@ def test_it_is_right_or_not_captured(name: str, micro_batch: int, tmp_path: Path
 
 
 def test_after_a_capture_that_failed_another_training_is_captured(tmp_path: Path) -> None:
-    """In one process: a failed capture leaves nothing behind that the next one stumbles over."""
+    """In one process: a failed capture does not affect the next one."""
     train("Syncs", tmp_path / "failed", epochs=8)
     facts = train("Augmented", tmp_path / "after", epochs=8)
     train("Augmented", tmp_path / "eager", pins={"capture": "off"}, epochs=8)
@@ -169,7 +169,7 @@ def test_after_a_capture_that_failed_another_training_is_captured(tmp_path: Path
     assert rows(tmp_path / "after") == rows(tmp_path / "eager")
 
 
-def test_metrics_with_a_memory_see_every_batch(tmp_path: Path) -> None:
+def test_metrics_with_python_state_see_every_batch(tmp_path: Path) -> None:
     train("CollectsMetrics", tmp_path, epochs=8)
     assert {r["eval/seen"] for r in rows(tmp_path) if "eval/seen" in r} == {400.0}
 
@@ -183,8 +183,8 @@ def test_resumed_before_a_partial_batch_the_same_steps_are_compiled(tmp_path: Pa
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
 
 
-def test_memory_that_is_tight_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where little is free, forms are captured at first sight rather than run beside the graphs."""
+def test_tight_memory_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where little is free, forms are captured at their first call instead of run eager beside the graphs."""
     monkeypatch.setattr("drivetrain.engine.fast.trial.TIGHT", 0.0)
     train("Images", tmp_path / "eager", pins={"capture": "off"}, epochs=8, deterministic=True, log_every=4)
     facts = train("Images", tmp_path / "tight", epochs=8, deterministic=True, log_every=4)

@@ -1,4 +1,4 @@
-"""Sharding on a real GPU: one process, so that shards are whole, but every part of the way is taken."""
+"""Sharding on a real GPU: one process, so that shards are full tensors, but all code runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if find_spec("deepspeed"):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("pins", WAYS, ids=str)
-def test_a_sharded_run_is_like_a_whole_one_and_goes_on(pins: dict[str, Any], precision: str, tmp_path: Path) -> None:
+def test_a_sharded_run_equals_an_unsharded_one_and_is_resumed(pins: dict[str, Any], precision: str, tmp_path: Path) -> None:
     # In fp16 it depends on the micro-batch which sums overflow.
     train("Transformer", tmp_path / "single", pins={"micro_batch": pins["micro_batch"]}, precision=precision, **ADAM)
     train("Transformer", tmp_path / "whole", pins=pins, precision=precision, **ADAM)
@@ -36,7 +36,7 @@ def test_a_sharded_run_is_like_a_whole_one_and_goes_on(pins: dict[str, Any], pre
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
 
 
-def test_blocks_that_run_again_give_the_same_and_are_not_captured(tmp_path: Path) -> None:
+def test_activation_checkpointing_gives_the_same_and_is_not_captured(tmp_path: Path) -> None:
     options = {"precision": "fp32", "dropout": 0.1, "epochs": 8} | ADAM
     train("Transformer", tmp_path / "kept", pins={"capture": "off"}, **options)
     train("Transformer", tmp_path / "again", pins={"activation_checkpointing": True}, **options)

@@ -50,14 +50,14 @@ def test_every_kind_on_three_processes(kind: tuple[str, dict[str, Any]], pins: d
 
 
 @pytest.mark.parametrize("pins", ALL, ids=label)
-def test_batchnorm_and_blocks_that_run_again(pins: dict[str, Any], tmp_path: Path) -> None:
+def test_batchnorm_and_activation_checkpointing(pins: dict[str, Any], tmp_path: Path) -> None:
     same(run("Norms", tmp_path / "ddp", 2, {}, **SGD), run("Norms", tmp_path / "found", 2, pins | AGAIN, **SGD), 1e-4)
 
 
 @pytest.mark.parametrize(
     "pins", [FSDP2 | {"offload": "all"}, ZERO1, ZERO2 | {"offload": "optimizer"}, ZERO3, ZERO3 | {"offload": "all"}], ids=label
 )
-def test_stopped_twice_and_gone_on(pins: dict[str, Any], tmp_path: Path) -> None:
+def test_stopped_twice_and_resumed(pins: dict[str, Any], tmp_path: Path) -> None:
     settings = ADAM | {"dropout": 0.2, "eval_every": 3}
     run("Transformer", tmp_path / "whole", 2, pins | {"micro_batch": 3}, **settings)
     for stop in (2, 5, None):
@@ -67,7 +67,7 @@ def test_stopped_twice_and_gone_on(pins: dict[str, Any], tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("kind", "pins"), pairs(["rmsprop", "count"], ALL), ids=label)
-def test_an_optimizer_of_the_users_own_goes_on(kind: str, pins: dict[str, Any], tmp_path: Path) -> None:
+def test_a_users_own_optimizer_is_resumed(kind: str, pins: dict[str, Any], tmp_path: Path) -> None:
     run("OwnOptimizer", tmp_path / "whole", 2, pins, kind=kind, clip=0.5)
     for stop in (3, 9, None):
         run("OwnOptimizer", tmp_path / "broken", 2, pins, stop, kind=kind, clip=0.5)
@@ -76,7 +76,7 @@ def test_an_optimizer_of_the_users_own_goes_on(kind: str, pins: dict[str, Any], 
 
 
 @pytest.mark.parametrize("pins", [FSDP2, ZERO1, ZERO2, ZERO3], ids=label)
-def test_another_number_of_processes(pins: dict[str, Any], tmp_path: Path) -> None:
+def test_another_world_size(pins: dict[str, Any], tmp_path: Path) -> None:
     reference = run("Transformer", tmp_path / "one", 1, {}, **ADAM)
     for world, stop in ((2, 2), (1, 5), (3, None)):
         run("Transformer", tmp_path / "changing", world, pins, stop, **ADAM)
@@ -89,7 +89,7 @@ KILLED += [["plan.strategy=deepspeed", f"plan.zero_stage={stage}"] for stage in 
 
 @pytest.mark.parametrize("words", KILLED if EVERY else KILLED[:1], ids=label)
 def test_killed_and_run_again(words: list[str], folder: Path) -> None:
-    """kill -9 of everything, while it writes, between a file and its publication, and at a moment of the clock."""
+    """kill -9 of everything, while it writes, between a file and its publication, and at any time."""
     write_task(change=SLOW)
     command = ["train", "small.py", *SETTINGS, "epochs=8", *words, "--procs", "2"]
     good(*command, "--name", "whole")
@@ -108,7 +108,7 @@ def test_killed_and_run_again(words: list[str], folder: Path) -> None:
     assert not [name for name in os.listdir("runs/broken/checkpoints") if name.startswith(".")]
 
 
-def test_any_strategy_goes_on_from_any_other(tmp_path: Path) -> None:
+def test_any_strategy_resumes_from_any_other(tmp_path: Path) -> None:
     reference = run("Transformer", tmp_path / "one", 1, {}, **ADAM)
     for pins, stop in (({}, 1), (FSDP, 2), (ZERO3, 3), (FSDP2, 4), (ZERO1, 5), ({}, 6), (ZERO2, 7), (FSDP, None)):
         run("Transformer", tmp_path / "changing", 2, pins, stop, **ADAM)

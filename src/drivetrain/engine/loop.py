@@ -148,7 +148,7 @@ class Training:
         self.feed.open(self.done)
         self.model.train()
         if self.done == 0:
-            check_dependence(self, self.looks_closely)
+            check_dependence(self.step, self.plan, self.run, self.observer, self.looks_closely)
         if self.rows.held(self.done) is not None and not self._evaluate_again():
             return self._stopped()
         self._kept = self.done

@@ -1,1 +1,1 @@
-"""How steps run faster: CUDA graphs, compiled code, threads, and the trials that choose among them."""
+"""How steps run faster: CUDA graphs, compiled code, parallel kernels, threads, and the trials that choose among them."""

@@ -1,1 +1,1 @@
-"""What can go wrong in a training, and how it is found: memory, NaN, dependence on the plan."""
+"""Faults of a training and how they are found: out of memory, NaN, a result that depends on the plan, runs that differ."""

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,12 +24,12 @@ from drivetrain.engine.data.keyed_random import model_generator, seed_host, seed
 from drivetrain.engine.fast.python_state import PLAIN_TYPES
 from drivetrain.engine.faults.out_of_memory import undoable
 from drivetrain.engine.faults.snapshot import Snapshot
+from drivetrain.engine.group import Group
+from drivetrain.engine.log.observe import Observer
 from drivetrain.engine.numerics.losses import read_loss
 from drivetrain.engine.step import Form, Inputs, Step
-
-if TYPE_CHECKING:
-    from drivetrain.engine.group import Group
-    from drivetrain.engine.loop import Training
+from drivetrain.plan import Plan
+from drivetrain.runs import Run
 
 MAX_SAMPLES, MIN_SAMPLES = 16, 4  # to check with; fewer than the minimum only if the batch has no more
 MAX_STEP_SECONDS = 2.0  # predicted; a slower task is not checked
@@ -65,33 +65,31 @@ class _NotSeparable(Exception):
 class DependenceCheck:
     """Stands in place of a step's `pace` for the first micro-batch of a run."""
 
-    def __init__(self, training: Training) -> None:
-        self.training, self.pace = training, training.step.pace
+    def __init__(self, step: Step, run: Run, observer: Observer) -> None:
+        self.step, self.run, self.observer, self.pace = step, run, observer, step.pace
 
     def __call__(self, seed: int, inputs: Inputs, form: Form) -> None:
-        training = self.training
-        training.step.pace = self.pace
-        budget = _Budget(training.group)
-        findings = find_dependence(training.step, seed, inputs, form, budget)
+        self.step.pace = self.pace
+        budget = _Budget(self.step.group)
+        findings = find_dependence(self.step, seed, inputs, form, budget)
         budget.agree()
-        training.observer.moment("fetched")  # the check may have taken long: this shows that it was no hang
+        self.observer.moment("fetched")  # the check may have taken long: this shows that it was no hang
         for finding in findings:
-            if training.group.is_main:
-                training.run.log_event("depends-on-plan", cause=finding.cause, text=finding.text)
-                training.observer.notice(finding.text)
+            if self.step.group.is_main:
+                self.run.log_event("depends-on-plan", cause=finding.cause, text=finding.text)
+                self.observer.notice(finding.text)
         if self.pace is not None:
             self.pace(seed, inputs, form)
 
 
-def check_dependence(training: Training, always: bool = False) -> None:
+def check_dependence(step: Step, plan: Plan, run: Run, observer: Observer, always: bool = False) -> None:
     """Lets the first step check whether the result depends on the plan: where this plan splits batches, or always.
 
     All ranks compute the loss equally often, because some losses use collectives.
     """
-    plan = training.plan
     is_cheap = plan.predicted.get("step_seconds", 0.0) <= MAX_STEP_SECONDS
-    if (always or plan.micro_batch < plan.global_batch) and is_cheap and undoable(plan, training.model):
-        training.step.pace = DependenceCheck(training)
+    if (always or plan.micro_batch < plan.global_batch) and is_cheap and undoable(plan, step.model):
+        step.pace = DependenceCheck(step, run, observer)
 
 
 class _Budget:

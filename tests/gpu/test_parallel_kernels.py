@@ -1,6 +1,6 @@
-"""Kernels side by side in a graph: bit for bit what they give one after the other, replay after replay.
+"""Parallel kernels in a graph give the same numbers as one after the other, bit for bit, in every replay.
 
-python -m pytest -m gpu tests/gpu/test_beside.py
+python -m pytest -m gpu tests/gpu/test_parallel_kernels.py
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def streams_of(replay: Any) -> int:
     return len({e.device_resource_id for e in profiler.profiler.kineto_results.events() if "Memcpy" not in e.name()})
 
 
-def test_an_update_in_branches_is_exact() -> None:
+def test_a_parallel_update_is_exact() -> None:
     """Inputs change from replay to replay: a branch that did not wait would read the ones before."""
     torch.manual_seed(0)
     device = torch.device("cuda", 0)
@@ -68,7 +68,7 @@ def test_an_update_in_branches_is_exact() -> None:
         for _ in range(3):
             step(*one)
     replay = capture_graph(lambda: step(*branched))
-    assert streams_of(replay) >= 2, "nothing ran beside anything"
+    assert streams_of(replay) >= 2, "no kernels ran in parallel"
     step(*plain)
     for seed in range(200):
         inputs.copy_(torch.randn(inputs.shape, generator=torch.Generator().manual_seed(seed)))
@@ -78,7 +78,7 @@ def test_an_update_in_branches_is_exact() -> None:
         assert torch.equal(mine, expected)
 
 
-def test_a_first_convolution_as_a_product_is_as_exact_as_a_librarys() -> None:
+def test_a_convolution_as_a_product_is_as_exact_as_the_librarys() -> None:
     """Both in bf16, against float64."""
     torch.manual_seed(0)
     images = torch.randn(64, 1, 28, 28, device="cuda")
@@ -100,7 +100,7 @@ def test_a_first_convolution_as_a_product_is_as_exact_as_a_librarys() -> None:
         assert mine < 1.5 * librarys + 1e-3
 
 
-def test_code_that_compiles_only_simply_is_compiled_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_fails_with_custom_passes_is_compiled_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(graph: Any) -> Any:
         raise RuntimeError("not this one")
 
