@@ -31,7 +31,7 @@ from drivetrain.hardware import detect
 from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
 from drivetrain.tasks.rl.envs import Env
-from drivetrain.tasks.rl.envs.cartpole import CartPole as CartPoleEnv
+from drivetrain.tasks.rl.envs.cartpole import CartPoleEnv
 from drivetrain.tasks.rl.ppo import Ppo
 from drivetrain.watch.files import MetricsFile
 
@@ -41,7 +41,7 @@ WARM, WINDOWS = 40, 5
 SOLVED, EPISODES, CHECKED_EVERY = 475.0, 1000, 5
 
 
-class OwnWorld(CartPoleEnv):
+class OwnEnv(CartPoleEnv):
     """What a user would bring: the engine knows nothing of it but its three functions."""
 
 
@@ -49,7 +49,7 @@ class Balance(Ppo):
     own: bool = False
 
     def env(self) -> Env:
-        return OwnWorld() if self.own else CartPoleEnv()
+        return OwnEnv() if self.own else CartPoleEnv()
 
 
 class Clock(Observer):

@@ -25,9 +25,9 @@ from drivetrain.export.calls import as_named
 from drivetrain.export.graphs import write_graph
 from drivetrain.outcomes import Problem
 from drivetrain.runs import EXPORT_CARD, Run
-from drivetrain.tasks.rl.envs.snake import Snake
+from drivetrain.tasks.rl.envs.snake import SnakeEnv
+from drivetrain.tasks.rl.exported import export_graphs
 from drivetrain.tasks.rl.nets import ConvAgent
-from drivetrain.tasks.rl.played import graphs
 from tests.browser import served
 from tests.command import COMMAND, bad, environment, good, write_task
 
@@ -214,11 +214,11 @@ def test_a_broken_file_is_named(runs: Path) -> None:
 
 def test_an_agent_beside_another_grids_world_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what the files themselves take and give; without onnxruntime, by what export.json tells."""
-    small, place = Snake(4, 10, 10), tmp_path / "snake"
+    small, place = SnakeEnv(4, 10, 10), tmp_path / "snake"
     shutil.copytree(play.SHIPPED_AGENTS / "snake", place)
     agent = play.ExportedAgent("mine", place)
     play.check(agent)
-    other = write_graph("policy", as_named("policy", graphs(small, ConvAgent(small.shape, small.actions), steps=1)["policy"]), place)
+    other = write_graph("policy", as_named("policy", export_graphs(small, ConvAgent(small.shape, small.actions), steps=1)["policy"]), place)
     said = "policy.onnx takes observation of 4x5x10x10, reset.onnx gives 4x5x20x20: they are of different worlds"
     with pytest.raises(Problem, match=f"{said}; drivetrain export mine writes them anew"):
         play.check(agent)

@@ -1,4 +1,4 @@
-"""Trials as a population: each is what an ordinary run would have been, and none that has finished is lost."""
+"""Trials as a population: each equals an ordinary run, and no finished trial is lost."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ from drivetrain.launch.machine import LocalMachine
 from drivetrain.launch.opening import OpenedRun, record_start
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan.choose import choose as plan_of
-from drivetrain.processes import generation
 from drivetrain.processes.job import PopulationJob, PopulationMember
+from drivetrain.processes.population import programs, train_population
 from drivetrain.recipe import Recipe, make
 from drivetrain.runs import Run, read_lines
 from drivetrain.supervise import Ended
 from drivetrain.task_ref import find_task, instantiate
 from drivetrain.tasks.rl.envs import Env
-from drivetrain.tasks.rl.envs.cartpole import CartPole as CartPoleEnv
-from drivetrain.tasks.rl.population import Population, check
+from drivetrain.tasks.rl.envs.cartpole import CartPoleEnv
+from drivetrain.tasks.rl.population import Population, check_task
+from drivetrain.tasks.rl.population_rules import VARYING
 from drivetrain.tasks.rl.worlds import CartPole, Snake
 from drivetrain.tune import folder as folders
 from drivetrain.tune import population
 from drivetrain.tune.folder import Goal
-from drivetrain.tune.population import Generations, NoPopulation, Way
+from drivetrain.tune.population import NoPopulation, PopulationContext, PopulationTuner
 from drivetrain.tune.space import make_space
 from drivetrain.tune.study import Study
 from drivetrain.tune.table import Table
-from drivetrain.tune.tuner import Order
+from drivetrain.tune.tuner import TunerSettings
 from drivetrain.watch.files import MetricsFile
 from drivetrain.watch.screen import Screen, replay
 from tests.command import COMMAND, bad, environment, good
@@ -61,7 +62,7 @@ SMALL: dict[str, Any] = {
 GOAL = Goal("eval/return", "max")
 
 
-# --- each is what an ordinary run would have been ------------------------------------------------
+# --- members equal ordinary runs ------------------------------------------------
 
 
 def members(name: str, trials: list[dict[str, Any]]) -> list[PopulationMember]:
@@ -70,14 +71,14 @@ def members(name: str, trials: list[dict[str, Any]]) -> list[PopulationMember]:
 
 
 def trained_together(name: str, trials: list[dict[str, Any]], size: int = 8) -> list[tuple[str, dict[str, Any]]]:
-    """Train them as one program; gives what the worker told."""
+    """Trains them as one program; returns what the worker reported."""
     told: list[tuple[str, dict[str, Any]]] = []
     some = members(name, trials)
     plan = plan_of(some[0].settings, HARDWARE, device="cpu", world_size=1, local_procs=1, pins={"threads": 1})
     for member in some:
         Path(member.run).mkdir(parents=True)
     job = PopulationJob(run="together", task=find_task(name), plan=plan, folder=".", members=some, size=size)
-    assert generation.train(job, CPU, lambda kind, value: told.append((kind, value)), False)["outcome"] is Outcome.OK
+    assert train_population(job, CPU, lambda kind, value: told.append((kind, value)), False)["outcome"] is Outcome.OK
     return told
 
 
@@ -111,7 +112,7 @@ SNAKES = {"agents": 2, "rival": 0.0, "grid": 4, "net": "mlp", "policies": "indep
     ],
     ids=["adamw", "adam", "sgd", "snakes", "conv"],
 )
-def test_a_member_is_what_an_ordinary_run_is(folder: Path, name: str, same: dict[str, Any]) -> None:
+def test_a_member_equals_an_ordinary_run(folder: Path, name: str, same: dict[str, Any]) -> None:
     trials = [own | same for own in DIFFER]
     trained_together(name, trials)
     final = []
@@ -131,7 +132,7 @@ def test_a_member_is_what_an_ordinary_run_is(folder: Path, name: str, same: dict
     assert all(float((final[a] - final[b]).abs().max()) > 1e-3 for a, b in ((0, 1), (0, 2), (1, 2))), "and they differ"
 
 
-def test_a_member_whose_loss_is_no_number_fails_alone(folder: Path) -> None:
+def test_a_member_whose_loss_is_not_finite_fails_alone(folder: Path) -> None:
     told = trained_together("cartpole", [{"learning_rate": 1e30}, {"learning_rate": 1e-3}])
     ends = [(value["trial"], value["outcome"]) for kind, value in told if kind == "member_end"]
     assert ends == [(1, Outcome.OK), (0, Outcome.NAN)], "those that finished first"
@@ -145,12 +146,12 @@ def test_trials_of_one_shape_are_one_program() -> None:
         "cartpole", [{"width": w, "learning_rate": r, "gamma": g} for w, r, g in ((8, 1e-3, 0.9), (16, 1e-3, 0.9), (8, 2e-3, 0.8))]
     )
     some += members("cartpole", [{"width": 8, "epochs": 5}, {"width": 8, "seed": 7, "clip": 0.0, "decay": "cosine"}])
-    assert [len(group) for group in generation.grouped(some, 9)] == [3, 1, 1]
-    assert [len(group) for group in generation.grouped(some, 2)] == [2, 1, 1, 1], "no more at once than fit"
+    assert [len(group) for group in programs(some, VARYING, 9)] == [3, 1, 1]
+    assert [len(group) for group in programs(some, VARYING, 2)] == [2, 1, 1, 1], "no more at once than fit"
 
 
 class Waits(TorchDispatchMode):
-    """Notes operations that bring something to the host or from it."""
+    """Records operations that copy from the host or to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,14 +169,14 @@ class Waits(TorchDispatchMode):
         return made
 
 
-def test_an_iteration_needs_nothing_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device of which nothing can be known meanwhile: so all of it can be captured as one graph."""
+def test_an_iteration_does_not_use_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device, which has no values; so an iteration can be captured as one CUDA graph."""
     monkeypatch.setattr(CartPoleEnv, "limit", 20)
     device = torch.device("meta")
     tasks = [CartPole(**SMALL | own) for own in DIFFER]
     trials = Population(tasks, [task.model() for task in tasks], torch.zeros(24, 3), device)
-    trials.begin(torch.zeros(3, 8, trials.resets, device=device))
-    inputs = torch.zeros(3, 8, trials.draws, device=device), torch.zeros(3, 2, 8, 8, dtype=torch.int64, device=device)
+    trials.begin(torch.zeros(3, 8, trials.num_reset_uniform, device=device))
+    inputs = torch.zeros(3, 8, trials.num_uniform, device=device), torch.zeros(3, 2, 8, 8, dtype=torch.int64, device=device)
     trials.iterate(*inputs)
     with Waits() as waits:
         trials.iterate(*inputs)
@@ -192,7 +193,7 @@ SEARCH = ["learning_rate=1e-4..1e-2,log", "gamma=0.9..0.999"]
 def begin(
     monkeypatch: pytest.MonkeyPatch, trials: int, size: int, search: list[str], worker: Callable[..., Ended] | None = None, **given: Any
 ) -> Any:
-    """A tuner of a small study whose worker is this process."""
+    """Returns the tuner of a small study whose worker is this process."""
     recipe = make(find_task("cartpole"), {}, {k: v for k, v in SMALL.items() if k != "best"} | given, {})
     space = make_space(task_settings(recipe.task), {}, search, {}, "cartpole")
     place = folders.open_folder("study", "cartpole", folders.identity(recipe, space, GOAL))
@@ -207,20 +208,20 @@ def begin(
         record_start(OpenedRun(run), own, plan, machine)
 
     monkeypatch.setattr(population, "run_workers", worker or here)
-    way = Way(size, [], plan, record, record_end)
-    return Generations(Order(recipe, GOAL, trials, [[]]), place, study, Table(Screen(quiet=True), space, GOAL.metric), way)
+    way = PopulationContext(size, [], plan, record, record_end)
+    return PopulationTuner(TunerSettings(recipe, GOAL, trials, [[]]), place, study, Table(Screen(quiet=True), space, GOAL.metric), way)
 
 
 def here(job: PopulationJob, plan: Any, place: Any, screen: Any, gpus: list[str], most: int = 99) -> Ended:
-    """Do a worker's job, with room for so many trials at once."""
-    if max(len(group) for group in generation.grouped(job.members, job.size)) > most:
+    """Does a worker's job; more than `most` trials at once are out of memory."""
+    if max(len(group) for group in programs(job.members, VARYING, job.size)) > most:
         return Ended(Outcome.OOM, "out of memory")
-    generation.train(job, CPU, lambda kind, value: replay(screen, kind, json.loads(json.dumps(value))), False)
+    train_population(job, CPU, lambda kind, value: replay(screen, kind, json.loads(json.dumps(value))), False)
     return Ended(Outcome.OK)
 
 
 def journal() -> list[tuple[str, int]]:
-    """What the study was told, in order: trials asked for (4) and ended (6)."""
+    """Returns the journal's entries in order: trials that were asked for (4) and that ended (6)."""
     rows, asked, found = read_lines(Path("study/study.journal")), 0, []
     for row in rows:
         if row["op_code"] == 4:
@@ -231,12 +232,12 @@ def journal() -> list[tuple[str, int]]:
     return found
 
 
-def test_the_sampler_is_told_after_each_generation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sampler_gets_results_after_each_generation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuner = begin(monkeypatch, 5, 2, SEARCH)
     assert tuner.run()
     expected = [(what, n) for generation in ((0, 1), (2, 3), (4,)) for what in ("asked", "ended") for n in generation]
     assert journal() == expected
-    tried = tuner.study.tried()
+    tried = tuner.study.trials()
     assert {t.state for t in tried} == {"finished"} and len({t.params["gamma"] for t in tried}) == 5
     best = tuner.study.best()
     rows = Run(f"study/trials/trial-{best.number:04d}").rows()
@@ -250,10 +251,10 @@ def test_the_sampler_is_told_after_each_generation(folder: Path, monkeypatch: py
 
 
 def test_a_finished_trial_is_never_lost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end comes after one of two shapes was trained: what it has is kept, the other is trained anew."""
+    """The tuner dies after one of two shapes was trained: that one is kept, the other is trained anew."""
 
     def dies(job: PopulationJob, plan: Any, place: Any, screen: Any, gpus: list[str]) -> Ended:
-        groups = list(generation.grouped(job.members, job.size))
+        groups = list(programs(job.members, VARYING, job.size))
         assert len(groups) == 2
         here(replace(job, members=groups[0]), plan, place, screen, gpus)
         raise KeyboardInterrupt
@@ -261,7 +262,7 @@ def test_a_finished_trial_is_never_lost(folder: Path, monkeypatch: pytest.Monkey
     tuner = begin(monkeypatch, 4, 4, ["width=8|16", "gamma=0.9..0.999"], dies)
     with pytest.raises(KeyboardInterrupt):
         tuner.run()
-    before = {t.number: t for t in tuner.study.tried()}
+    before = {t.number: t for t in tuner.study.trials()}
     kept = {n: t for n, t in before.items() if t.state == "finished"}
     assert 0 < len(kept) < 4
     files = {n: Run(f"study/trials/trial-{n:04d}").model_path.stat().st_mtime_ns for n in kept}
@@ -270,7 +271,7 @@ def test_a_finished_trial_is_never_lost(folder: Path, monkeypatch: pytest.Monkey
 
     again = begin(monkeypatch, 4, 4, ["width=8|16", "gamma=0.9..0.999"])
     assert again.run()
-    after = {t.number: t for t in again.study.tried()}
+    after = {t.number: t for t in again.study.trials()}
     assert len(after) == 4 and {t.state for t in after.values()} == {"finished"}
     assert {n: t.params for n, t in after.items()} == {n: t.params for n, t in before.items()}, "with the parameters they had"
     assert {n: after[n] for n in kept} == kept
@@ -286,7 +287,7 @@ def test_out_of_memory_halves_the_generation(folder: Path, monkeypatch: pytest.M
 
     tuner = begin(monkeypatch, 3, 3, SEARCH, short)
     assert tuner.run() and sizes == [3, 1]
-    assert [t.state for t in tuner.study.tried()] == ["finished"] * 3
+    assert [t.state for t in tuner.study.trials()] == ["finished"] * 3
 
 
 def test_a_worker_that_is_always_killed_ends_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +302,7 @@ def test_a_worker_that_is_always_killed_ends_it(folder: Path, monkeypatch: pytes
     assert len(starts) == 4
 
 
-def test_what_turns_out_to_be_none_leaves_the_way_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_that_cannot_be_a_population_leave_no_folders(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuner = begin(monkeypatch, 2, 2, SEARCH, lambda *job: Ended(Outcome.USAGE, "its own loss()"))
     with pytest.raises(NoPopulation, match="its own loss"):
         tuner.run()
@@ -313,13 +314,13 @@ def test_steps_end_with_a_collection(folder: Path, monkeypatch: pytest.MonkeyPat
         begin(monkeypatch, 2, 2, SEARCH, steps=20).run()
     shutil.rmtree("study")
     tuner = begin(monkeypatch, 2, 2, SEARCH, steps=16)
-    assert tuner.run() and {t.facts["steps"] for t in tuner.study.tried()} == {16}
+    assert tuner.run() and {t.facts["steps"] for t in tuner.study.trials()} == {16}
 
 
 @pytest.mark.system  # it takes its time
 @pytest.mark.timeout(1200)
-def test_a_killed_population_goes_on(folder: Path) -> None:
-    """kill -9 of the tuner half-way, in the second of three generations."""
+def test_a_killed_population_is_resumed(folder: Path) -> None:
+    """kill -9 of the tuner in the second of three generations."""
     words = ["cartpole", "epochs=40", "envs=64", "horizon=16", "global_batch=256", "eval_every=2ep", "eval_episodes=3", "best=return"]
     words += ["--search", SEARCH[0], "--search", SEARCH[1], "--trials", "6", "--population", "2", "--name", "killed"]
     tuner = subprocess.Popen([*COMMAND, "tune", *words, "-q"], env=environment())
@@ -334,17 +335,17 @@ def test_a_killed_population_goes_on(folder: Path) -> None:
     assert f"return {result['best']['value']:.4g}" in good("eval", f"killed/trials/trial-{result['best']['trial']:04d}")
 
 
-# --- whether -------------------------------------------------------------------------------------
+# --- when populations are used -------------------------------------------------------------------------------------
 
 
 def chosen(
     asked: str, *search: str, task: str = "cartpole", device: str = "cuda", shared_out: bool = False, **given: str
 ) -> tuple[int, str]:
     recipe = make(find_task(task), {}, given, {})
-    return population.choose(asked, recipe, make_space(task_settings(recipe.task), {}, list(search), {}, task), 50, device, shared_out)
+    return population.choose_size(asked, recipe, make_space(task_settings(recipe.task), {}, list(search), {}, task), 50, device, shared_out)
 
 
-def test_it_is_chosen_by_itself_where_it_can_be() -> None:
+def test_auto_uses_a_population_where_it_can() -> None:
     assert chosen("auto", *SEARCH, "seed=0..9")[0] == 25
     assert "width changes the program" in chosen("auto", *SEARCH, "width=32|64")[1]
     assert "no GPU" in chosen("auto", *SEARCH, device="cpu")[1]
@@ -354,7 +355,7 @@ def test_it_is_chosen_by_itself_where_it_can_be() -> None:
         chosen("off", *SEARCH), chosen("auto", "hidden=8..64", task="digits"),
     ):  # fmt: skip
         assert size == 0
-    assert chosen("8", *SEARCH, "width=32|64", device="cpu")[0] == 8, "shapes may differ where it is asked for"
+    assert chosen("8", *SEARCH, "width=32|64", device="cpu")[0] == 8, "shapes may differ on request"
 
 
 @pytest.mark.parametrize(
@@ -367,35 +368,35 @@ def test_it_is_chosen_by_itself_where_it_can_be() -> None:
         ("4", ["net=mlp|lstm"], {}, "an LSTM is not batched"),
         ("4", SEARCH, {"task": "snake"}, "rival=0"),
         ("4", SEARCH, {"precision": "bf16"}, "precision=fp32 or tf32"),
-        ("4", SEARCH, {"eval_episodes": "0"}, "eval_episodes=0 judges nothing"),
-        ("4", ["hidden=8..64"], {"task": "digits"}, "no task of the PPO family"),
+        ("4", SEARCH, {"eval_episodes": "0"}, "eval_episodes=0 evaluates nothing"),
+        ("4", ["hidden=8..64"], {"task": "digits"}, "no task whose trials can be one program"),
     ],
 )
-def test_what_cannot_be_one_names_the_reason(asked: str, search: list[str], given: dict[str, Any], said: str) -> None:
+def test_impossible_populations_name_the_reason(asked: str, search: list[str], given: dict[str, Any], said: str) -> None:
     with pytest.raises(Problem) as problem:
         chosen(asked, *search, **given)
     assert said in str(problem.value)
 
 
-def test_a_task_that_cannot_be_one_says_why() -> None:
+def test_an_impossible_task_names_the_reason() -> None:
     class Own(CartPole):
         def loss(self, model: Any, batch: Any) -> Any:
             return super().loss(model, batch)
 
-    class Still(CartPole):
+    class Impure(CartPole):
         def rollout(self, env: Env, *rest: Any) -> Any:
             source = super().rollout(env, *rest)
             source.pure = False
             return source
 
-    for task, said in ((Own(), "its own loss()"), (Still(), "functions of tensors alone"), (Snake(), "rival=0")):
+    for task, said in ((Own(), "its own loss()"), (Impure(), "functions of tensors alone"), (Snake(), "rival=0")):
         with pytest.raises(Problem, match=said.replace("(", r"\(").replace(")", r"\)")):
-            check(task)
-    check(CartPole())
-    check(Snake(rival=0.0))
+            check_task(task)
+    check_task(CartPole())
+    check_task(Snake(rival=0.0))
 
 
-def test_the_command_line_says_so(folder: Path) -> None:
+def test_the_command_line_names_tasks_that_can_be_populations(folder: Path) -> None:
     message = bad("tune", "digits", "--search", "hidden=8..64", "--population", "4")
-    assert "PPO family" in message and "--population off" in message
+    assert "bandit, cartpole, snake" in message and "--population off" in message
     assert not Path("runs").exists(), "a mistake leaves nothing behind"

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from drivetrain import cli, runs
+from drivetrain.launch.request import Request
 from drivetrain.outcomes import Problem
 from drivetrain.runs import Follower, Run, files, layout, read_lines, truncate_rows
 from drivetrain.tune.study import Proposal
-from drivetrain.tune.trial import Trial
+from drivetrain.tune.trial import RunningTrial
 from tests.command import bad, good, write_task
 
 PLAN = {"world_size": 1, "nodes": 1, "device": "cpu", "precision": "fp32", "global_batch": 8, "reasons": {}}
@@ -365,14 +366,14 @@ def test_who_follows_a_file_sees_a_cut_even_where_it_has_grown_since(tmp_path: P
 
 def test_a_trial_forgets_the_evaluations_that_a_resume_repeats(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    trial = Trial(Proposal(0, {}), run, [], "max:accuracy")
+    trial = RunningTrial(Proposal(0, {}), run, Request(), "max:accuracy")
     write = lambda rows: run.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))  # noqa: E731
     first = [{"step": n, "time": n, "eval/accuracy": n / 10} for n in (1, 2, 3)]
     write(first)
-    trial.look()
+    trial.read_metrics()
     assert trial.best() == (3, 0.3)
     write([*first[:1], {"step": 2, "time": 7.5, "eval/accuracy": 0.2}, {"step": 4, "time": 9.5}])
-    trial.look()
+    trial.read_metrics()
     assert trial.best() == (2, 0.2)
     assert trial.row["step"] == 4
 

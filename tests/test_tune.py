@@ -21,13 +21,13 @@ from drivetrain.outcomes import Problem
 from drivetrain.recipe import make
 from drivetrain.runs import Run, read_lines
 from drivetrain.task_ref import find_task
-from drivetrain.tasks.rl.shape import VARIED
+from drivetrain.tasks.rl.population_rules import VARYING
 from drivetrain.tune import folder as folders
 from drivetrain.tune.folder import Goal
 from drivetrain.tune.space import make_space
 from drivetrain.tune.study import Study
 from drivetrain.tune.table import Table
-from drivetrain.tune.tuner import Order, Tuner, judged_along_the_way
+from drivetrain.tune.tuner import Tuner, TunerSettings, with_early_evaluations
 from drivetrain.watch.screen import Screen
 from tests.command import COMMAND, bad, drivetrain, environment, good, write_task
 from tests.patience import until
@@ -218,9 +218,9 @@ def test_a_trial_that_is_always_killed_fails(folder: Path, monkeypatch: pytest.M
     recipe, space, goal = make(find_task("digits"), {}, {}), space_of(RATE), Goal("eval/loss", "min")
     place = folders.open_folder("study", "digits", folders.identity(recipe, space, goal))
     study = Study(place.path, space, "min", "tpe", 0, "none", 1)
-    assert Tuner(Order(recipe, goal, 1, [[]]), place, study, Table(Screen(quiet=True), space, goal.metric)).run()
+    assert Tuner(TunerSettings(recipe, goal, 1, [[]]), place, study, Table(Screen(quiet=True), space, goal.metric)).run()
     assert len((folder / "starts").read_text().splitlines()) == 4, "three times again"
-    (trial,) = study.tried()
+    (trial,) = study.trials()
     assert trial.state == "failed" and "SIGKILL" in trial.facts["message"]
 
 
@@ -274,8 +274,8 @@ def test_the_command_lines_search_replaces_the_tasks() -> None:
     own = {"hidden": "16..32", "learning_rate": "1e-4..1e-2,log", "clip": "0..1"}
     space = space_of(task=own, clip="0.5")
     assert {name: d.text for name, d in space.items()} == {"hidden": "16..32", "learning_rate": "1e-4..1e-2,log"}
-    assert space["hidden"].whole and not space["hidden"].log
-    assert space["learning_rate"].log and not space["learning_rate"].whole
+    assert space["hidden"].is_whole and not space["hidden"].is_log
+    assert space["learning_rate"].is_log and not space["learning_rate"].is_whole
     assert {name: d.text for name, d in space_of("hidden=8..64", task=own).items()} == {"hidden": "8..64"}
 
 
@@ -285,19 +285,19 @@ def test_policies_say_themselves_what_is_searched(folder: Path) -> None:
     assert "(cartpole's own; --search replaces it)" in text and "eval_every=1ep, not 10ep" in text
     told = json.loads(Path("runs/own/tune.json").read_text())
     assert told["metric"] == "eval/return" and told["search"] == tune_facts(find_task("cartpole")).search
-    assert len(told["search"]) > 3 and all(name in VARIED for name in told["search"]), "a population can be made of them"
+    assert len(told["search"]) > 3 and all(name in VARYING for name in told["search"]), "a population can be made of them"
     assert len([row for row in Run("runs/own/trials/trial-0000").rows() if "eval/return" in row]) == 3
     assert "entropy_weight=1e-4..3e-2,log" in good("tune", "bandit", "--help") and "gamma" not in tune_facts(find_task("bandit")).search
 
 
 def test_a_trial_is_judged_along_the_way_unless_somebody_says_when() -> None:
     def every(task: str, **given: str) -> Any:
-        return judged_along_the_way(make(find_task(task), {}, given))[0].settings["eval_every"]
+        return with_early_evaluations(make(find_task(task), {}, given))[0].settings["eval_every"]
 
     assert every("snake") == "25ep" and every("cartpole") == "10ep"
     assert every("cartpole", epochs="15") == "1ep" and every("cartpole", epochs="1") == "10ep"
     assert every("snake", eval_every="200ep") == "200ep"
-    assert judged_along_the_way(make(find_task("snake"), {}, {}))[0].origin["eval_every"] == "tune", "so best.yaml has it too"
+    assert with_early_evaluations(make(find_task("snake"), {}, {}))[0].origin["eval_every"] == "tune", "so best.yaml has it too"
 
 
 def test_a_task_may_say_what_is_searched(folder: Path) -> None:
@@ -388,5 +388,5 @@ def test_a_study_is_asked_for_several_and_told_several(folder: Path) -> None:
     study.fail(three.number, "why")
     best = study.best()
     assert best is not None and (best.number, best.value) == (1, 0.25)
-    assert [t.state for t in study.tried()] == ["finished", "finished", "failed"]
-    assert study.tried()[2].facts["message"] == "why"
+    assert [t.state for t in study.trials()] == ["finished", "finished", "failed"]
+    assert study.trials()[2].facts["message"] == "why"

@@ -38,7 +38,7 @@ class TuneFacts:
     search: dict[str, str]
     """setting -> range or choices"""
     tune_metric: str
-    tune_population: bool
+    tune_population: str
 
 
 def tune_facts(task: TaskRef) -> TuneFacts:

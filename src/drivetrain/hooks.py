@@ -23,7 +23,7 @@ HOOKS = {
 TUNE_FACTS = {
     "search": "what `tune` searches: assign a dict to it without an annotation",
     "tune_metric": "the metric that `tune` judges trials by: assign it without an annotation",
-    "tune_population": "whether `tune` may train many trials at once: assign it without an annotation",
+    "tune_population": "the module that trains many trials at once: assign its name without an annotation",
 }
 """Attributes of a class that `tune` reads."""
 RESERVED = {

@@ -71,8 +71,9 @@ class Task:
     """What `drivetrain tune` searches: setting -> `LOW..HIGH`, `LOW..HIGH,log` or `A|B|C`."""
     tune_metric: ClassVar[str] = "loss"
     """The metric that `tune` judges trials by, if neither `best` nor --metric names one."""
-    tune_population: ClassVar[bool] = False
-    """Whether `tune` may train many trials at once, as one program. Only tasks of the PPO family can."""
+    tune_population: ClassVar[str] = ""
+    """The module that trains many trials of this task at once as one program, for `drivetrain tune --population`; empty: none.
+    It has what `drivetrain.processes.population.PopulationRules` describes."""
 
     def __init__(self, **settings: Any) -> None:
         self._given = frozenset(settings)

@@ -1,4 +1,4 @@
-"""PPO's own kernels against the plain path: the same samples, order, gradients and steps."""
+"""PPO's own kernels against the engine's steps: the same samples, order, gradients and updates."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from drivetrain.hardware import detect
 from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
 from drivetrain.tasks.rl.envs import Env, State
-from drivetrain.tasks.rl.envs.cartpole import CartPole as CartPoleEnv
-from drivetrain.tasks.rl.envs.snake import Snake
-from drivetrain.tasks.rl.fused.learner import TILE, WARPS, FusedStepper
+from drivetrain.tasks.rl.envs.cartpole import CartPoleEnv
+from drivetrain.tasks.rl.envs.snake import SnakeEnv
+from drivetrain.tasks.rl.fused.stepper import TILE, FusedStepper
 from drivetrain.tasks.rl.ppo import Ppo
 from drivetrain.tasks.rl.rollout import Rollout
 from drivetrain.tasks.rl.worlds import Bandit, CartPole
@@ -37,13 +37,13 @@ def training(folder: Path, task: Any) -> Training:
     return Training(task, plan, Run(folder), Group(0, 1, torch.device("cuda", 0)), Observers([MetricsFile(Run(folder))]), False)
 
 
-class OwnWorld(CartPoleEnv):
-    """A world that the kernels do not know."""
+class OtherCartPoleEnv(CartPoleEnv):
+    """An environment for which there are no kernels."""
 
 
 class Own(CartPole):
     def env(self) -> Env:
-        return OwnWorld()
+        return OtherCartPoleEnv()
 
 
 def learned(folder: Path, kind: type[Ppo] = CartPole, **settings: Any) -> tuple[Training, FusedStepper]:
@@ -53,47 +53,27 @@ def learned(folder: Path, kind: type[Ppo] = CartPole, **settings: Any) -> tuple[
     return done, done.stepper
 
 
-def gradients(learner: FusedStepper, seen: Any, facts: Any, numbers: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernels make of some rows: all gradients, and the sums."""
-    task = learner.task
-    count = len(numbers)
-    blocks = min(learner.blocks, -(-count // TILE))
-    learner.program.launch(
-        "learn", (blocks, 2), 32 * WARPS, seen, facts, learner.stats[4:], learner.weights, numbers.int(), learner.partial, count, facts.stride(0),
-        float(task.ratio_clip), float(task.value_clip), float(task.value_weight), float(task.entropy_weight), shared=learner._rooms[0],
-    )  # fmt: skip
-    learner.program.launch(
-        "add_up",
-        (learner.many,),
-        512,
-        learner.partial,
-        learner.counts,
-        learner.sums,
-        learner.squares,
-        learner.corrections,
-        blocks,
-        0,
-        0.9,
-        0.999,
-    )
-    size = len(learner.parameters)
-    return learner.sums[:size].double(), learner.sums[size:].double()
+def gradients(stepper: FusedStepper, observations: Any, columns: Any, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the kernels' gradients of some samples, and the sums of their metrics."""
+    stepper.gradients(observations, columns, rows.int(), min(stepper.blocks, -(-len(rows) // TILE)))
+    size = len(stepper.parameters)
+    return stepper.sums[:size].double(), stepper.sums[size:].double()
 
 
-def compare_gradients(done: Training, learner: FusedStepper, seen: Any, facts: Any, numbers: Any, strict: bool) -> None:
-    """The kernels' gradients and sums of some rows beside those of exact arithmetic."""
-    got, sums = gradients(learner, seen, facts, numbers)
+def compare_gradients(done: Training, stepper: FusedStepper, observations: Any, columns: Any, numbers: Any, strict: bool) -> None:
+    """Compares the kernels' gradients and sums of some samples with those of exact arithmetic."""
+    got, sums = gradients(stepper, observations, columns, numbers)
     exact: Any = copy.deepcopy(done.model).double()
     exact.zero_grad()
     known = torch.zeros(len(numbers), 11, device="cuda", dtype=torch.float64)
-    known[:, :6] = facts[numbers][:, :6].double()
-    known[:, 2] = (known[:, 2] - learner.stats[4]) / learner.stats[5]
-    (total, count), figures = done.task.loss(exact, {"seen": seen[numbers].double(), "facts": known})
+    known[:, :6] = columns[numbers][:, :6].double()
+    known[:, 2] = (known[:, 2] - stepper.stats[4]) / stepper.stats[5]
+    (total, count), figures = done.task.loss(exact, {"observation": observations[numbers].double(), "columns": known})
     total.backward()
     true = torch.cat([p.grad.reshape(-1) for p in (*exact.actor.parameters(), *exact.critic.parameters())])
     quick: Any = copy.deepcopy(done.model)
     torch.set_float32_matmul_precision("high")
-    done.task.loss(quick, {"seen": seen[numbers], "facts": known.float()})[0][0].backward()
+    done.task.loss(quick, {"observation": observations[numbers], "columns": known.float()})[0][0].backward()
     torch.set_float32_matmul_precision("highest")
     rough = torch.cat([p.grad.reshape(-1) for p in (*quick.actor.parameters(), *quick.critic.parameters())]).double()
     actor = sum(p.numel() for p in exact.actor.parameters())
@@ -121,13 +101,13 @@ def compare_gradients(done: Training, learner: FusedStepper, seen: Any, facts: A
 )
 @pytest.mark.parametrize("epochs", [2, 30])
 def test_gradients_are_those_of_exact_arithmetic(shape: Any, epochs: int, tmp_path: Path) -> None:
-    done, learner = learned(tmp_path, epochs=epochs, **shape)
-    numbers = torch.randperm(learner.count, device="cuda")[: done.task.global_batch - 95]  # not whole tiles
-    compare_gradients(done, learner, learner.seen, learner.facts, numbers, "envs" in shape)
+    done, stepper = learned(tmp_path, epochs=epochs, **shape)
+    numbers = torch.randperm(stepper.count, device="cuda")[: done.task.global_batch - 95]  # not whole tiles
+    compare_gradients(done, stepper, stepper.observations, stepper.columns, numbers, "envs" in shape)
 
 
-class Signs(Env):
-    """Numbers are shown: the first says which action is right, the last what else the step brings."""
+class SignsEnv(Env):
+    """Shows numbers: the first tells which action is right, the last is added to the reward."""
 
     limit = 20
 
@@ -146,7 +126,7 @@ class Signs(Env):
 
 
 class Reads(Ppo):
-    """A world of any size."""
+    """An environment of any size."""
 
     inputs: int = 5
     """Numbers that are shown."""
@@ -154,7 +134,7 @@ class Reads(Ppo):
     """Actions."""
 
     def env(self) -> Env:
-        return Signs(self.inputs, self.choices)
+        return SignsEnv(self.inputs, self.choices)
 
 
 @pytest.mark.parametrize(
@@ -167,11 +147,11 @@ class Reads(Ppo):
     ],
     ids=lambda shape: f"{shape['inputs']}-{shape['choices']}",
 )
-def test_gradients_are_exact_whatever_is_seen_and_done(shape: Any, tmp_path: Path) -> None:
-    done, learner = learned(tmp_path, Reads, epochs=30, **shape)
-    assert learner.collects and len(torch.unique(learner.facts[:, 0])) > shape["choices"] // 2, "most actions are taken"
-    numbers = torch.randperm(learner.count, device="cuda")[: done.task.global_batch - 95]
-    compare_gradients(done, learner, learner.seen, learner.facts, numbers, strict=False)
+def test_gradients_are_exact_for_any_number_of_inputs_and_actions(shape: Any, tmp_path: Path) -> None:
+    done, stepper = learned(tmp_path, Reads, epochs=30, **shape)
+    assert stepper.collects and len(torch.unique(stepper.columns[:, 0])) > shape["choices"] // 2, "most actions are taken"
+    numbers = torch.randperm(stepper.count, device="cuda")[: done.task.global_batch - 95]
+    compare_gradients(done, stepper, stepper.observations, stepper.columns, numbers, strict=False)
 
 
 class Pair(Ppo):
@@ -181,74 +161,71 @@ class Pair(Ppo):
     rival: float = 0.0
 
     def env(self) -> Env:
-        return Snake(2, 3, 3)
+        return SnakeEnv(2, 3, 3)
 
 
-def test_the_dead_weigh_nothing(tmp_path: Path) -> None:
-    done, learner = learned(tmp_path, Pair, epochs=30)
-    assert not learner.collects
-    seen, facts = learner._given[0].float().flatten(1), learner._given[1].clone()
-    dead = facts[:, 5] == 0
+def test_dead_agents_have_no_gradient(tmp_path: Path) -> None:
+    done, stepper = learned(tmp_path, Pair, epochs=30)
+    assert not stepper.collects
+    observations, columns = (t.clone() for t in stepper.samples)
+    observations = observations.float().flatten(1)
+    dead = columns[:, 5] == 0
     assert 0.02 < float(dead.float().mean()) < 0.9
-    numbers = torch.randperm(learner.count, device="cuda")[: done.task.global_batch - 95]
-    compare_gradients(done, learner, seen, facts, numbers, strict=False)
-    before = [t.clone() for t in gradients(learner, seen, facts, numbers)]
-    facts[dead, 2:4] = 1e4  # advantage and target
-    after = gradients(learner, seen, facts, numbers)
+    numbers = torch.randperm(stepper.count, device="cuda")[: done.task.global_batch - 95]
+    compare_gradients(done, stepper, observations, columns, numbers, strict=False)
+    before = [t.clone() for t in gradients(stepper, observations, columns, numbers)]
+    columns[dead, 2:4] = 1e4  # advantage and target
+    after = gradients(stepper, observations, columns, numbers)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 @pytest.mark.parametrize("kind", [CartPole, Own, Bandit])
-def test_samples_and_their_order_are_the_plain_paths(kind: type[Ppo], tmp_path: Path) -> None:
-    done, learner = learned(tmp_path, kind, epochs=6)
+def test_samples_and_their_order_are_those_of_the_engine(kind: type[Ppo], tmp_path: Path) -> None:
+    done, stepper = learned(tmp_path, kind, epochs=6)
     feed: Any = done.feed
-    before = {k: v.clone() for k, v in learner.state.items()}
+    before = {k: v.clone() for k, v in stepper.state.items()}
     epoch = 6
-    learner.streams.copy_(torch.tensor(feed.random_keys(epoch)))
-    learner._collect()
-    after = {k: v.clone() for k, v in learner.state.items()}
+    stepper.collect(torch.tensor(feed.random_keys(epoch)))
+    after = {k: v.clone() for k, v in stepper.state.items()}
     feed.source.load({k: v.clone() for k, v in before.items()})
     feed._graphs = None
     feed.begin_epoch(epoch, done.model)
     plain = {k: v.clone() for k, v in feed.collected_batch().items()}
-    plain["facts"] = plain["facts"][:, :6]
-    mine = learner.facts[:, :6].clone()
-    mine[:, 2] = (mine[:, 2] - learner.stats[4]) / learner.stats[5]
-    same = (learner.facts[:, 0] == plain["facts"][:, 0]).view(learner.envs, -1)
+    plain["columns"] = plain["columns"][:, :6]
+    mine = stepper.columns[:, :6].clone()
+    mine[:, 2] = (mine[:, 2] - stepper.stats[4]) / stepper.stats[5]
+    same = (stepper.columns[:, 0] == plain["facts"][:, 0]).view(stepper.envs, -1)
     whole = same.all(1)  # environments in which no probability was so near to its draw that a digit decided
     assert whole.float().mean() > 0.95
-    for name, ours, theirs in (("seen", learner.seen, plain["seen"]), ("facts", mine, plain["facts"])):
-        a, b = (t.view(learner.envs, learner.horizon, -1)[whole] for t in (ours, theirs))
+    for name, ours, theirs in (("observation", stepper.observations, plain["observation"]), ("columns", mine, plain["columns"])):
+        a, b = (t.view(stepper.envs, stepper.horizon, -1)[whole] for t in (ours, theirs))
         assert torch.allclose(a, b, rtol=2e-2, atol=2e-2), f"{name}: {(a - b).abs().amax((0, 1))}"
     for name, value in after.items():
         assert torch.allclose(value[whole].float(), feed.source.state()[name][whole].float(), rtol=1e-2, atol=1e-3), name
-    learner.program.launch(
-        "shuffle", (-(-learner.envs // WARPS), feed.source.passes), 32 * WARPS, learner.rows, learner.streams[1:], learner.envs, learner.horizon,
-        learner.batch // learner.envs,
-    )  # fmt: skip
+    stepper.shuffle()
     for index in range(feed.steps_per_epoch):
         [micro] = feed.micro_batches(epoch, index)
-        assert torch.equal(learner.rows.view(-1, learner.batch)[index].long(), micro.ids), index
+        assert torch.equal(stepper.rows.view(-1, stepper.batch)[index].long(), micro.ids), index
 
 
-class Kept(Rollout):
-    """Played by the engine's own collections: the kernels only learn from them."""
+class EngineRollout(Rollout):
+    """The engine collects; the kernels only learn."""
 
 
-class Given(CartPole):
+class EngineCollects(CartPole):
     def rollout(self, env: Env, *rest: Any) -> Rollout:
-        return Kept(env, *rest)
+        return EngineRollout(env, *rest)
 
 
 class Scaled(CartPole):
-    """Its critic learns targets of mean 0 and spread 1, which only the engine's collections make."""
+    """Its critic learns scaled targets, which only the engine's collections make."""
 
     scale_values: bool = True
 
 
-@pytest.mark.parametrize(("kind", "epochs"), [(CartPole, 3), (Own, 3), (Given, 3), (Scaled, 3), (Reads, 3), (Pair, 2)])
-def test_an_epoch_moves_the_weights_as_the_engines_steps_do(kind: type[Ppo], epochs: int, tmp_path: Path) -> None:
-    """The first epoch is the engine's in both; in the others, the kernels' steps beside the engine's."""
+@pytest.mark.parametrize(("kind", "epochs"), [(CartPole, 3), (Own, 3), (EngineCollects, 3), (Scaled, 3), (Reads, 3), (Pair, 2)])
+def test_an_epoch_updates_the_weights_as_the_engines_steps_do(kind: type[Ppo], epochs: int, tmp_path: Path) -> None:
+    """Both take the first epoch with the engine; the others are compared."""
     both = []
     for name, fused in (("kernels", True), ("plain", False)):
         done = training(tmp_path / name, kind(**SMALL, eval_episodes=0, epochs=epochs, decay="constant", fused=fused, log_every=1))
@@ -274,17 +251,17 @@ def test_an_epoch_moves_the_weights_as_the_engines_steps_do(kind: type[Ppo], epo
 
 
 @pytest.mark.parametrize("kind", [CartPole, Own, Bandit])
-def test_a_broken_run_is_the_unbroken_one(kind: type[Ppo], tmp_path: Path) -> None:
+def test_an_interrupted_run_equals_an_uninterrupted_one(kind: type[Ppo], tmp_path: Path) -> None:
     task = {**SMALL, "eval_episodes": 100, "epochs": 12, "eval_every": "4ep", "log_every": 5, "save_every": "1ep"}
-    training(tmp_path / "whole", kind(**task)).run_to_end()
+    training(tmp_path / "uninterrupted", kind(**task)).run_to_end()
     per_epoch = 16
     for stop in (3 * per_epoch, 7 * per_epoch + 1, None):
-        training(tmp_path / "broken", kind(**task)).run_to_end(stop)
-    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
-    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+        training(tmp_path / "interrupted", kind(**task)).run_to_end(stop)
+    assert rows(tmp_path / "interrupted") == rows(tmp_path / "uninterrupted")
+    assert weights(tmp_path / "interrupted") == weights(tmp_path / "uninterrupted")
 
 
-def test_a_world_for_which_the_host_waits_is_learned_without_a_graph(tmp_path: Path) -> None:
+def test_an_environment_for_which_the_host_waits_is_not_captured(tmp_path: Path) -> None:
     class Waiting(CartPoleEnv):
         def step(self, state: Any, action: Any, rand: Any) -> Any:
             assert action.max().item() <= 1
@@ -294,11 +271,11 @@ def test_a_world_for_which_the_host_waits_is_learned_without_a_graph(tmp_path: P
         def env(self) -> Env:
             return Waiting()
 
-    _, learner = learned(tmp_path, Slow, epochs=5)
-    assert learner._replay is None and "the host waits" in learner._waits
+    _, stepper = learned(tmp_path, Slow, epochs=5)
+    assert not stepper.is_captured and "the host waits" in stepper.host_wait
 
 
-def test_a_gpu_that_is_too_old_takes_the_plain_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_too_old_takes_the_engines_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     done = training(tmp_path / "old", CartPole(**SMALL, eval_episodes=0, epochs=3, log_every=1, deterministic=True))
     done.run_to_end()

@@ -1,4 +1,4 @@
-"""A population on a GPU: captured, it is what it is eagerly, and each member what an ordinary run is; and it is fast."""
+"""A population on a GPU: captured, it equals the eager one; each member equals an ordinary run; and it is fast."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from drivetrain.engine.log.observe import Observers
 from drivetrain.engine.loop import Training
 from drivetrain.hardware import detect
 from drivetrain.plan.choose import choose
-from drivetrain.processes.generation import train
 from drivetrain.processes.job import PopulationJob, PopulationMember
+from drivetrain.processes.population import train_population
 from drivetrain.runs import Run
 from drivetrain.task_ref import find_task
 from drivetrain.tasks.rl.worlds import CartPole
 from drivetrain.watch.files import MetricsFile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-SMALL: dict[str, Any] = {  # tanh: at the corner of a relu the last digit decides
+SMALL: dict[str, Any] = {  # tanh: near the corner of a relu, rounding decides the gradient
     "envs": 64, "horizon": 8, "global_batch": 256, "activation": "tanh", "eval_episodes": 5, "eval_every": "2ep", "best": "max:return",
 }  # fmt: skip
 TRIALS: list[dict[str, Any]] = [
@@ -33,8 +33,8 @@ TRIALS: list[dict[str, Any]] = [
 
 
 def trained(folder: Path, epochs: int, trials: list[dict[str, Any]], capture: str = "auto", **more: Any) -> list[str]:
-    """Train them as one program; gives the notices."""
-    told = []
+    """Trains them as one program; returns the notices."""
+    reported = []
     members = []
     for number, own in enumerate(trials):
         (folder / str(number)).mkdir(parents=True)
@@ -42,12 +42,12 @@ def trained(folder: Path, epochs: int, trials: list[dict[str, Any]], capture: st
         members.append(PopulationMember(number, str(folder / str(number)), settings))
     plan = choose(members[0].settings, detect(), device="cuda", world_size=1, local_procs=1, pins={"capture": capture})
     job = PopulationJob(run=str(folder), task=find_task("cartpole"), plan=plan, folder=".", members=members, size=64)
-    train(job, Group(0, 1, torch.device("cuda", 0)), lambda kind, value: told.append((kind, value)), False)
-    assert sum(kind == "member_end" for kind, _ in told) == len(trials)
-    return [str(value) for kind, value in told if kind == "notice"]
+    train_population(job, Group(0, 1, torch.device("cuda", 0)), lambda kind, value: reported.append((kind, value)), False)
+    assert sum(kind == "member_end" for kind, _ in reported) == len(trials)
+    return [str(value) for kind, value in reported if kind == "notice"]
 
 
-def test_a_captured_population_is_the_eager_one(tmp_path: Path) -> None:
+def test_a_captured_population_equals_the_eager_one(tmp_path: Path) -> None:
     assert trained(tmp_path / "captured", 12, TRIALS) == [], "all of it can be captured"
     trained(tmp_path / "eager", 12, TRIALS, capture="off")
     for number in range(len(TRIALS)):
@@ -58,7 +58,7 @@ def test_a_captured_population_is_the_eager_one(tmp_path: Path) -> None:
             assert row["train/entropy"] == pytest.approx(other["train/entropy"], rel=1e-2)
 
 
-def test_a_member_is_what_an_ordinary_run_is(tmp_path: Path) -> None:
+def test_a_member_equals_an_ordinary_run(tmp_path: Path) -> None:
     trained(tmp_path / "together", 4, TRIALS)
     for number, own in enumerate(TRIALS):
         run = Run(tmp_path / "alone" / str(number))

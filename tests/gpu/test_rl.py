@@ -1,4 +1,4 @@
-"""Learning by playing on a GPU: a captured collection is the eager one, and a broken run the unbroken one."""
+"""Reinforcement learning on a GPU: a captured collection equals the eager one, an interrupted run an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from drivetrain.watch.files import MetricsFile
 from tests.samples import rows, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-WORLDS: dict[str, Any] = {
+TASKS: dict[str, Any] = {
     "cartpole": (CartPole, {"envs": 64, "horizon": 8, "global_batch": 256, "epochs": 12}),
     "snake": (Snake, {"envs": 8, "horizon": 8, "global_batch": 64, "epochs": 8, "grid": 6, "agents": 2}),
 }
 
 
-def train(world: str, folder: Path, stop: int | None = None, **pins: Any) -> Training:
-    kind, settings = WORLDS[world]
+def train(name: str, folder: Path, stop: int | None = None, **pins: Any) -> Training:
+    kind, settings = TASKS[name]
     task = kind(**settings, eval_episodes=0, log_every=1, save_every="1ep", deterministic=True)  # convolutions else repeat nearly
     plan = choose(task.settings(), detect(), device="cuda", world_size=1, local_procs=1, pins=pins)
     observer = Observers([MetricsFile(Run(folder))])
@@ -38,9 +38,9 @@ def train(world: str, folder: Path, stop: int | None = None, **pins: Any) -> Tra
     return training
 
 
-def collected(world: str, capture: str) -> list[dict[str, Any]]:
-    """What eight collections with one policy bring, and the environments' state after them."""
-    kind, settings = WORLDS[world]
+def collected(name: str, capture: str) -> list[dict[str, Any]]:
+    """Returns eight collections with one policy, and the environments' state after each."""
+    kind, settings = TASKS[name]
     task, device = kind(**settings), torch.device("cuda", 0)
     plan = choose(task.settings(), detect(), device="cuda", world_size=1, local_procs=1, pins={"capture": capture})
     prepare(plan, Group(0, 1, device))  # graphs want a stream of their own
@@ -56,19 +56,19 @@ def collected(world: str, capture: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_captured_collection_is_the_eager_one(world: str) -> None:
-    for a, b in zip(collected(world, "auto"), collected(world, "off"), strict=True):
+@pytest.mark.parametrize("task", TASKS)
+def test_a_captured_collection_equals_the_eager_one(task: str) -> None:
+    for a, b in zip(collected(task, "auto"), collected(task, "off"), strict=True):
         assert a.keys() == b.keys()
         for name in a:
             assert torch.equal(a[name], b[name]), name
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_broken_run_is_the_unbroken_one(world: str, tmp_path: Path) -> None:
-    whole = train(world, tmp_path / "whole", compile="off")
+@pytest.mark.parametrize("task", TASKS)
+def test_an_interrupted_run_equals_an_uninterrupted_one(task: str, tmp_path: Path) -> None:
+    whole = train(task, tmp_path / "uninterrupted", compile="off")
     per_epoch = whole.feed.steps_per_epoch
     for stop in (2 * per_epoch, 5 * per_epoch + 1, None):
-        train(world, tmp_path / "broken", stop, compile="off")
-    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
-    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+        train(task, tmp_path / "interrupted", stop, compile="off")
+    assert rows(tmp_path / "interrupted") == rows(tmp_path / "uninterrupted")
+    assert weights(tmp_path / "interrupted") == weights(tmp_path / "uninterrupted")

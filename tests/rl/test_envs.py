@@ -1,4 +1,4 @@
-"""Worlds against independent ones, step by step: Gymnasium's CartPole, and a referee of Snake in plain Python."""
+"""Environments against independent ones, step by step: Gymnasium's CartPole, and a referee of Snake in plain Python."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from drivetrain.tasks.rl.envs import Env
-from drivetrain.tasks.rl.envs.cartpole import CartPole
-from drivetrain.tasks.rl.envs.snake import Snake
+from drivetrain.tasks.rl.envs.cartpole import CartPoleEnv
+from drivetrain.tasks.rl.envs.snake import SnakeEnv
 from tests.rl.referee import Game
 
 STEPS = int(os.environ.get("DRIVETRAIN_STEPS", 200_000))  # of the long comparisons
 
 
 def compare_cartpole(rows: int, steps: int) -> int:
-    """Many poles at once against one of Gymnasium's, which takes each in turn; both in float64."""
+    """Compares many poles with Gymnasium's environment, which steps them one by one; both in float64. Returns the number of ends."""
     random = torch.Generator().manual_seed(0)
-    env, peer = CartPole(), gymnasium.make("CartPole-v1").unwrapped
+    env, peer = CartPoleEnv(), gymnasium.make("CartPole-v1").unwrapped
     state = env.reset(torch.rand(rows, 4, generator=random, dtype=torch.float64))
     ends = 0
     for _ in range(steps):
@@ -39,18 +39,18 @@ def compare_cartpole(rows: int, steps: int) -> int:
     return ends
 
 
-def test_cartpole_is_gymnasiums() -> None:
+def test_cartpole_equals_gymnasiums() -> None:
     assert compare_cartpole(40, 100) > 50
 
 
 @pytest.mark.timeout(5000)
 @pytest.mark.system  # very many steps, one by one
-def test_cartpole_is_gymnasiums_for_long() -> None:
+def test_cartpole_equals_gymnasiums_for_many_steps() -> None:
     assert compare_cartpole(STEPS // 500, 500) > STEPS // 100
 
 
 def cells(body: Tensor, width: int) -> list[list[list[tuple[int, int]]]]:
-    """By row and agent, a body's cells, the head first."""
+    """Returns by row and agent a body's cells, the head first."""
     found: list[list[list[tuple[int, int]]]] = [[[] for _ in range(body.shape[1])] for _ in range(body.shape[0])]
     where = body.nonzero()
     for row, agent, cell in where[body[where.unbind(1)].argsort(descending=True)].tolist():
@@ -58,8 +58,8 @@ def cells(body: Tensor, width: int) -> list[list[list[tuple[int, int]]]]:
     return found
 
 
-def shown(env: Snake, games: list[Game]) -> Tensor:
-    """What the referee says that each agent sees."""
+def expected_observation(env: SnakeEnv, games: list[Game]) -> Tensor:
+    """Returns the observations by the referee's rules."""
     size, marked, start = env.width * env.height, [], 0
     for game in games:
         for agent in range(env.agents):
@@ -71,8 +71,11 @@ def shown(env: Snake, games: list[Game]) -> Tensor:
     return flat.view(len(games), env.agents, *env.shape)
 
 
-def compare_snake(env: Snake, rows: int, steps: int, eager: float) -> dict[str, int]:
-    """Random players, who go for the food now and then so that snakes grow long enough to meet."""
+def compare_snake(env: SnakeEnv, rows: int, steps: int, eager: float) -> dict[str, int]:
+    """Compares snakes with the referee; actions are random, or lead to the food so that snakes grow long enough to meet.
+
+    Returns how often something happened.
+    """
     random = torch.Generator().manual_seed(1)
     seen = {"deaths": 0, "meals": 0, "longest": 0}
     first = torch.rand(rows, 1, generator=random)
@@ -101,7 +104,7 @@ def compare_snake(env: Snake, rows: int, steps: int, eager: float) -> dict[str, 
                 seen["longest"] = max(seen["longest"], len(snake.cells))
                 seen["meals"] += wanted[agent] > 50
                 seen["deaths"] += wanted[agent] == -0.1
-        assert torch.equal(env.observe(state).view(rows, env.agents, *env.shape), shown(env, games))
+        assert torch.equal(env.observe(state).view(rows, env.agents, *env.shape), expected_observation(env, games))
         over = ended.all(1)
         anew = env.reset(chance)
         state = {k: torch.where(over.view(-1, *(1,) * (v.dim() - 1)), anew[k], v) for k, v in state.items()}
@@ -110,7 +113,7 @@ def compare_snake(env: Snake, rows: int, steps: int, eager: float) -> dict[str, 
     return seen
 
 
-def toward_food(env: Snake, head: Tensor, food: Tensor) -> Tensor:
+def toward_food(env: SnakeEnv, head: Tensor, food: Tensor) -> Tensor:
     across = food[:, None] % env.width - head % env.width
     down = food[:, None] // env.width - head // env.width
     return torch.where(across.abs() > down.abs(), torch.where(across > 0, 3, 2), torch.where(down > 0, 1, 0))
@@ -118,26 +121,26 @@ def toward_food(env: Snake, head: Tensor, food: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "env",
-    [Snake(agents, *size, walls) for agents, size in enumerate(((7, 7), (5, 5), (6, 9), (8, 6)), 1) for walls in (False, True)],
+    [SnakeEnv(agents, *size, walls) for agents, size in enumerate(((7, 7), (5, 5), (6, 9), (8, 6)), 1) for walls in (False, True)],
     ids=lambda e: f"{e.agents}-{e.shape}-{e.walls}",
 )
-def test_snake_is_as_the_referee_says(env: Snake) -> None:
+def test_snake_equals_the_referee(env: SnakeEnv) -> None:
     seen = compare_snake(env, 20, 150, 0.8)
     assert seen["meals"] > 20 and seen["deaths"] > 20 and seen["longest"] > 4, seen
 
 
 @pytest.mark.timeout(5000)
 @pytest.mark.system  # very many steps, one by one
-def test_snake_is_as_the_referee_says_for_long() -> None:
+def test_snake_equals_the_referee_for_many_steps() -> None:
     seen = {"meals": 0, "deaths": 0}
-    for env, share in ((Snake(), 0.4), (Snake(4, 9, 9), 0.4), (Snake(3, 8, 8, walls=True), 0.2)):
+    for env, share in ((SnakeEnv(), 0.4), (SnakeEnv(4, 9, 9), 0.4), (SnakeEnv(3, 8, 8, walls=True), 0.2)):
         found = compare_snake(env, int(share * STEPS) // 1000, 1000, 0.8)
         seen = {k: seen[k] + found[k] for k in seen}
     assert seen["meals"] > STEPS // 100 and seen["deaths"] > STEPS // 100, seen
 
 
-def test_a_head_on_meeting_kills_the_lower_number_first() -> None:
-    env = Snake(2, 8, 8)
+def test_a_head_on_collision_kills_the_lower_number_first() -> None:
+    env = SnakeEnv(2, 8, 8)
     state = env.reset(torch.zeros(1, 1))
     state["head"] = torch.tensor([[17, 19]])  # (1, 2) goes right, (3, 2) goes left: both to (2, 2)
     state["body"] = torch.zeros(1, 2, 64, dtype=torch.int64).scatter(2, state["head"][..., None], 1)
@@ -145,22 +148,22 @@ def test_a_head_on_meeting_kills_the_lower_number_first() -> None:
     assert ended.tolist() == [[True, False]]
 
 
-@pytest.mark.parametrize("env", [CartPole(), Snake(2, 6, 6)], ids=["cartpole", "snake"])
-def test_rules_are_functions_of_what_they_are_given(env: Env) -> None:
+@pytest.mark.parametrize("env", [CartPoleEnv(), SnakeEnv(2, 6, 6)], ids=["cartpole", "snake"])
+def test_rules_are_pure_functions_of_their_arguments(env: Env) -> None:
     random = torch.Generator().manual_seed(2)
     state = env.reset(torch.rand(5, env.chances, generator=random))
     before = {k: v.clone() for k, v in state.items()}
     action = torch.randint(env.actions, (5, env.agents) if env.agents > 1 else (5,), generator=random)
     chance = torch.rand(5, env.chances, generator=random)
     first, again = env.step(state, action, chance), env.step(state, action, chance)
-    assert all(torch.equal(state[k], before[k]) for k in state), "what was handed in is left alone"
+    assert all(torch.equal(state[k], before[k]) for k in state), "arguments are not changed"
     assert all(torch.equal(first[0][k], again[0][k]) for k in state)
     one = env.step({k: v[2:3] for k, v in state.items()}, action[2:3], chance[2:3])
-    assert all(torch.allclose(one[0][k][0].double(), first[0][k][2].double()) for k in state), "rows do not know each other"
+    assert all(torch.allclose(one[0][k][0].double(), first[0][k][2].double()) for k in state), "rows do not influence each other"
 
 
 def test_snake_shows_each_agent_itself_and_the_others() -> None:
-    env = Snake(2, 6, 6)
+    env = SnakeEnv(2, 6, 6)
     state = env.reset(torch.tensor([[0.5]]))
     seen = env.observe(state)[0]
     heads = state["head"][0].tolist()

@@ -1,4 +1,4 @@
-"""Gymnasium's environments by name: learned, resumed to the last bit, and refused by name."""
+"""Gymnasium's environments by name: learned, resumed bit for bit, and refused with a reason."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from drivetrain.outcomes import Problem
 from drivetrain.tasks.rl.gym import Gym
-from drivetrain.tasks.rl.rollout import facts_of
+from drivetrain.tasks.rl.samples import columns_of
 from tests.command import bad, good
-from tests.rl.test_ppo import Knows, Table
+from tests.rl.test_ppo import SequentialRand, TenTimesCount
 
 SMALL = ["epochs=3", "envs=4", "horizon=32", "global_batch=64", "eval_episodes=2", "log_every=1"]
 
@@ -24,11 +24,11 @@ SMALL = ["epochs=3", "envs=4", "horizon=32", "global_batch=64", "eval_episodes=2
 def test_acrobot_is_learned(folder: Path) -> None:
     good("train", "gym", "world=Acrobot-v1", "epochs=30", "--name", "one")
     last = [json.loads(line) for line in Path("runs/one/metrics.jsonl").read_text().splitlines()][-1]
-    assert last["eval/return"] > -120, last  # chance alone ends at -500
+    assert last["eval/return"] > -120, last  # random actions end at -500
 
 
 @pytest.mark.system  # it takes its time
-def test_a_broken_run_is_the_unbroken_one(folder: Path) -> None:
+def test_an_interrupted_run_equals_an_uninterrupted_one(folder: Path) -> None:
     assert "bit-equal" in good("verify-resume", "gym", "world=Acrobot-v1", "--steps", "24", *SMALL)
 
 
@@ -68,26 +68,26 @@ class Short(gymnasium.Env[np.ndarray, int]):
 
 
 def registered(name: str, **change: Any) -> str:
-    """The name of a world like `Short`, with other attributes or methods."""
+    """Registers an environment like `Short` with other attributes or methods; returns its name."""
     gymnasium.register(f"{name}-v0", entry_point=type(name, (Short,), change), max_episode_steps=100)
     return f"{name}-v0"
 
 
 def collected(world: str, horizon: int = 25) -> dict[str, Tensor]:
     task = Gym(world=world, envs=2, horizon=horizon, global_batch=2 * horizon, eval_episodes=2, scale_rewards=False)
-    batch = task.train_data().collect(Knows(), Table(2), lambda t: t)[:]
-    return facts_of(batch) | {"seen": batch["seen"]}
+    batch = task.train_data().collect(TenTimesCount(), SequentialRand(2), lambda t: t)[:]
+    return columns_of(batch) | {"observation": batch["observation"]}
 
 
-def test_a_truncated_episode_ends_and_what_would_have_come_counts() -> None:
+def test_a_truncated_episode_ends_and_counts_the_next_value() -> None:
     got = collected(registered("Cut"))
-    assert got["seen"].view(2, 25)[0].tolist() == [*range(10), *range(10), *range(5)], "no step after the end is learned from"
+    assert got["observation"].view(2, 25)[0].tolist() == [*range(10), *range(10), *range(5)], "no step after the end is a sample"
     assert got["length"].tolist() == [10.0] * 50
     targets = got["target"].view(2, 25)[0]
-    assert targets[9] == targets[19] == 1 + 0.99 * 100, "the observation at the cut (10) is worth 100: it is no end"
+    assert targets[9] == targets[19] == 1 + 0.99 * 100, "the observation after truncation (10) has the value 100"
 
 
-def test_a_terminated_episode_is_worth_nothing_more() -> None:
+def test_a_terminated_episode_counts_no_next_value() -> None:
     def step(self: Short, action: int) -> Any:
         seen, reward, _, cut, info = Short.step(self, action)
         return seen, reward, cut, False, info
@@ -96,7 +96,7 @@ def test_a_terminated_episode_is_worth_nothing_more() -> None:
 
 
 def image(*shape: int, high: int = 255, kind: Any = np.uint8) -> dict[str, Any]:
-    """A world that shows one picture, whose value at [1, 0, 0] alone is not 0."""
+    """Returns attributes of an environment that shows one picture, all 0 except at [1, 0, 0]."""
     picture = np.zeros(shape, kind)
     picture[1, 0, 0] = high
     return {
@@ -112,7 +112,7 @@ def image(*shape: int, high: int = 255, kind: Any = np.uint8) -> dict[str, Any]:
         ("Rows", (6, 5, 3), (3, 6, 5), "read as height x width x channels\n"),
         ("Grey", (6, 5, 1), (1, 6, 5), "read as height x width x channels\n"),
         ("Planes", (4, 6, 5), (4, 6, 5), ""),
-        ("Either", (3, 5, 3), (3, 3, 5), "if they are channels x height x width, let the world"),
+        ("Either", (3, 5, 3), (3, 3, 5), "if they are channels x height x width, let the environment"),
         ("Neither", (6, 5, 2), (6, 5, 2), "read as channels x height x width (neither end"),
     ],
 )
@@ -120,7 +120,7 @@ def test_images_are_turned_to_channels_first_and_scaled(
     name: str, shape: tuple[int, ...], expected: tuple[int, ...], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     world = registered(name, **image(*shape))
-    seen = collected(world, horizon=2)["seen"]
+    seen = collected(world, horizon=2)["observation"]
     assert tuple(seen.shape[1:]) == expected
     bright = seen[0].nonzero().tolist()
     assert bright == [[0, 1, 0]] if expected != shape else bright == [[1, 0, 0]]
@@ -157,14 +157,14 @@ def changed(method: str, **change: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
-def test_faults_of_a_world_name_it_and_the_step(name: str, change: dict[str, Any], words: str) -> None:
+def test_faults_of_an_environment_name_it_and_the_step(name: str, change: dict[str, Any], words: str) -> None:
     with pytest.raises(Problem) as refused:
         collected(registered(name, **change))
     assert words in str(refused.value)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_world_that_fails_in_its_own_lines_keeps_its_traceback() -> None:
+def test_an_environment_that_fails_in_its_own_code_keeps_its_traceback() -> None:
     def step(self: Short, action: int) -> Any:
         raise KeyError("lost")
 

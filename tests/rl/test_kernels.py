@@ -1,4 +1,4 @@
-"""PPO's kernels compile for every shape they promise, without a GPU: NVRTC alone."""
+"""PPO's kernels compile for every supported shape; NVRTC needs no GPU for that."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch
 
 from drivetrain.data import StepperContext
 from drivetrain.tasks.rl.envs import Env
-from drivetrain.tasks.rl.envs.cartpole import CartPole
-from drivetrain.tasks.rl.fused import device
-from drivetrain.tasks.rl.fused.learner import WORLDS, obstacle
+from drivetrain.tasks.rl.envs.cartpole import CartPoleEnv
+from drivetrain.tasks.rl.fused import program
+from drivetrain.tasks.rl.fused.stepper import KERNEL_ENVS, why_unsupported
 from drivetrain.tasks.rl.nets import MlpAgent
 from drivetrain.tasks.rl.ppo import Ppo
 from drivetrain.tasks.rl.rollout import Rollout
@@ -42,10 +42,10 @@ def nvrtc() -> ctypes.CDLL:
     return ctypes.CDLL(str(next(Path(str(f.locate())) for f in found if f.name.startswith("libnvrtc.so"))))
 
 
-def compiled(arch: str, constants: dict[str, int], world: str) -> tuple[bytes, str]:
-    """(the kernels, what the compiler said of their registers)"""
-    here = files("drivetrain.tasks.rl.fused")
-    source = "\n".join(here.joinpath(name).read_text() for name in ("ppo.cu", world, "play.cu") if name)
+def compiled(arch: str, constants: dict[str, int], rules: str) -> tuple[bytes, str]:
+    """Returns the kernels, and the compiler's output."""
+    folder = files("drivetrain.tasks.rl.fused")
+    source = "\n".join(folder.joinpath(name).read_text() for name in ("ppo.cu", rules, "play.cu") if name)
     options = [
         f"--gpu-architecture={arch}",
         "-default-device",
@@ -53,30 +53,30 @@ def compiled(arch: str, constants: dict[str, int], world: str) -> tuple[bytes, s
         "--ptxas-options=-v",
         *(f"-D{k}={v}" for k, v in constants.items()),
     ]
-    said: list[str] = []
-    return device._compile(nvrtc(), source, options, said.append), "".join(said)
+    log: list[str] = []
+    return program.compile_source(nvrtc(), source, options, log.append), "".join(log)
 
 
 @pytest.mark.system  # the compiler takes its time
-@pytest.mark.parametrize(("arch", "shape", "world"), SHAPES)
-def test_kernels_compile(arch: str, shape: dict[str, int], world: str) -> None:
-    image, said = compiled(arch, DEFAULT | shape, world)
+@pytest.mark.parametrize(("arch", "shape", "rules"), SHAPES)
+def test_kernels_compile(arch: str, shape: dict[str, int], rules: str) -> None:
+    image, log = compiled(arch, DEFAULT | shape, rules)
     assert image.startswith(b"\x7fELF")
-    names = set(re.findall(r"entry function '(\w+)'", said))
+    names = set(re.findall(r"entry function '(\w+)'", log))
     assert {"prepare", "learn", "add_up", "update", "advance", "act", "book", "draw", "value", "judge", "shuffle"} <= names
-    assert ("play" in names) is bool(world)
-    if not shape:  # its sums of gradients stay in registers
-        spilled = re.search(r"'learn'.*?(\d+) bytes spill stores", said, re.DOTALL)
+    assert ("play" in names) is bool(rules)
+    if not shape:  # the sums of gradients stay in registers
+        spilled = re.search(r"'learn'.*?(\d+) bytes spill stores", log, re.DOTALL)
         assert spilled is not None and int(spilled[1]) <= 128
 
 
 @pytest.mark.system
-def test_what_does_not_compile_says_why() -> None:
-    with pytest.raises(device.Unavailable, match=r"do not compile here.*INPUTS"):
+def test_a_failed_compilation_gives_the_reason() -> None:
+    with pytest.raises(program.KernelsUnavailable, match=r"do not compile here.*INPUTS"):
         compiled("sm_90", {}, "")
 
 
-def test_what_the_kernels_do_not_fit_is_named() -> None:
+def test_unsupported_trainings_are_named() -> None:
     class Own(Ppo):
         def loss(self, model: Any, batch: Any) -> Any:
             return super().loss(model, batch)
@@ -84,7 +84,7 @@ def test_what_the_kernels_do_not_fit_is_named() -> None:
     def why(kind: Any = Ppo, adam: Any = torch.optim.AdamW, horizon: int = 16, actions: int = 2, **settings: Any) -> str:
         task = kind(**settings)
         agent = MlpAgent(4, actions, task.width, task.layers, task.activation)
-        return obstacle(task, Rollout(CartPole(), 64, horizon, 4, 0.99, 0.95), agent, adam(agent.parameters()))
+        return why_unsupported(task, Rollout(CartPoleEnv(), 64, horizon, 4, 0.99, 0.95), agent, adam(agent.parameters()))
 
     assert why() == "" and why(width=128, layers=3) == ""
     assert "32, 48, ... 128" in why(width=40) and "1 to 3 layers" in why(layers=4)
@@ -93,34 +93,32 @@ def test_what_the_kernels_do_not_fit_is_named() -> None:
     assert "all parameters" in why(adam=lambda p: torch.optim.AdamW(list(p)[:-1]))
     assert "Adam" in why(adam=lambda p: torch.optim.SGD(p, 0.1)) and "Adam" in why(adam=lambda p: torch.optim.Adam(p, weight_decay=0.1))
     assert all(
-        issubclass(world, Env) and files("drivetrain.tasks.rl.fused").joinpath(rules).is_file() for world, (rules, _) in WORLDS.items()
+        issubclass(env, Env) and files("drivetrain.tasks.rl.fused").joinpath(rules).is_file() for env, (rules, _) in KERNEL_ENVS.items()
     )
 
 
 @pytest.mark.parametrize(
-    ("capability", "absent", "said"),
+    ("capability", "missing_library", "message"),
     [
         ((7, 5), "", "this GPU (compute capability 7.5)"),
-        ((9, 0), "libcuda", "no driver of NVIDIA's here"),
-        ((9, 0), "nvrtc", "no compiler for kernels (NVRTC)"),
+        ((9, 0), "libcuda", "no NVIDIA driver here"),
+        ((9, 0), "nvrtc", "no CUDA compiler (NVRTC)"),
     ],
 )
-def test_where_there_can_be_no_kernels_the_plain_path_is_taken_and_said(
-    capability: tuple[int, int], absent: str, said: str, monkeypatch: pytest.MonkeyPatch
+def test_without_kernels_the_engine_takes_the_steps_and_the_user_is_told(
+    capability: tuple[int, int], missing_library: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No learner means that the engine takes the steps itself, as on a CPU."""
-
     def library(name: str) -> Any:
-        if absent and absent in name:
+        if missing_library and missing_library in name:
             raise OSError(name)
         return SimpleNamespace()
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(device, "ctypes", SimpleNamespace(CDLL=library))
+    monkeypatch.setattr(program, "ctypes", SimpleNamespace(CDLL=library))
     task = CartPoleTask(envs=8, horizon=8, global_batch=32)
     model: Any = task.model()
     optimizer = torch.optim.AdamW(model.parameters())
-    told: list[str] = []
+    notices: list[str] = []
     context = StepperContext(
         torch.device("cpu"),
         optimizer,
@@ -130,9 +128,9 @@ def test_where_there_can_be_no_kernels_the_plain_path_is_taken_and_said(
         lambda epoch: [0],
         lambda work: lambda: None,
         lambda: nullcontext([]),
-        told.append,
+        notices.append,
     )
     before = [p.data_ptr() for p in model.parameters()]
     assert task.train_data().stepper(model, context) is None
-    assert len(told) == 1 and told[0].startswith("PPO's own kernels are not used: ") and said in told[0]
-    assert [p.data_ptr() for p in model.parameters()] == before and not optimizer.state, "everything is left as it was"
+    assert len(notices) == 1 and notices[0].startswith("PPO's own kernels are not used: ") and message in notices[0]
+    assert [p.data_ptr() for p in model.parameters()] == before and not optimizer.state, "nothing was changed"

@@ -1,4 +1,4 @@
-"""PPO: advantages agent by agent, cut-off episodes, dead agents; and the same curve however it is broken or spread."""
+"""PPO: advantages of each agent, truncated episodes, dead agents; the same curve after interruptions and over any number of processes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torch import Tensor
 
 from drivetrain.hardware import memory_bytes
 from drivetrain.outcomes import Outcome, Problem
-from drivetrain.tasks.rl.chance import chance
 from drivetrain.tasks.rl.checks import fault_text, first_fault
 from drivetrain.tasks.rl.envs import Env, State
-from drivetrain.tasks.rl.envs.cartpole import CartPole as CartPoleEnv
-from drivetrain.tasks.rl.envs.snake import Snake
-from drivetrain.tasks.rl.nets import Agent, ConvAgent, Independent, LstmAgent
+from drivetrain.tasks.rl.envs.cartpole import CartPoleEnv
+from drivetrain.tasks.rl.envs.snake import SnakeEnv
+from drivetrain.tasks.rl.episode_random import episode_uniform
+from drivetrain.tasks.rl.nets import Agent, ConvAgent, IndependentAgents, LstmAgent
 from drivetrain.tasks.rl.ppo import Ppo
-from drivetrain.tasks.rl.rollout import FACTS, Rollout, advantages, choose, facts_of, full
+from drivetrain.tasks.rl.rollout import Rollout
+from drivetrain.tasks.rl.samples import COLUMNS, advantages, at_least_fp32, columns_of, sample_action
 from drivetrain.tasks.rl.worlds import CartPole
 from tests.command import bad, good
 from tests.engine.test_invariance import same
@@ -29,29 +30,28 @@ from tests.samples import rows
 SMALL = ["epochs=4", "envs=8", "horizon=8", "global_batch=32", "passes=2", "eval_episodes=4", "log_every=1", "save_every=1ep"]
 
 
-def test_advantages_are_each_agents_own() -> None:
-    """Against sums written out, environment by environment and agent by agent."""
+def test_advantages_match_explicit_sums_for_each_environment_and_agent() -> None:
     random = torch.Generator().manual_seed(0)
     shape = (3, 12, 2)
-    reward, value, after = (torch.randn(shape, generator=random, dtype=torch.float64) for _ in range(3))
-    ended, over = torch.rand(shape, generator=random) < 0.2, (torch.rand(3, 12, 1, generator=random) < 0.15).expand(shape)
-    found = advantages(reward, value, after, ended, over, 0.9, 0.8)
+    reward, value, next_value = (torch.randn(shape, generator=random, dtype=torch.float64) for _ in range(3))
+    terminated, done = torch.rand(shape, generator=random) < 0.2, (torch.rand(3, 12, 1, generator=random) < 0.15).expand(shape)
+    computed = advantages(reward, value, next_value, terminated, done, 0.9, 0.8)
     for env in range(3):
         for agent in range(2):
             for start in range(12):
                 total, factor = 0.0, 1.0
                 for step in range(start, 12):
-                    here = (env, step, agent)
-                    comes = 0.0 if ended[here] else float(after[here])
-                    total += factor * (float(reward[here]) + 0.9 * comes - float(value[here]))
-                    if ended[here] or over[here]:
+                    index = (env, step, agent)
+                    expected_next = 0.0 if terminated[index] else float(next_value[index])
+                    total += factor * (float(reward[index]) + 0.9 * expected_next - float(value[index]))
+                    if terminated[index] or done[index]:
                         break
                     factor *= 0.9 * 0.8
-                assert abs(total - float(found[env, start, agent])) < 1e-9
+                assert abs(total - float(computed[env, start, agent])) < 1e-9
 
 
 class Clock(Env):
-    """Counts, never ends, and is cut off after 3 steps."""
+    """Counts its steps, never terminates, and is truncated after 3 steps."""
 
     actions, shape, chances, limit = 2, (1,), 0, 3
 
@@ -65,18 +65,18 @@ class Clock(Env):
         return state["count"][:, None]
 
 
-class Knows(Agent):
-    """Values an observation at ten times its count."""
+class TenTimesCount(Agent):
+    """Its value of an observation is ten times the count that it shows."""
 
-    def policy(self, seen: Tensor) -> Tensor:
-        return torch.zeros(len(seen), 4)
+    def policy(self, observation: Tensor, agent_ids: Tensor | None = None) -> Tensor:
+        return torch.zeros(len(observation), 4)
 
-    def value(self, seen: Tensor) -> Tensor:
-        return 10.0 * seen.flatten(1)[:, 0]
+    def value(self, observation: Tensor, agent_ids: Tensor | None = None) -> Tensor:
+        return 10.0 * observation.flatten(1)[:, 0]
 
 
-class Table:
-    """Numbers that are handed out as `Rand` does."""
+class SequentialRand:
+    """Random numbers with the interface of `Rand`, from one generator."""
 
     def __init__(self, rows: int) -> None:
         self.ids, self._random = torch.arange(rows), torch.Generator().manual_seed(3)
@@ -91,41 +91,41 @@ class Table:
         return torch.randn(len(self), k, generator=self._random)
 
 
-def test_what_is_cut_off_goes_on_in_the_value() -> None:
-    """Of three steps the third is cut off: what it led to (a count of 3) is worth 30, not the new episode's 0."""
-    got = facts_of(Rollout(Clock(), 1, 4, 1, 0.5, 1.0).collect(Knows(), Table(1), lambda t: t)[:])
-    worth = [1 + 0.5 * (1 + 0.5 * (1 + 0.5 * 30)), 1 + 0.5 * (1 + 0.5 * 30), 1 + 0.5 * 30, 1 + 0.5 * 10]
-    assert got["target"].tolist() == worth
-    assert got["return"].tolist() == [3.0] * 4 and got["length"].tolist() == [3.0] * 4
+def test_a_truncated_episode_counts_the_value_of_its_next_observation() -> None:
+    """The third step is truncated: the next observation (a count of 3) has the value 30, not 0 as the new episode's first."""
+    columns = columns_of(Rollout(Clock(), 1, 4, 1, 0.5, 1.0).collect(TenTimesCount(), SequentialRand(1), lambda t: t)[:])
+    targets = [1 + 0.5 * (1 + 0.5 * (1 + 0.5 * 30)), 1 + 0.5 * (1 + 0.5 * 30), 1 + 0.5 * 30, 1 + 0.5 * 10]
+    assert columns["target"].tolist() == targets
+    assert columns["return"].tolist() == [3.0] * 4 and columns["length"].tolist() == [3.0] * 4
 
 
-def test_the_dead_do_not_count() -> None:
-    env = Snake(2, 5, 5)
+def test_dead_agents_do_not_count() -> None:
+    env = SnakeEnv(2, 5, 5)
     rollout = Rollout(env, 6, 40, 1, 0.99, 0.95)
-    batch = rollout.collect(Knows(), Table(6), lambda t: t)[:]
-    got = facts_of(batch)
-    alive = got["alive"].view(6, 40, 2)
-    assert 0 < float(alive.mean()) < 1
-    mean = (got["advantage"] * got["alive"]).sum() / got["alive"].sum()
-    spread = ((got["advantage"] - mean).square() * got["alive"]).sum() / got["alive"].sum()
-    assert abs(float(mean)) < 1e-4 and abs(float(spread) - 1) < 1e-3, "normalised over those who live"
+    batch = rollout.collect(TenTimesCount(), SequentialRand(6), lambda t: t)[:]
+    columns = columns_of(batch)
+    is_alive, advantage = columns["is_alive"], columns["advantage"]
+    assert 0 < float(is_alive.mean()) < 1
+    mean = (advantage * is_alive).sum() / is_alive.sum()
+    variance = ((advantage - mean).square() * is_alive).sum() / is_alive.sum()
+    assert abs(float(mean)) < 1e-4 and abs(float(variance) - 1) < 1e-3, "normalised over living agents"
     task = Ppo(net="conv")
     model = ConvAgent(env.shape, env.actions)
-    changed = batch | {"facts": batch["facts"].clone()}
-    changed["facts"][got["alive"] == 0, FACTS.index("advantage")] = 1e6
+    changed = batch | {"columns": batch["columns"].clone()}
+    changed["columns"][is_alive == 0, COLUMNS.index("advantage")] = 1e6
     (first, count), _ = task.loss(model, batch)
     (again, _), _ = task.loss(model, changed)
-    assert float(first.detach()) == float(again.detach()) and float(count) == float(got["alive"].sum())
+    assert float(first.detach()) == float(again.detach()) and float(count) == float(is_alive.sum())
 
 
-def test_actions_come_with_the_policys_probabilities() -> None:
+def test_actions_are_sampled_with_the_policys_probabilities() -> None:
     logits = torch.tensor([0.5, -1.0, 1.5]).expand(200_000, 3)
-    drawn = choose(logits, chance(torch.arange(200_000), 7, 1)[:, 0])
+    drawn = sample_action(logits, episode_uniform(torch.arange(200_000), 7, 1)[:, 0])
     shares = torch.bincount(drawn, minlength=3) / 200_000
     assert torch.allclose(shares, logits[0].softmax(-1), atol=0.005)
 
 
-def test_guide_003s_net_has_its_size() -> None:
+def test_the_network_of_guide_003_has_its_number_of_parameters() -> None:
     assert sum(p.numel() for p in ConvAgent((5, 20, 20), 4).parameters()) == 413_845
 
 
@@ -133,7 +133,7 @@ def test_guide_003s_net_has_its_size() -> None:
 
 
 @pytest.mark.system  # it takes its time
-def test_a_broken_run_is_the_unbroken_one(folder: Path) -> None:
+def test_an_interrupted_run_equals_an_uninterrupted_one(folder: Path) -> None:
     assert "bit-equal" in good("verify-resume", "cartpole", "--steps", "40", *SMALL, "horizon=6", "global_batch=24")
     assert "bit-equal" in good(
         "verify-resume", "snake", "--steps", "16", *SMALL, "grid=6", "agents=2", "global_batch=64", "eval_episodes=0"
@@ -141,7 +141,7 @@ def test_a_broken_run_is_the_unbroken_one(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("procs", [2, 4])
-def test_environments_are_dealt_to_processes(procs: int, folder: Path) -> None:
+def test_processes_share_the_environments_with_the_same_curve(procs: int, folder: Path) -> None:
     good("train", "cartpole", *SMALL, "--procs", "1", "--name", "one")
     good("train", "cartpole", *SMALL, "--procs", str(procs), "--name", "many")
     same(rows("runs/one"), rows("runs/many"), 2e-4)
@@ -150,13 +150,13 @@ def test_environments_are_dealt_to_processes(procs: int, folder: Path) -> None:
         assert row["env_steps_per_second"] == row["samples_per_second"] / 2, "two passes"
 
 
-def test_steps_are_those_of_environments() -> None:
-    """In each of which all agents move; an LSTM's sample is several of them."""
-    assert Rollout(Snake(4, 5, 5), 6, 8, 2, 0.99, 0.95).speeds == {"env_steps": 1 / 8}
+def test_env_steps_count_steps_of_environments() -> None:
+    """In each of them all agents act; a sample of an LSTM is several steps."""
+    assert Rollout(SnakeEnv(4, 5, 5), 6, 8, 2, 0.99, 0.95).speeds == {"env_steps": 1 / 8}
     assert Rollout(CartPoleEnv(), 6, 40, 1, 0.99, 0.95, chunk=20, memory=16).speeds == {"env_steps": 20}
 
 
-def test_cartpole_is_solved_by_its_own_settings(folder: Path) -> None:
+def test_cartpole_is_solved_with_its_default_settings(folder: Path) -> None:
     good("train", "cartpole", "--name", "solved", "eval_episodes=1000", "eval_every=1000ep")
     last = [json.loads(line) for line in Path("runs/solved/metrics.jsonl").read_text().splitlines()][-1]
     assert last["eval/return"] >= 475, last
@@ -165,52 +165,53 @@ def test_cartpole_is_solved_by_its_own_settings(folder: Path) -> None:
 def test_the_bandit_reaches_100_percent(folder: Path) -> None:
     good("train", "bandit", "--name", "probe")
     last = rows("runs/probe")[-1]
-    assert last["eval/return"] == last["eval/length"] == 100.0, "less than all of it is a fault in the learner"
+    assert last["eval/return"] == last["eval/length"] == 100.0, "a lower return is a fault in the learner"
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rl.md").read_text()
-OWN = PAGE.partition("```python\n")[2].partition("```")[0]  # the page's own example
+EXAMPLE = PAGE.partition("```python\n")[2].partition("```")[0]
+"""The example of an environment in docs/rl.md."""
 
 
-def test_a_world_of_ones_own_is_learned(folder: Path) -> None:
-    Path("walk.py").write_text(OWN)
+def test_the_documented_environment_is_learned(folder: Path) -> None:
+    Path("walk.py").write_text(EXAMPLE)
     good("train", "walk.py:Walk", "--name", "walk")
     last = [json.loads(line) for line in Path("runs/walk/metrics.jsonl").read_text().splitlines()][-1]
     assert last["eval/return"] > 0.75 and last["eval/length"] < 4.5, last
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (("there.float() - 0.05, there", "there.float()[:, None], there"), "Corridor.step() gave a reward of shape [32, 1], not [32]"),
-        (("there.float() - 0.05, there", "there.float(), there.float()"), "must be true or false"),
+        (("there.float() - 0.05, there", "there.float(), there.float()"), "Corridor.step() gave terminations as torch.float32: they must be true or false"),
         (("one_hot(state[\"place\"], 7)", "one_hot(state[\"place\"], 9)"), "Corridor.observe() gave [32, 9] after reset(), not [32, 7]"),
         (("there.float() - 0.05, there", "0.5, there"), "Corridor.step() gave a reward as a float"),
-        ((", there.float() - 0.05, there", ", there"), "Corridor.step() gave 2 values: it must return (state, reward, ended)"),
+        ((", there.float() - 0.05, there", ", there"), "Corridor.step() gave 2 values: it must return (state, reward, terminated)"),
         (("{\"place\": place.clamp(max=6)}", "{\"place\": place.clamp(max=6), \"new\": place}"), "a state 'new' that reset() does not make"),
         (("7).float()", "7)"), "Corridor.observe() gave torch.int64"),
         ((" 2, (7,), 1, 20", " 2, 7, 1, 20"), "Corridor.shape is 7: write it as a tuple"),
         (("{\"place\": place.clamp(max=6)}", "{\"place\": place.float()}"), "for state 'place', which reset() makes torch.int64"),
     ],
 )  # fmt: skip
-def test_wrong_shapes_are_named(change: tuple[str, str], words: str) -> None:
-    assert words in refusal(OWN.replace(*change))
+def test_wrong_shapes_are_named(change: tuple[str, str], message: str) -> None:
+    assert message in refusal(EXAMPLE.replace(*change))
 
 
 def refusal(source: str) -> str:
-    """What a training in this world is refused with, at its first collection or before."""
+    """Returns the error with which a training in this environment is refused, at its first collection or before."""
     names: dict[str, Any] = {}
     exec(source, names)
     task = names["Walk"]()
     with pytest.raises(Problem) as refused, torch.no_grad():
-        task.train_data().collect(task.model(), Table(task.envs), lambda t: t)
+        task.train_data().collect(task.model(), SequentialRand(task.envs), lambda t: t)
     return str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
-        (("    def reset(", "    def begin("), "Corridor has no reset(): a world needs reset, step and observe"),
+        (("    def reset(", "    def begin("), "Corridor has no reset(): an environment needs reset, step and observe"),
         (("    def step(", "    def move("), "Corridor has no step()"),
         ((" 2, (7,), 1, 20", " 0, (7,), 1, 20"), "Corridor.actions is 0: it must be a whole number, at least 1"),
         ((" 2, (7,), 1, 20", " 2, (), 1, 20"), "Corridor.shape is (): it must be the sizes of one agent's observation"),
@@ -226,76 +227,76 @@ def refusal(source: str) -> str:
         (("return {\"place\": (rand[:, 0] * 6).long()}", "return (rand[:, 0] * 6).long()"), "Corridor.reset() must give a dict of tensors"),
     ],
 )  # fmt: skip
-def test_faults_of_a_world_name_it_and_the_method(change: tuple[str, str], words: str) -> None:
-    assert change[0] in OWN
-    assert words in refusal(OWN.replace(*change))
+def test_faults_of_an_environment_name_it_and_the_method(change: tuple[str, str], message: str) -> None:
+    assert change[0] in EXAMPLE
+    assert message in refusal(EXAMPLE.replace(*change))
 
 
-def test_a_reward_that_is_no_number_later_names_the_world_and_the_step(folder: Path) -> None:
-    """Only at the right end, which no environment reaches in the first steps; not the learning rate is to blame."""
-    lazy = OWN.replace("* 6)", "* 0)").replace("there.float() - 0.05", "torch.where(there, float('nan'), 0.0)")
-    Path("walk.py").write_text(lazy)
-    said = bad("train", "walk.py:Walk", "horizon=64", code=Outcome.NAN.code)
-    assert "Corridor.step() gave a reward that is not finite (nan or inf): environment" in said and "of collection 1" in said
-    assert "learning_rate" not in said
+def test_a_later_reward_of_nan_names_the_environment_and_the_step(folder: Path) -> None:
+    """Only the right end gives nan, which no environment reaches in the first steps; the message does not blame the learning rate."""
+    source = EXAMPLE.replace("* 6)", "* 0)").replace("there.float() - 0.05", "torch.where(there, float('nan'), 0.0)")
+    Path("walk.py").write_text(source)
+    message = bad("train", "walk.py:Walk", "horizon=64", code=Outcome.NAN.code)
+    assert "Corridor.step() gave a reward that is not finite (nan or inf): environment" in message and "of collection 1" in message
+    assert "learning_rate" not in message
 
 
-def test_rewards_of_doubles_are_learned_from() -> None:
+def test_rewards_in_float64_are_accepted() -> None:
     names: dict[str, Any] = {}
-    exec(OWN.replace("there.float() - 0.05", "there.double() - 0.05"), names)
+    exec(EXAMPLE.replace("there.float() - 0.05", "there.double() - 0.05"), names)
     task = names["Walk"]()
     source = task.train_data()
-    batch = source.collect(task.model(), Table(task.envs), lambda t: t)[:]
-    assert batch["facts"].dtype == source.state()["return"].dtype == torch.float32
+    batch = source.collect(task.model(), SequentialRand(task.envs), lambda t: t)[:]
+    assert batch["columns"].dtype == source.state()["return"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind", [0, 1])
-def test_the_first_fault_of_a_run_is_remembered(kind: int) -> None:
+def test_the_first_fault_of_a_run_is_stored(kind: int) -> None:
     steps, none = 4, torch.zeros(3, dtype=torch.int64)
-    seen, reward = torch.zeros(3, steps, 1, 2), torch.zeros(3, steps, 1)
-    noted = first_fault(none, none + 1, reward, seen)
-    assert fault_text(Clock(), noted, steps) == ""
-    (seen, reward)[kind][2, 1] = float("nan")
-    noted = first_fault(noted, none + 2, reward, seen)
-    later = first_fault(noted, none + 3, torch.full_like(reward, torch.inf), seen)
-    assert torch.equal(later[2:], noted[2:]), "the first counts"
+    observation, reward = torch.zeros(3, steps, 1, 2), torch.zeros(3, steps, 1)
+    faults = first_fault(none, none + 1, reward, observation)
+    assert fault_text(Clock(), faults, steps) == ""
+    (observation, reward)[kind][2, 1] = float("nan")
+    faults = first_fault(faults, none + 2, reward, observation)
+    later = first_fault(faults, none + 3, torch.full_like(reward, torch.inf), observation)
+    assert torch.equal(later[2:], faults[2:]), "the first counts"
     assert fault_text(Clock(), later, steps).endswith("environment 2, step 2 of collection 2")
     assert ("reward" in fault_text(Clock(), later, steps)) == bool(kind)
 
 
-def test_a_batch_that_does_not_divide_a_collection_is_refused_with_one_that_does() -> None:
+def test_a_batch_that_does_not_divide_a_collection_is_refused_with_a_size_that_does() -> None:
     with pytest.raises(Problem, match="take global_batch=64"):
         CartPole(envs=32, horizon=8, global_batch=50).train_data()
     assert "envs=0" in bad("train", "cartpole", "envs=0")
 
 
-def test_a_collection_that_no_memory_holds_is_refused_at_once(folder: Path) -> None:
-    said = bad("train", "cartpole", "envs=1000000000", "global_batch=1000000000")
-    assert "a collection from 1,000,000,000 groups (environments) takes at least 1788 GiB, and this machine has" in said
-    most = int(re.search(r"\(`envs`\) to at most ([\d,]+)", said)[1].replace(",", ""))  # type: ignore[index]
-    source = CartPole(envs=most, global_batch=most).train_data()
-    assert source.group_bytes * most <= memory_bytes() < source.group_bytes * (most + 1)
+def test_a_collection_larger_than_memory_is_refused_before_it_begins(folder: Path) -> None:
+    message = bad("train", "cartpole", "envs=1000000000", "global_batch=1000000000")
+    assert "a collection from 1,000,000,000 groups (environments) takes at least 1788 GiB, and this machine has" in message
+    max_envs = int(re.search(r"\(`envs`\) to at most ([\d,]+)", message)[1].replace(",", ""))  # type: ignore[index]
+    source = CartPole(envs=max_envs, global_batch=max_envs).train_data()
+    assert source.group_bytes * max_envs <= memory_bytes() < source.group_bytes * (max_envs + 1)
 
 
-def test_independent_policies_learn_from_their_own_samples_alone() -> None:
-    env = Snake(2, 5, 5)
+def test_independent_policies_learn_only_from_their_own_samples() -> None:
+    env = SnakeEnv(2, 5, 5)
     task = Ppo(net="conv", policies="independent")
-    model = Independent([ConvAgent(env.shape, env.actions) for _ in range(2)])
+    model = IndependentAgents([ConvAgent(env.shape, env.actions) for _ in range(2)])
     with torch.no_grad():
-        batch = Rollout(env, 6, 20, 1, 0.99, 0.95).collect(model, Table(6), lambda t: t)[:]
-    who = facts_of(batch)["who"]
-    assert torch.equal(who.view(6, 20, 2), torch.arange(2).expand(6, 20, 2))
-    seen = full(batch["seen"])
-    assert torch.allclose(model.policy(seen), model.policy(seen, who))
-    first = {k: v[who == 0] for k, v in batch.items()}
+        batch = Rollout(env, 6, 20, 1, 0.99, 0.95).collect(model, SequentialRand(6), lambda t: t)[:]
+    agent_ids = columns_of(batch)["agent"]
+    assert torch.equal(agent_ids.view(6, 20, 2), torch.arange(2).expand(6, 20, 2))
+    observation = at_least_fp32(batch["observation"])
+    assert torch.allclose(model.policy(observation), model.policy(observation, agent_ids))
+    first = {k: v[agent_ids == 0] for k, v in batch.items()}
     (total, _), _ = task.loss(model, first)
     total.backward()
     sums = [sum(float(p.grad.abs().sum()) for p in player.parameters() if p.grad is not None) for player in model.players]
     assert sums[0] > 0 and sums[1] == 0
 
 
-def test_a_policy_that_moved_too_far_is_left_alone_until_the_next_collection(folder: Path) -> None:
-    """The first step of a collection has not moved at all; after it any move is too far."""
+def test_kl_stop_ends_the_learning_from_a_collection(folder: Path) -> None:
+    """At the first step of a collection the divergence is 0; after it, any divergence is above the limit."""
     words = ["train", "cartpole", *SMALL, "learning_rate=2.5e-3", "activation=tanh", "eval_episodes=0", "save_every=1000ep"]
     good(*words, "kl_stop=1e-12", "--name", "stopped")
     good(*words, "kl_stop=1e-12", "--procs", "2", "--name", "two")
@@ -306,14 +307,14 @@ def test_a_policy_that_moved_too_far_is_left_alone_until_the_next_collection(fol
     assert per_epoch > 3
     for epoch in range(stopped[-1]["epoch"]):
         first, *rest = [row["train/kl"] for row in stopped[epoch * per_epoch : (epoch + 1) * per_epoch]]
-        assert abs(first) < 1e-7 and min(rest) > 0, "one step was taken"
+        assert abs(first) < 1e-7 and min(rest) > 0, "only one step changed the policy"
     assert max(row["train/kl"] for row in free) > 3 * max(row["train/kl"] for row in stopped)
 
 
-def test_a_limit_of_something_else_is_named(folder: Path) -> None:
+def test_a_limit_of_an_unknown_metric_is_named(folder: Path) -> None:
     Path("walk.py").write_text(
-        OWN
-        + '\n    def rollout(self, *given):\n        made = super().rollout(*given)\n        made.limits = {"kk": 0.1}\n        return made\n'
+        EXAMPLE
+        + '\n    def rollout(self, *arguments):\n        source = super().rollout(*arguments)\n        source.limits = {"kk": 0.1}\n        return source\n'
     )
     assert "the source's limits name 'kk', which loss() does not give" in bad("train", "walk.py:Walk")
 
@@ -325,7 +326,7 @@ from drivetrain.tasks.rl.ppo import Ppo
 
 
 class Cue(Env):
-    \"\"\"A sign is seen once; four steps later it must be told.\"\"\"
+    \"\"\"Shows a sign once; four steps later the action must name it.\"\"\"
 
     actions, shape, chances, limit = 2, (3,), 1, 10
 
@@ -371,17 +372,17 @@ def test_an_lstm_remembers_what_a_perceptron_cannot(folder: Path) -> None:
     assert "horizon=20 is no multiple of chunk=6" in bad("train", "recall.py:Recall", "net=lstm", "chunk=6")
 
 
-def test_an_lstm_unrolled_is_the_one_that_played() -> None:
-    """Through a chunk with an episode's end inside: the logits and values of the collection, step for step."""
+def test_an_unrolled_lstm_gives_the_logits_and_values_of_the_collection() -> None:
+    """In every step, also in chunks within which an episode ends."""
     torch.manual_seed(0)
     agent = LstmAgent(4, 2, 8)
     rollout = Rollout(CartPoleEnv(), 16, 60, 1, 0.99, 0.95, chunk=20, memory=16)
     with torch.no_grad():
-        batch = rollout.collect(agent, Table(16), lambda t: t)[:]
-    facts = facts_of(batch)
-    anew = facts["anew"].view(48, 20)
-    assert batch["seen"].shape == (48, 20, 20) and float(anew[:, 1:].sum()) > 0
-    logits, value = agent.unrolled(batch["seen"], anew)
-    assert torch.allclose(value, facts["value"], atol=1e-5)
-    chosen = logits.log_softmax(-1).gather(1, facts["action"][:, None])[:, 0]
-    assert torch.allclose(chosen, facts["logp"], atol=1e-5)
+        batch = rollout.collect(agent, SequentialRand(16), lambda t: t)[:]
+    columns = columns_of(batch)
+    is_first = columns["is_first"].view(48, 20)
+    assert batch["observation"].shape == (48, 20, 20) and float(is_first[:, 1:].sum()) > 0
+    logits, value = agent.unroll(batch["observation"], is_first)
+    assert torch.allclose(value, columns["value"], atol=1e-5)
+    log_probs = logits.log_softmax(-1).gather(1, columns["action"][:, None])[:, 0]
+    assert torch.allclose(log_probs, columns["log_prob"], atol=1e-5)

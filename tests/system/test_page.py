@@ -23,12 +23,12 @@ from drivetrain.export.calls import as_named
 from drivetrain.export.graphs import write_graph
 from drivetrain.runs import sha256_of
 from drivetrain.task_ref import find_task, instantiate
-from drivetrain.tasks.rl.chance import chance
 from drivetrain.tasks.rl.envs import Env, State
-from drivetrain.tasks.rl.envs.snake import Snake
+from drivetrain.tasks.rl.envs.snake import SnakeEnv
+from drivetrain.tasks.rl.episode_random import episode_uniform
+from drivetrain.tasks.rl.episodes import play_episodes
+from drivetrain.tasks.rl.exported import export_graphs
 from drivetrain.tasks.rl.nets import Agent, ConvAgent, LstmAgent, MlpAgent
-from drivetrain.tasks.rl.played import graphs
-from drivetrain.tasks.rl.rollout import play as judged
 from tests.browser import Browser, served
 
 ROOT = Path(__file__).parent.parent.parent
@@ -129,10 +129,10 @@ def test_each_step_is_pythons(name: str, episode: int, browser: Browser, address
     open_page(browser, f"{address}#{name}")
     moments = browser(run=f"{MOMENTS}({episode}, 120)")
     assert len(moments) > 100
-    free = env.reset(chance(ids, 0, env.chances))
+    free = env.reset(episode_uniform(ids, 0, env.chances))
     near = 1e-4 if name == "cartpole" else 0.0
     for number, (before, after) in enumerate(itertools.pairwise(moments), 1):
-        draws = chance(ids, number, env.chances + env.agents)
+        draws = episode_uniform(ids, number, env.chances + env.agents)
         was = state_of(before, free)
         action = agent.choose(env.observe(was).reshape(1, env.agents, *env.shape), draws[:, env.chances :], greedy)
         assert after["actions"] == action[0].tolist(), number
@@ -150,7 +150,7 @@ def test_an_episode_is_the_one_of_an_evaluation(name: str, browser: Browser, add
     env.limit = 200
     open_page(browser, f"{address}#{name}")
     found = [browser(run=f"{END}({episode}, {env.limit})") for episode in SEEDS]
-    figures = judged(env, Exported(name, env.agents), torch.tensor(SEEDS), greedy)  # type: ignore[arg-type]
+    figures = play_episodes(env, Exported(name, env.agents), torch.tensor(SEEDS), greedy)  # type: ignore[arg-type]
     assert [np.mean(end["returns"]) for end in found] == pytest.approx(figures["return"].tolist(), rel=1e-4)
 
 
@@ -158,7 +158,7 @@ def test_chance_is_pythons_bit_for_bit(browser: Browser, address: str) -> None:
     open_page(browser, address)
     for episode in (0, 1, 12345, 2**31, 2**32 - 1):
         for step, count in ((0, 1), (1, 5), (999, 8), (10**6, 3)):
-            expected = chance(torch.tensor([episode]), step, count)[0].tolist()
+            expected = episode_uniform(torch.tensor([episode]), step, count)[0].tolist()
             assert browser(run=f"drivetrain.chance({episode}, {step}, {count})") == expected
 
 
@@ -313,8 +313,8 @@ def test_a_broken_model_is_named(file: str, content: bytes | None, said: str, br
 
 
 def test_an_agent_beside_another_grids_world_is_named(browser: Browser, tmp_path: Path) -> None:
-    small = Snake(4, 10, 10)
-    write_graph("policy", as_named("policy", graphs(small, ConvAgent(small.shape, small.actions), steps=1)["policy"]), tmp_path)
+    small = SnakeEnv(4, 10, 10)
+    write_graph("policy", as_named("policy", export_graphs(small, ConvAgent(small.shape, small.actions), steps=1)["policy"]), tmp_path)
     card = json.loads((play.SHIPPED_AGENTS / "snake" / "export.json").read_text())
     card["sha256"]["policy.onnx"] = sha256_of(tmp_path / "policy.onnx")
     other: play.Site = {"agents/snake/policy.onnx": tmp_path / "policy.onnx", "agents/snake/export.json": json.dumps(card).encode()}
@@ -357,7 +357,7 @@ def test_a_world_that_nobody_drew_shows_its_numbers(agent: Agent, browser: Brows
     torch.manual_seed(0)
     for parameter in agent.parameters():
         torch.nn.init.normal_(parameter)
-    written = {name: asdict(write_graph(name, as_named(name, graph), tmp_path)) for name, graph in graphs(env, agent).items()}
+    written = {name: asdict(write_graph(name, as_named(name, graph), tmp_path)) for name, graph in export_graphs(env, agent).items()}
     digests = {graph["file"]: sha256_of(tmp_path / graph["file"]) for graph in written.values()}
     training = {"date": "", "step": 0, "seconds": 0, "hardware": "", "versions": {}, "metrics": {}}
     told = {"format": 2, "run": "walk", "task": "walk", "settings": {"greedy": False}}
@@ -367,7 +367,7 @@ def test_a_world_that_nobody_drew_shows_its_numbers(agent: Agent, browser: Brows
         open_page(browser, url)
         found = [browser(run=f"{END}({episode})") for episode in SEEDS]
         assert browser(seen=True)["errors"] == []
-    figures = judged(env, agent, torch.tensor(SEEDS), False)
+    figures = play_episodes(env, agent, torch.tensor(SEEDS), False)
     assert [end["returns"][0] for end in found] == figures["return"].tolist()
     assert [end["steps"] for end in found] == figures["length"].tolist()
     assert found[0]["state"]["warm"] == [found[0]["steps"] % 2] * 2

@@ -77,10 +77,10 @@ def _do(job: Job, group: Group, screen: Observer, stop: StopFlag, observers: Seq
     from drivetrain.watch.screen import Wire
 
     if isinstance(job, PopulationJob):
-        from drivetrain.processes import generation
+        from drivetrain.processes.population import train_population
 
         assert isinstance(screen, Wire)
-        return generation.train(job, group, screen.send, stop)
+        return train_population(job, group, screen.send, stop)
     assert isinstance(job, TaskJob)
     if isinstance(job, TrainJob) and job.diagnostics.check_collectives:  # before the task is imported, which may import them by name
         from drivetrain.engine.group.collectives import check_collectives

@@ -1,1 +1,1 @@
-"""Hyper-parameter search: trials are ordinary runs, proposed and judged by Optuna, and kept in one folder."""
+"""Hyper-parameter search with Optuna: trials are ordinary runs in one folder."""

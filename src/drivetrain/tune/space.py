@@ -1,4 +1,4 @@
-"""What is searched: `1e-4..1e-1,log` is a range, `64|128|256` are choices; the setting's type does the rest."""
+"""The search space: `1e-4..1e-1,log` is a range, `64|128|256` are choices; the setting's type checks them."""
 
 from __future__ import annotations
 
@@ -14,32 +14,37 @@ EXAMPLE = "--search learning_rate=1e-4..1e-1,log"
 
 @dataclass(frozen=True)
 class Dimension:
-    """A setting that is searched: between two numbers, or among choices."""
+    """A setting that is searched: a range of numbers, or choices."""
 
     setting: Setting
     text: str
     low: float = 0.0
     high: float = 0.0
-    whole: bool = False
-    log: bool = False
+    is_whole: bool = False
+    is_log: bool = False
     choices: tuple[Any, ...] = ()
 
 
 Space = dict[str, Dimension]
 
 
-def make_space(settings: Mapping[str, Setting], task: Mapping[str, str], words: list[str], given: Mapping[str, str], label: str) -> Space:
-    """What the command line searches, else what the task does; a setting given a value is not searched."""
-    asked = {}
+def make_space(
+    settings: Mapping[str, Setting], task_search: Mapping[str, str], words: list[str], fixed: Mapping[str, str], label: str
+) -> Space:
+    """Returns what the command line searches, otherwise what the task declares; settings in `fixed` are not searched.
+
+    `words` are the arguments of `--search`, `label` is the task's name.
+    """
+    requested = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key:
             raise Problem(f"--search {word}: write it as key=range, such as {EXAMPLE}")
-        asked[key.replace("-", "_")] = text
-    for key in asked:
-        if key in given:
-            raise Problem(f"{key} is searched and given the value {given[key]}: say only one of them")
-    texts = asked or {key: text for key, text in task.items() if key not in given}
+        requested[key.replace("-", "_")] = text
+    for key in requested:
+        if key in fixed:
+            raise Problem(f"{key} is searched and given the value {fixed[key]}: say only one of them")
+    texts = requested or {key: text for key, text in task_search.items() if key not in fixed}
     for key in texts:
         if key not in settings:
             raise Problem(f"--search {key}: {label} has no setting {key!r}{nearest(key, settings)} (all: drivetrain tune {label} --help)")
@@ -52,11 +57,11 @@ def _dimension(setting: Setting, text: str) -> Dimension:
     if "|" in text:
         choices = tuple(_plain(setting.coerce(part.strip())) for part in text.split("|"))
         if len(set(choices)) < len(choices):
-            raise Problem(f"--search {setting.name}={text}: a choice stands there twice")
+            raise Problem(f"--search {setting.name}={text}: a choice is there twice")
         return Dimension(setting, text, choices=choices)
     first, dots, rest = text.partition("..")
-    last, comma, mark = rest.partition(",")
-    if not dots or (comma and mark.strip() != "log"):
+    last, comma, scale = rest.partition(",")
+    if not dots or (comma and scale.strip() != "log"):
         raise Problem(f"--search {setting.name}={text}: write LOW..HIGH, LOW..HIGH,log or 'A|B|C'")
     low, high = setting.coerce(first.strip()), setting.coerce(last.strip())
     if not all(type(end) in (int, float) for end in (low, high)):
@@ -69,17 +74,17 @@ def _dimension(setting: Setting, text: str) -> Dimension:
 
 
 def _plain(value: Any) -> Any:
-    """A choice as the journal can keep it: lists as text, which the setting reads back."""
+    """Returns a choice as the journal can store it: lists as text, which the setting parses again."""
     return as_text(value) if isinstance(value, list) else value
 
 
 def as_text(value: Any) -> str:
-    """A value as one writes it on a command line."""
+    """Returns a value as it is written on a command line."""
     if isinstance(value, list):
         return ",".join(map(as_text, value))
     return {True: "true", False: "false", None: "none"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def short(value: Any) -> str:
-    """A value as a table shows it."""
+    """Returns a value as a table shows it."""
     return f"{value:.4g}" if isinstance(value, float) else as_text(value)

@@ -1,4 +1,4 @@
-"""The study: which parameters were tried and how it went, in Optuna's journal. Asked for N sets, told N values."""
+"""The study: the parameters of all trials and their results, in Optuna's journal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.outcomes import Problem
 from drivetrain.tune.space import Dimension, Space
@@ -14,14 +14,17 @@ from drivetrain.tune.space import Dimension, Space
 if TYPE_CHECKING:
     import optuna
 
+TrialState = Literal["running", "finished", "pruned", "failed"]
+
 JOURNAL = "study.journal"
-NAME = "tune"  # of the study in its journal
+STUDY_NAME = "tune"
+"""The study's name in its journal."""
 SAMPLERS = ("tpe", "random")
 PRUNERS = ("median", "hyperband", "none")
 
 
 def need_optuna() -> None:
-    """Import Optuna, or name the extra that has it."""
+    """Imports Optuna; raises Problem with the name of the extra if it is not installed."""
     try:
         import optuna
     except ImportError:
@@ -31,21 +34,21 @@ def need_optuna() -> None:
 
 @dataclass(frozen=True)
 class Proposal:
-    """One set of parameters, to be trained."""
+    """One set of parameters to train."""
 
     number: int
     params: dict[str, Any]
     reported: int = 0
-    """Evaluations that the study knows already."""
+    """Evaluations that the study has already."""
 
 
 @dataclass(frozen=True)
-class Tried:
-    """What the study knows of a trial."""
+class TrialRecord:
+    """What the study has stored about a trial."""
 
     number: int
-    state: str
-    """running, finished, pruned or failed"""
+    state: TrialState
+    """A trial that waits to be resumed is "running" too."""
     params: dict[str, Any]
     value: float | None
     facts: dict[str, Any] = field(default_factory=dict)
@@ -53,7 +56,7 @@ class Tried:
 
 
 class Study:
-    """Optuna's study in a folder that this process alone uses."""
+    """Optuna's study in a folder that only this process uses."""
 
     def __init__(self, folder: Path, space: Space, direction: str, sampler: str, seed: int, prune: str, trials: int) -> None:
         need_optuna()
@@ -62,48 +65,47 @@ class Study:
 
         self.space, self.direction, self.sampler, self.seed = space, direction, sampler, seed
         file = folder.resolve() / JOURNAL
-        _mend(file)
+        _repair(file)
         lock = JournalFileOpenLock(str(file))
         storage = optuna.storages.JournalStorage(JournalFileBackend(str(file), lock))
-        if NAME not in optuna.get_all_study_names(storage):
-            optuna.create_study(storage=storage, study_name=NAME, direction="maximize" if direction == "max" else "minimize")
-        self._study = optuna.load_study(study_name=NAME, storage=storage, pruner=_pruner(prune, trials))
+        if STUDY_NAME not in optuna.get_all_study_names(storage):
+            optuna.create_study(storage=storage, study_name=STUDY_NAME, direction="maximize" if direction == "max" else "minimize")
+        self._study = optuna.load_study(study_name=STUDY_NAME, storage=storage, pruner=_pruner(prune, trials))
         self._trials: dict[int, optuna.Trial] = {}
 
     # --- ask and tell ---
 
     def ask(self, count: int = 1) -> list[Proposal]:
-        """New sets of parameters."""
+        """Returns new sets of parameters."""
         distributions = {name: _distribution(dimension) for name, dimension in self.space.items()}
-        asked = []
+        proposals = []
         for _ in range(count):
-            # Seeded by the trial's number: a study that was interrupted proposes what an unbroken one would.
+            # Seeded by the trial's number, so that an interrupted study proposes the same as an uninterrupted one.
             self._study.sampler = _sampler(self.sampler, self.seed, len(self._study.get_trials(deepcopy=False)))
             trial = self._study.ask(distributions)
-            asked.append(self._proposal(trial))
-        return asked
+            proposals.append(self._proposal(trial))
+        return proposals
 
     def unfinished(self) -> list[Proposal]:
-        """The trials that were running when the study was last left, with the parameters they had."""
+        """Returns the trials that had not ended when the study was interrupted, with the parameters they had."""
         from optuna.trial import Trial, TrialState
 
-        found = []
+        proposals = []
         for frozen in self._study.get_trials(states=(TrialState.RUNNING,)):
             self._study.sampler = _sampler(self.sampler, self.seed, frozen.number)
             trial = Trial(self._study, frozen._trial_id)
-            for name, dimension in self.space.items():  # all are known, unless the end came while it was asked for
+            for name, dimension in self.space.items():  # all are in the journal, unless the interruption came while they were proposed
                 trial._suggest(name, _distribution(dimension))
-            found.append(self._proposal(trial, len(frozen.intermediate_values)))
-        return found
+            proposals.append(self._proposal(trial, len(frozen.intermediate_values)))
+        return proposals
 
-    def report(self, number: int, evaluation: int, value: float) -> bool:
-        """Tell how a trial's evaluation (1, 2, ...) went; whether the trial is not worth going on with."""
-        self.note(number, evaluation, value)
-        return self._trials[number].should_prune()
-
-    def note(self, number: int, evaluation: int, value: float) -> None:
-        """The same of a trial that is not stopped early."""
+    def report(self, number: int, evaluation: int, value: float) -> None:
+        """Stores the value of a trial's evaluation (1, 2, ...)."""
         self._trials[number].report(value, evaluation)
+
+    def should_prune(self, number: int) -> bool:
+        """Whether a trial is too bad to continue, by its evaluations so far."""
+        return self._trials[number].should_prune()
 
     def finish(self, number: int, value: float, **facts: Any) -> None:
         self._tell(number, facts, value)
@@ -129,29 +131,32 @@ class Study:
         params = {name: dimension.setting.coerce(trial.params[name]) for name, dimension in self.space.items()}
         return Proposal(trial.number, params, reported)
 
-    # --- what is known ---
+    # --- results ---
 
-    def tried(self) -> list[Tried]:
-        words = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed"}
+    def trials(self) -> list[TrialRecord]:
+        """Returns all trials, in the order of their numbers."""
+        states: dict[str, TrialState] = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed"}
         return [
-            Tried(t.number, words.get(t.state.name, "running"), dict(t.params), t.values[0] if t.values else None, dict(t.user_attrs))
+            TrialRecord(
+                t.number, states.get(t.state.name, "running"), dict(t.params), t.values[0] if t.values else None, dict(t.user_attrs)
+            )
             for t in self._study.get_trials(deepcopy=False)
         ]
 
-    def best(self) -> Tried | None:
-        """The best of the finished trials, the earliest where several are equal."""
-        finished = [t for t in self.tried() if t.state == "finished" and t.value is not None]
+    def best(self) -> TrialRecord | None:
+        """Returns the best finished trial, the earliest of equal ones."""
+        finished = [t for t in self.trials() if t.state == "finished" and t.value is not None]
         sign = -1 if self.direction == "max" else 1
         return min(finished, key=lambda t: (sign * (t.value or 0.0), t.number), default=None)
 
     def importances(self) -> dict[str, float]:
-        """Each parameter's share in the spread of the values (PED-ANOVA); empty where too few trials have finished."""
+        """Returns each parameter's share in the variance of the values (PED-ANOVA); empty if too few trials have finished."""
         import warnings
 
         from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
-        finished = [t.value for t in self.tried() if t.state == "finished"]
-        if len(finished) < 4 or len(set(finished)) < 2:
+        values = [t.value for t in self.trials() if t.state == "finished"]
+        if len(values) < 4 or len(set(values)) < 2:
             return {}
         with warnings.catch_warnings(), contextlib.suppress(ValueError, RuntimeError):
             warnings.simplefilter("ignore")
@@ -164,17 +169,17 @@ def _distribution(dimension: Dimension) -> optuna.distributions.BaseDistribution
 
     if dimension.choices:
         return CategoricalDistribution(dimension.choices)
-    if dimension.whole:
-        return IntDistribution(int(dimension.low), int(dimension.high), log=dimension.log)
-    return FloatDistribution(dimension.low, dimension.high, log=dimension.log)
+    if dimension.is_whole:
+        return IntDistribution(int(dimension.low), int(dimension.high), log=dimension.is_log)
+    return FloatDistribution(dimension.low, dimension.high, log=dimension.is_log)
 
 
 def _sampler(kind: str, seed: int, number: int) -> optuna.samplers.BaseSampler:
     import numpy as np
     import optuna
 
-    mixed = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
-    return optuna.samplers.TPESampler(seed=mixed) if kind == "tpe" else optuna.samplers.RandomSampler(seed=mixed)
+    trial_seed = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+    return optuna.samplers.TPESampler(seed=trial_seed) if kind == "tpe" else optuna.samplers.RandomSampler(seed=trial_seed)
 
 
 def _pruner(kind: str, trials: int) -> optuna.pruners.BasePruner:
@@ -182,13 +187,13 @@ def _pruner(kind: str, trials: int) -> optuna.pruners.BasePruner:
 
     if kind == "hyperband":
         return optuna.pruners.HyperbandPruner()
-    if kind == "median":  # the first fifth of the trials, at most five, is what the others are compared with
+    if kind == "median":  # the first fifth of the trials, at most five, are never pruned
         return optuna.pruners.MedianPruner(n_startup_trials=max(1, min(5, trials // 5)))
     return optuna.pruners.NopPruner()
 
 
-def _mend(file: Path) -> None:
-    """Remove what a killed writer left: its lock, and half a line that the next one would be written onto."""
+def _repair(file: Path) -> None:
+    """Removes what a killed process left in the journal: its lock, and a last line that is incomplete."""
     file.with_name(file.name + ".lock").unlink(missing_ok=True)
     if file.is_file() and (data := file.read_bytes()) and not data.endswith(b"\n"):
         os.truncate(file, data.rfind(b"\n") + 1)

@@ -1,4 +1,4 @@
-"""What a person sees of a study: a table, with the running trials live at its end on a terminal."""
+"""Prints a study as a table; on a terminal, the running trials are updated at its end."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ from drivetrain.tune.space import Space, short
 from drivetrain.watch.screen import LABEL, PLAIN_SECONDS, Screen, number
 
 
-def figure(metric: str, value: float | None) -> str:
-    """A metric's value as people read it."""
+def format_value(metric: str, value: float | None) -> str:
+    """Returns a metric's value as people read it."""
     return "-" if value is None else number(metric, value).removeprefix(f"{metric} ")
 
 
 class Table:
-    """One line a trial: finished ones stay, running ones are redrawn below them."""
+    """One line for each trial: lines of ended trials stay, running ones are redrawn below them."""
 
     def __init__(self, screen: Screen, space: Space, metric: str) -> None:
         self.screen, self.metric = screen, metric
         self.names = list(space)
         samples = {name: [*map(short, d.choices)] or ["0" * 10] for name, d in space.items()}
         self.widths = [max(len(name), *map(len, samples[name])) for name in self.names]
-        self._shown: list[str] = []  # the live part, now on the screen
-        self._last = time.monotonic()
+        self._live_lines: list[str] = []
+        """The lines of running trials that are on the terminal now."""
+        self._last_print = time.monotonic()
 
-    def head(self) -> None:
+    def print_header(self) -> None:
         if not self.screen.quiet:
             self.screen.put(self._line("trial", self.names, "epoch", self.metric, "state", "best"))
 
     def row(self, trial: int, params: Mapping[str, Any], progress: str, value: float | None, state: str, best: float | None) -> str:
         values = [short(params[name]) for name in self.names]
-        return self._line(str(trial), values, progress, figure(self.metric, value), state, figure(self.metric, best))
+        return self._line(str(trial), values, progress, format_value(self.metric, value), state, format_value(self.metric, best))
 
     def _line(self, label: str, values: Sequence[str], progress: str, value: str, state: str, best: str) -> str:
         cells = [f"{text:<{width}}" for text, width in zip(values, self.widths, strict=True)]
         cells += [f"{progress:<9}", f"{value:<{max(9, len(self.metric))}}", f"{state:<10}", best]
         return (f"{label:<{LABEL}}" + "  ".join(cells)).rstrip()
 
-    def keep(self, line: str, note: str = "") -> None:
-        """A line that stays."""
+    def print(self, line: str, note: str = "") -> None:
+        """Prints a line that stays, and a note below it."""
         if not self.screen.quiet:
             self.clear()
             self.screen.put(line)
@@ -50,24 +51,24 @@ class Table:
                 self.screen.put(" " * LABEL + note)
 
     def show(self, lines: list[str]) -> None:
-        """The running trials: redrawn on a terminal, told now and then in a log."""
+        """Shows the running trials: redrawn on a terminal, printed from time to time in a log."""
         if self.screen.quiet:
             return
         if self.screen.live:
             width = shutil.get_terminal_size((200, 24)).columns
             lines = [one_line(line)[: width - 1] for line in lines]
-            if lines != self._shown:
+            if lines != self._live_lines:
                 self.clear()
                 self.screen.stream.write("".join(f"{line}\n" for line in lines))
                 self.screen.stream.flush()
-                self._shown = lines
-        elif time.monotonic() - self._last > PLAIN_SECONDS:
-            self._last = time.monotonic()
+                self._live_lines = lines
+        elif time.monotonic() - self._last_print > PLAIN_SECONDS:
+            self._last_print = time.monotonic()
             for line in lines:
                 self.screen.put(line)
 
     def clear(self) -> None:
-        """Wipe the live part."""
-        if self._shown:
-            self.screen.stream.write(f"\x1b[{len(self._shown)}A\r\x1b[J")
-            self._shown = []
+        """Removes the lines of running trials from the terminal."""
+        if self._live_lines:
+            self.screen.stream.write(f"\x1b[{len(self._live_lines)}A\r\x1b[J")
+            self._live_lines = []

@@ -16,13 +16,15 @@ from drivetrain.outcomes import Outcome, Problem, outcome_of_code
 from drivetrain.runs import Run
 from drivetrain.tune.study import Proposal
 
-RETRIES = 3  # starts of a trial again, after something else than its own training ended it
+MAX_RESTARTS = 3
+"""Restarts of a trial that something other than its own training ended."""
 
 
-class Trial:
+class RunningTrial:
     """Starts a proposal's run, follows its evaluations, and can ask it to stop."""
 
     def __init__(self, proposal: Proposal, run: Run, request: Request, best: str) -> None:
+        """`request` is the `train` command of the run; `best` is the setting of that name."""
         self.number, self.params, self.reported = proposal.number, proposal.params, proposal.reported
         self.run, self.request, self.name = run, request, Best(best).name
         self.sign = Best(best).sign
@@ -30,16 +32,16 @@ class Trial:
         """Step -> value, of every evaluation so far."""
         self.row: dict[str, Any] = {}
         """The newest row of the run's metrics."""
-        self.pruned = False
-        self.starts = 0
+        self.is_pruned = False
+        self.num_starts = 0
         self.process: subprocess.Popen[bytes] | None = None
         self._follower = runs.Follower(run.metrics_path)
 
     # --- the process ---
 
     def start(self) -> None:
-        """Begin the run, or go on with it."""
-        self.starts += 1
+        """Starts the run, or resumes it."""
+        self.num_starts += 1
         log = self.run.path / "logs" / "train.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as output:
@@ -48,12 +50,12 @@ class Trial:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # the terminal's Ctrl-C comes to the tuner, not to its trials
+                start_new_session=True,  # the terminal's Ctrl-C reaches the tuner, not its trials
                 preexec_fn=partial(runs.die_with_parent, os.getpid()),
             )
 
     def stop(self) -> None:
-        """Ask the run to finish its step, save and end: its front end tells all its processes."""
+        """Asks the run to finish its step, save and end; its command passes that on to all its processes."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
 
@@ -63,31 +65,31 @@ class Trial:
             self.process.wait()
 
     @property
-    def code(self) -> int | None:
-        """The exit code, once it has ended."""
+    def exit_code(self) -> int | None:
+        """The exit code; None while the process runs."""
         assert self.process is not None
         return self.process.poll()
 
     @property
-    def interrupted(self) -> bool:
-        """Whether something else than the training itself ended it, so that the same command goes on with it."""
-        code = self.code
+    def was_killed(self) -> bool:
+        """Whether something other than the training itself ended the process, so that the same command resumes the run."""
+        code = self.exit_code
         return code is not None and (code < 0 or code >= 128)
 
     def problem(self) -> Problem:
-        """Why it failed, as `train` said it."""
-        code = self.code or 0
+        """Returns why it failed, as `train` printed it."""
+        code = self.exit_code or 0
         text = (self.run.path / "logs" / "train.log").read_text(errors="replace")
-        said = text.rpartition("\ndrivetrain: ")[2] if "\ndrivetrain: " in text else text.removeprefix("drivetrain: ")
+        message = text.rpartition("\ndrivetrain: ")[2] if "\ndrivetrain: " in text else text.removeprefix("drivetrain: ")
         if code < 0:
-            said = f"its process was killed by {signal.Signals(-code).name}"
+            message = f"its process was killed by {signal.Signals(-code).name}"
         outcome = outcome_of_code(code) if code > 0 else Outcome.INFRA
-        return Problem(said.strip() or f"it ended with code {code}", outcome)
+        return Problem(message.strip() or f"it ended with code {code}", outcome)
 
     # --- what it logs ---
 
-    def look(self) -> None:
-        """Read what the run has logged since; from the beginning where a resume has cut the file."""
+    def read_metrics(self) -> None:
+        """Reads the rows that the run has logged since the last call; from the beginning if a resume has truncated the file."""
         if self._follower.was_truncated():
             self.evaluations.clear()
         newest = b""
@@ -99,6 +101,6 @@ class Trial:
         self.row = runs.parse_row(newest) or self.row
 
     def best(self) -> tuple[int, float] | None:
-        """The step and value of its best evaluation; the earliest of equal ones."""
-        good = [(step, value) for step, value in self.evaluations.items() if value == value]
-        return min(good, key=lambda e: (-self.sign * e[1], e[0]), default=None)
+        """Returns the step and value of its best evaluation; the earliest of equal ones."""
+        numbers = [(step, value) for step, value in self.evaluations.items() if value == value]  # without nan
+        return min(numbers, key=lambda e: (-self.sign * e[1], e[0]), default=None)

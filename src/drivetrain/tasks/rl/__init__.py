@@ -1,1 +1,1 @@
-"""Reinforcement learning: worlds as tensor functions, and PPO over them."""
+"""Reinforcement learning: PPO on environments that are tensor functions."""

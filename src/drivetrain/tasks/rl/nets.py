@@ -1,4 +1,4 @@
-"""Policies with a value: small nets that say what to do and what it is worth."""
+"""Agents: small networks that give a policy and a value."""
 
 from __future__ import annotations
 
@@ -14,144 +14,149 @@ Activation = Literal["tanh", "relu"]
 
 
 class Agent(nn.Module):
-    """A policy and its value; `policy` gives the actions' logits. `who` numbers each row's player, where that matters; without
-    it, rows are all players of one environment after the other.
+    """A policy and its value function; `policy` returns the logits of the actions.
 
-    An agent with a `memory` finds so many numbers of its own behind each flattened observation, and `remember` gives the next."""
+    `agent_ids` numbers the agent of each row, for agents with several policies; without it, rows are all agents of one environment
+    after the other. An agent with a memory finds `memory` numbers of its own behind each flattened observation, and `next_memory`
+    returns their next values.
+    """
 
     memory: int = 0
-    together: bool = False
-    """Whether logits and value come out of one pass, cheaper than each by itself."""
+    """Numbers in the memory."""
+    shares_body: bool = False
+    """Whether one pass gives logits and values, cheaper than one pass for each."""
 
-    def remember(self, seen: Tensor) -> Tensor:
+    def next_memory(self, observation: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def policy(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
+    def policy(self, observation: Tensor, agent_ids: Tensor | None = None) -> Tensor:
         raise NotImplementedError
 
-    def value(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
+    def value(self, observation: Tensor, agent_ids: Tensor | None = None) -> Tensor:
         raise NotImplementedError
 
-    def forward(self, seen: Tensor, who: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.policy(seen, who), self.value(seen, who)
+    def forward(self, observation: Tensor, agent_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.policy(observation, agent_ids), self.value(observation, agent_ids)
 
-    def unrolled(self, seen: Tensor, anew: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits and values of [rows, steps, ...], of an agent with a memory."""
+    def unroll(self, observation: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns logits and values of [rows, steps, ...], for an agent with a memory."""
         raise NotImplementedError
 
 
-class Independent(Agent):
-    """A policy of its own for each player. All are asked about every row: small nets, and no rows to sort."""
+class IndependentAgents(Agent):
+    """One policy for each agent. Every policy computes every row: the networks are small, and no rows need sorting."""
 
     def __init__(self, players: Sequence[Agent]) -> None:
         super().__init__()
         self.players = nn.ModuleList(players)
 
-    def policy(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
-        return self._own([player.policy(seen) for player in self.players], who)  # type: ignore[operator]
+    def policy(self, observation: Tensor, agent_ids: Tensor | None = None) -> Tensor:
+        return self._select([player.policy(observation) for player in self.players], agent_ids)  # type: ignore[operator]
 
-    def value(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
-        return self._own([player.value(seen) for player in self.players], who)  # type: ignore[operator]
+    def value(self, observation: Tensor, agent_ids: Tensor | None = None) -> Tensor:
+        return self._select([player.value(observation) for player in self.players], agent_ids)  # type: ignore[operator]
 
-    def _own(self, said: list[Tensor], who: Tensor | None) -> Tensor:
-        if who is None:
-            who = torch.arange(said[0].shape[0], device=said[0].device) % len(said)
-        total = torch.zeros_like(said[0])
-        for number, answer in enumerate(said):
-            mine = (who == number).view(-1, *(1,) * (answer.dim() - 1))
-            total = torch.where(mine, answer, total)
-        return total
+    def _select(self, outputs: list[Tensor], agent_ids: Tensor | None) -> Tensor:
+        """Returns each row from the output of its own agent."""
+        if agent_ids is None:
+            agent_ids = torch.arange(outputs[0].shape[0], device=outputs[0].device) % len(outputs)
+        selected = torch.zeros_like(outputs[0])
+        for number, output in enumerate(outputs):
+            is_own = (agent_ids == number).view(-1, *(1,) * (output.dim() - 1))
+            selected = torch.where(is_own, output, selected)
+        return selected
 
 
-class Rivals(Agent):
-    """A policy, and beside it an earlier one of its own that it is measured against."""
+class AgentWithRival(Agent):
+    """A policy together with an earlier copy of itself, the rival, which it plays against in evaluations."""
 
     def __init__(self, agent: Agent) -> None:
         super().__init__()
         self.agent, self.rival = agent, copy.deepcopy(agent).requires_grad_(False)
-        self.memory, self.together = agent.memory, agent.together
+        self.memory, self.shares_body = agent.memory, agent.shares_body
 
-    def remember(self, seen: Tensor) -> Tensor:
-        return self.agent.remember(seen)
+    def next_memory(self, observation: Tensor) -> Tensor:
+        return self.agent.next_memory(observation)
 
-    def policy(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
-        return self.agent.policy(seen, who)
+    def policy(self, observation: Tensor, agent_ids: Tensor | None = None) -> Tensor:
+        return self.agent.policy(observation, agent_ids)
 
-    def value(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
-        return self.agent.value(seen, who)
+    def value(self, observation: Tensor, agent_ids: Tensor | None = None) -> Tensor:
+        return self.agent.value(observation, agent_ids)
 
-    def forward(self, seen: Tensor, who: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        logits, value = self.agent(seen, who)
+    def forward(self, observation: Tensor, agent_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        logits, value = self.agent(observation, agent_ids)
         return logits, value
 
-    def unrolled(self, seen: Tensor, anew: Tensor) -> tuple[Tensor, Tensor]:
-        return self.agent.unrolled(seen, anew)
+    def unroll(self, observation: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:
+        return self.agent.unroll(observation, is_first)
 
-    def keep(self, now: Tensor) -> None:
-        """The policy becomes its own rival, if `now` is true."""
-        for kept, present in zip(self.rival.parameters(), self.agent.parameters(), strict=True):
-            kept.copy_(torch.where(now, present, kept))
+    def update_rival(self, condition: Tensor) -> None:
+        """Copies the policy to the rival if the condition is true."""
+        for rival, current in zip(self.rival.parameters(), self.agent.parameters(), strict=True):
+            rival.copy_(torch.where(condition, current, rival))
 
 
 class MlpAgent(Agent):
-    """Two nets that share nothing."""
+    """Two perceptrons that share nothing, the actor and the critic."""
 
     def __init__(self, inputs: int, actions: int, width: int, layers: int, activation: Activation) -> None:
         super().__init__()
         self.inputs, self.actions, self.width, self.layers, self.activation = inputs, actions, width, layers, activation
-        self.actor = _mlp(inputs, width, layers, actions, activation, 0.01)
-        self.critic = _mlp(inputs, width, layers, 1, activation, 1.0)
+        self.actor = _perceptron(inputs, width, layers, actions, activation, 0.01)
+        self.critic = _perceptron(inputs, width, layers, 1, activation, 1.0)
 
-    def policy(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
-        logits: Tensor = self.actor(seen.flatten(1))
+    def policy(self, observation: Tensor, agent_ids: Tensor | None = None) -> Tensor:
+        logits: Tensor = self.actor(observation.flatten(1))
         return logits
 
-    def value(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
-        value: Tensor = self.critic(seen.flatten(1))
+    def value(self, observation: Tensor, agent_ids: Tensor | None = None) -> Tensor:
+        value: Tensor = self.critic(observation.flatten(1))
         return value[:, 0]
 
 
 class LstmAgent(Agent):
-    """A layer, an LSTM cell that remembers, and both heads on what it makes of it."""
+    """A linear layer, an LSTM cell, and a head each for the policy and the value."""
 
     def __init__(self, inputs: int, actions: int, width: int) -> None:
         super().__init__()
         self.inputs, self.memory = inputs, 2 * width
-        self.sight, self.cell = _begin(nn.Linear(inputs, width), math.sqrt(2)), nn.LSTMCell(width, width)
-        self.actor, self.critic = _begin(nn.Linear(width, actions), 0.01), _begin(nn.Linear(width, 1), 1.0)
+        self.sight, self.cell = _initialized(nn.Linear(inputs, width), math.sqrt(2)), nn.LSTMCell(width, width)
+        self.actor, self.critic = _initialized(nn.Linear(width, actions), 0.01), _initialized(nn.Linear(width, 1), 1.0)
 
-    def _look(self, seen: Tensor) -> tuple[Tensor, Tensor]:
-        hidden, kept = seen[:, self.inputs :].chunk(2, 1)
-        hidden, kept = self.cell(self.sight(seen[:, : self.inputs]).tanh(), (hidden, kept))
-        return hidden, kept
+    def _run_cell(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the hidden state and the cell state after an observation."""
+        hidden, cell_state = observation[:, self.inputs :].chunk(2, 1)
+        hidden, cell_state = self.cell(self.sight(observation[:, : self.inputs]).tanh(), (hidden, cell_state))
+        return hidden, cell_state
 
-    def remember(self, seen: Tensor) -> Tensor:
-        return torch.cat(self._look(seen), 1)
+    def next_memory(self, observation: Tensor) -> Tensor:
+        return torch.cat(self._run_cell(observation), 1)
 
-    def policy(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
-        logits: Tensor = self.actor(self._look(seen)[0])
+    def policy(self, observation: Tensor, agent_ids: Tensor | None = None) -> Tensor:
+        logits: Tensor = self.actor(self._run_cell(observation)[0])
         return logits
 
-    def value(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
-        value: Tensor = self.critic(self._look(seen)[0])
+    def value(self, observation: Tensor, agent_ids: Tensor | None = None) -> Tensor:
+        value: Tensor = self.critic(self._run_cell(observation)[0])
         return value[:, 0]
 
-    def unrolled(self, seen: Tensor, anew: Tensor) -> tuple[Tensor, Tensor]:
-        """Of [rows, steps, ...] in a row: only the first step's memory is taken as it was, and each new episode begins without."""
-        memory, hidden = seen[:, 0, self.inputs :], []
-        for step in range(seen.shape[1]):
-            memory = memory * (1 - anew[:, step, None])
-            state = self._look(torch.cat((seen[:, step, : self.inputs], memory), 1))
+    def unroll(self, observation: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:
+        """Runs the cell over the steps. Only the first step uses the stored memory; each new episode begins with zeros."""
+        memory, hidden = observation[:, 0, self.inputs :], []
+        for step in range(observation.shape[1]):
+            memory = memory * (1 - is_first[:, step, None])
+            state = self._run_cell(torch.cat((observation[:, step, : self.inputs], memory), 1))
             memory = torch.cat(state, 1)
             hidden.append(state[0])
-        made = torch.stack(hidden, 1).flatten(0, 1)
-        return self.actor(made), self.critic(made)[:, 0]
+        all_hidden = torch.stack(hidden, 1).flatten(0, 1)
+        return self.actor(all_hidden), self.critic(all_hidden)[:, 0]
 
 
 class ConvAgent(Agent):
-    """Guide 003's: three small convolutions and a layer of 64 for both."""
+    """The network of guide 003: three small convolutions and a layer of 64, shared by the policy and the value."""
 
-    together = True
+    shares_body = True
 
     def __init__(self, shape: tuple[int, ...], actions: int) -> None:
         super().__init__()
@@ -161,33 +166,33 @@ class ConvAgent(Agent):
         self.actor, self.critic = nn.Linear(64, actions), nn.Linear(64, 1)
         for module in self.body:
             if isinstance(module, (nn.Conv2d, nn.Linear)):
-                _begin(module, math.sqrt(2))
-        _begin(self.actor, 0.01)
-        _begin(self.critic, 1.0)
+                _initialized(module, math.sqrt(2))
+        _initialized(self.actor, 0.01)
+        _initialized(self.critic, 1.0)
 
-    def policy(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
-        logits: Tensor = self.actor(self.body(seen))
+    def policy(self, observation: Tensor, agent_ids: Tensor | None = None) -> Tensor:
+        logits: Tensor = self.actor(self.body(observation))
         return logits
 
-    def value(self, seen: Tensor, who: Tensor | None = None) -> Tensor:
-        value: Tensor = self.critic(self.body(seen))
+    def value(self, observation: Tensor, agent_ids: Tensor | None = None) -> Tensor:
+        value: Tensor = self.critic(self.body(observation))
         return value[:, 0]
 
-    def forward(self, seen: Tensor, who: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        body = self.body(seen)
+    def forward(self, observation: Tensor, agent_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        body = self.body(observation)
         return self.actor(body), self.critic(body)[:, 0]
 
 
-def _mlp(inputs: int, width: int, layers: int, outputs: int, activation: Activation, last: float) -> nn.Sequential:
+def _perceptron(inputs: int, width: int, layers: int, outputs: int, activation: Activation, last_gain: float) -> nn.Sequential:
     kind = nn.Tanh if activation == "tanh" else nn.ReLU
     modules: list[nn.Module] = []
     for layer in range(layers):
-        modules += [_begin(nn.Linear(width if layer else inputs, width), math.sqrt(2)), kind()]
-    return nn.Sequential(*modules, _begin(nn.Linear(width, outputs), last))
+        modules += [_initialized(nn.Linear(width if layer else inputs, width), math.sqrt(2)), kind()]
+    return nn.Sequential(*modules, _initialized(nn.Linear(width, outputs), last_gain))
 
 
-def _begin(layer: nn.Linear | nn.Conv2d, gain: float) -> nn.Module:
-    """Orthogonal weights, no bias: what PPO is known to begin well from."""
+def _initialized(layer: nn.Linear | nn.Conv2d, gain: float) -> nn.Module:
+    """Gives a layer orthogonal weights and zero biases, as is usual for PPO."""
     nn.init.orthogonal_(layer.weight, gain)
     if layer.bias is not None:
         torch.nn.init.zeros_(layer.bias)

@@ -1,4 +1,4 @@
-"""Worlds as pure functions of tensors: a row is one environment, and chance comes from outside."""
+"""Environments as pure functions of tensors: each row is one environment, and random numbers are passed in."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from torch import Tensor
 State = dict[str, Tensor]
 
 
-def merged(over: Tensor, new: State, old: State) -> State:
-    """New episodes where one is over."""
-    return {k: torch.where(over.view(-1, *(1,) * (old[k].dim() - 1)), new[k], old[k]) for k in old}
+def select_rows(condition: Tensor, new: State, old: State) -> State:
+    """Returns a state with the rows of `new` where the condition holds, and the rows of `old` elsewhere."""
+    return {k: torch.where(condition.view(-1, *(1,) * (old[k].dim() - 1)), new[k], old[k]) for k in old}
 
 
 class Env:
-    """The rules of a world. Derive from it and write `reset`, `step` and `observe`.
+    """The rules of an environment. Derive from it and write `reset`, `step` and `observe`.
 
-    Every tensor's first dimension counts environments. Random numbers (uniform, 0 to 1) are handed in as rows of
-    `chances` numbers, so that the same code runs on any device, in a graph, and in a browser.
+    The first dimension of every tensor counts environments. Random numbers (uniform in [0, 1)) are passed in as rows of
+    `chances` numbers, so that the same code runs on any device, in a CUDA graph, and in a browser.
     """
 
     actions: int = 2
-    """Choices an agent has."""
+    """Number of actions."""
     agents: int = 1
-    """Players of one environment. With several, actions, rewards and ends are [rows, agents]."""
+    """Agents in one environment. With several, actions, rewards and terminations are [rows, agents]."""
     shape: tuple[int, ...] = ()
-    """Of one agent's observation."""
+    """Shape of one agent's observation."""
     bits: bool = False
-    """Whether an observation is all zeros and ones: a collection then keeps it in bytes."""
+    """Whether observations hold only zeros and ones; a collection then stores them as bytes."""
     chances: int = 0
     """Random numbers that a reset or a step may use."""
     limit: int | None = None
-    """Steps after which an episode is cut off; that is not an end, and what would have come still counts."""
+    """Steps after which an episode is truncated. Its last step still counts the value of the next observation."""
 
     def reset(self, rand: Tensor) -> State:
-        """The state of as many new episodes as `rand` has rows."""
+        """Returns the state of new episodes, one for each row of `rand`."""
         raise NotImplementedError
 
     def step(self, state: State, action: Tensor, rand: Tensor) -> tuple[State, Tensor, Tensor]:
-        """(state, reward, ended) after everybody's action; an agent that has ended takes no further part."""
+        """Returns (state, reward, terminated) after the action of every agent; a terminated agent no longer acts."""
         raise NotImplementedError
 
     def observe(self, state: State) -> Tensor:
-        """What agents see: [rows, *shape], or [rows, agents, *shape]."""
+        """Returns the agents' observations: [rows, *shape], or [rows, agents, *shape]."""
         raise NotImplementedError
 
     def figures(self, state: State) -> dict[str, Tensor]:
-        """Figures of an episode at its end, by agent, beside its return and length."""
+        """Returns further metrics of finished episodes, by agent, beside their return and length."""
         return {}

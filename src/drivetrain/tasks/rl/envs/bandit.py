@@ -1,4 +1,7 @@
-"""Two states, two levers: the right one bears the state's number. A probe: less than 100 % is a fault in the learner."""
+"""A contextual bandit with two states and two actions; the right action is the state's number.
+
+It tests the learner: a return below 100 % is a fault there.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from torch import Tensor
 from drivetrain.tasks.rl.envs import Env, State
 
 
-class Bandit(Env):
+class BanditEnv(Env):
     actions, shape, chances, limit = 2, (2,), 1, 100
 
     def reset(self, rand: Tensor) -> State:

@@ -1,4 +1,4 @@
-"""A pole on a cart: CartPole-v1 of Gymnasium, constant for constant."""
+"""A pole on a cart: Gymnasium's CartPole-v1, with the same constants."""
 
 from __future__ import annotations
 
@@ -9,26 +9,36 @@ from torch import Tensor
 
 from drivetrain.tasks.rl.envs import Env, State
 
-GRAVITY, FORCE, TICK = 9.8, 10.0, 0.02
-POLE, TOTAL, HALF = 0.1, 1.1, 0.5  # mass of the pole, of both, and half the pole's length
-FARTHEST, STEEPEST = 2.4, 12 * 2 * math.pi / 360
+GRAVITY, FORCE, STEP_SECONDS = 9.8, 10.0, 0.02
+POLE_MASS, TOTAL_MASS, HALF_LENGTH = 0.1, 1.1, 0.5
+MAX_POSITION, MAX_ANGLE = 2.4, 12 * 2 * math.pi / 360
 
 
-class CartPole(Env):
+class CartPoleEnv(Env):
     actions, shape, chances, limit = 2, (4,), 4, 500
 
     def reset(self, rand: Tensor) -> State:
         return {"motion": rand * 0.1 - 0.05}
 
     def step(self, state: State, action: Tensor, rand: Tensor) -> tuple[State, Tensor, Tensor]:
-        place, speed, angle, spin = state["motion"].unbind(-1)
+        position, speed, angle, angular_speed = state["motion"].unbind(-1)
         sine, cosine = angle.sin(), angle.cos()
-        push = (action * (2 * FORCE) - FORCE + POLE * HALF * spin * spin * sine) / TOTAL
-        turn = (GRAVITY * sine - cosine * push) / (HALF * (4.0 / 3.0) - (HALF * POLE / TOTAL) * cosine * cosine)
-        pull = push - (POLE * HALF / TOTAL) * turn * cosine
-        motion = torch.stack((place + TICK * speed, speed + TICK * pull, angle + TICK * spin, spin + TICK * turn), -1)
-        ended = (motion[..., 0].abs() > FARTHEST) | (motion[..., 2].abs() > STEEPEST)
-        return {"motion": motion}, torch.ones_like(place), ended
+        push = (action * (2 * FORCE) - FORCE + POLE_MASS * HALF_LENGTH * angular_speed * angular_speed * sine) / TOTAL_MASS
+        angular_acceleration = (GRAVITY * sine - cosine * push) / (
+            HALF_LENGTH * (4.0 / 3.0) - (HALF_LENGTH * POLE_MASS / TOTAL_MASS) * cosine * cosine
+        )
+        acceleration = push - (POLE_MASS * HALF_LENGTH / TOTAL_MASS) * angular_acceleration * cosine
+        motion = torch.stack(
+            (
+                position + STEP_SECONDS * speed,
+                speed + STEP_SECONDS * acceleration,
+                angle + STEP_SECONDS * angular_speed,
+                angular_speed + STEP_SECONDS * angular_acceleration,
+            ),
+            -1,
+        )
+        terminated = (motion[..., 0].abs() > MAX_POSITION) | (motion[..., 2].abs() > MAX_ANGLE)
+        return {"motion": motion}, torch.ones_like(position), terminated
 
     def observe(self, state: State) -> Tensor:
         return state["motion"]

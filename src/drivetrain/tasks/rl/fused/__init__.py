@@ -1,1 +1,1 @@
-"""PPO of small perceptrons by kernels of its own: a whole collection's learning, and for built-in worlds its playing too."""
+"""PPO of small perceptrons with CUDA kernels of its own, for learning and, where possible, for collecting."""
