@@ -1,4 +1,4 @@
-"""How long a test waits: long, for the machine may be slow; what is measured, is measured in time the machine was ours."""
+"""Waiting in tests: with long timeouts, because the machine may be slow, and with a clock that leaves out time given to other machines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def until(holds: Callable[[], Any], what: str, seconds: float = 300.0, of: subprocess.Popen[Any] | None = None) -> Any:
-    """What `holds` gives, as soon as it gives something; `of` is a process that must not end before."""
+    """Returns the value of `holds` as soon as it is true; `of` is a process that must not end before."""
     deadline = time.monotonic() + seconds
     while not (value := holds()):
         assert of is None or of.poll() is None, f"{what}: not before the command ended, with {of.returncode}"
@@ -20,14 +20,14 @@ def until(holds: Callable[[], Any], what: str, seconds: float = 300.0, of: subpr
 
 
 class Stopwatch:
-    """Seconds since it was made, less the share of the machine that its host gave to others meanwhile."""
+    """Counts seconds, without the share of time that the host gave to other virtual machines (steal time)."""
 
     def __init__(self) -> None:
         self._begun, self._ticks = time.monotonic(), _ticks()
 
     @property
     def share(self) -> float:
-        """Of the time that was wanted since then, what we got."""
+        """The share of the requested CPU time that this machine got since the start."""
         passed, stolen = (now - then for now, then in zip(_ticks(), self._ticks, strict=True))
         return 1 - stolen / max(passed, 1)
 
@@ -37,6 +37,6 @@ class Stopwatch:
 
 
 def _ticks() -> tuple[int, int]:
-    """Of all cores since the machine's start: the time they were wanted, and what of it went to other machines of the same host."""
+    """Returns ticks of all cores since boot: those requested, and those of them that went to other virtual machines."""
     user, nice, system, _idle, _disk, *interrupts, stolen = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:9])
     return user + nice + system + sum(interrupts) + stolen, stolen

@@ -1,4 +1,4 @@
-"""IDX and CIFAR-10 files: found, checked, fetched once and resumed; and what happens without a network."""
+"""IDX and CIFAR-10 files: where they are found, checks, downloads (once, continued, verified), and errors without a network."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def idx_bytes(array: np.ndarray) -> bytes:
 
 
 def write_mnist(folder: Path, zipped: bool = True, samples: int = 120) -> None:
-    """Files in MNIST's format whose digits are bright squares at a place of their own."""
+    """Files in MNIST's format in which each digit is a bright square at a position of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     for prefix, count in (("train", samples), ("t10k", 50)):
@@ -51,11 +51,11 @@ def test_mnist_trains_from_files(zipped: bool, folder: Path) -> None:
     assert "Dataset:            mnist" in Path("runs/mnist-001/summary.txt").read_text()
 
 
-def test_the_small_cnn_has_the_guides_size() -> None:
+def test_the_small_cnn_has_as_many_parameters_as_the_guides() -> None:
     assert sum(p.numel() for p in SmallCNN().parameters()) == 225_034
 
 
-def test_without_a_network_the_files_and_their_place_are_named(folder: Path) -> None:
+def test_without_a_network_the_error_names_the_files_and_their_folder(folder: Path) -> None:
     message = bad("train", "fashion-mnist", DRIVETRAIN_OFFLINE="1")
     assert "train-images-idx3-ubyte[.gz]" in message
     assert f"{folder}/data/fashion-mnist" in message
@@ -71,7 +71,7 @@ def test_without_a_network_the_files_and_their_place_are_named(folder: Path) -> 
         (b"", "no IDX file"),
     ],
 )
-def test_a_file_that_is_not_what_its_name_says(data: bytes, why: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_idx_file_is_refused(data: bytes, why: str, tmp_path: Path) -> None:
     write_mnist(tmp_path)
     (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(data)
     with pytest.raises(Problem, match=why) as caught:
@@ -111,17 +111,17 @@ class _Server(http.server.BaseHTTPRequestHandler):
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[_Server]]]:
     monkeypatch.setattr(datasets, "SCHEMES", ("http",))  # a server here has no certificate
 
-    class Mine(_Server):
+    class Server(_Server):
         content = np.random.default_rng(0).bytes(700_000)
         requests: list[str | None] = []
 
-    listener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Mine)
+    listener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=listener.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{listener.server_port}/file.gz", Mine
+    yield f"http://127.0.0.1:{listener.server_port}/file.gz", Server
     listener.shutdown()
 
 
-def test_a_broken_download_is_resumed(server: tuple[str, type[_Server]], tmp_path: Path) -> None:
+def test_an_interrupted_download_is_continued(server: tuple[str, type[_Server]], tmp_path: Path) -> None:
     address, handler = server
     handler.break_after = 300_000
     sha256 = hashlib.sha256(handler.content).hexdigest()
@@ -135,7 +135,7 @@ def test_a_broken_download_is_resumed(server: tuple[str, type[_Server]], tmp_pat
     assert handler.requests[1].startswith("bytes=")
 
 
-def test_another_file_than_the_known_one_is_not_kept(server: tuple[str, type[_Server]], tmp_path: Path) -> None:
+def test_a_download_with_another_hash_is_deleted(server: tuple[str, type[_Server]], tmp_path: Path) -> None:
     address, _ = server
     with pytest.raises(Problem, match="nothing was kept"):
         datasets.fetch(address, tmp_path / "file.gz", "0" * 64, "bring it")
@@ -143,7 +143,7 @@ def test_another_file_than_the_known_one_is_not_kept(server: tuple[str, type[_Se
 
 
 @pytest.mark.parametrize("part", [b"", b"other bytes"])
-def test_a_file_that_was_tampered_with_is_removed_in_one_line(part: bytes, server: tuple[str, type[_Server]], tmp_path: Path) -> None:
+def test_a_tampered_file_is_removed_with_a_message_of_one_line(part: bytes, server: tuple[str, type[_Server]], tmp_path: Path) -> None:
     address, handler = server
     known = hashlib.sha256(handler.content).hexdigest()
     if part:
@@ -156,7 +156,7 @@ def test_a_file_that_was_tampered_with_is_removed_in_one_line(part: bytes, serve
     assert [p.name for p in tmp_path.iterdir()] == [".file.gz.lock"]
 
 
-def test_only_encrypted_addresses_are_fetched(server: tuple[str, type[_Server]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_encrypted_urls_are_downloaded(server: tuple[str, type[_Server]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address, handler = server
     with pytest.raises(Problem, match=r"ftp://127.0.0.1/file.gz is not encrypted"):
         datasets.fetch(address.replace("file.gz", "moved"), tmp_path / "file.gz", "0" * 64, "bring it")
@@ -181,7 +181,7 @@ def _fetch(address: str, target: Path, sha256: str) -> None:
     datasets.fetch(address, target, sha256, "bring it")
 
 
-def test_processes_that_ask_together_fetch_once(server: tuple[str, type[_Server]], tmp_path: Path) -> None:
+def test_processes_that_need_a_file_download_it_once(server: tuple[str, type[_Server]], tmp_path: Path) -> None:
     address, handler = server
     sha256 = hashlib.sha256(handler.content).hexdigest()
     context = multiprocessing.get_context("fork")
@@ -194,7 +194,7 @@ def test_processes_that_ask_together_fetch_once(server: tuple[str, type[_Server]
     assert len(handler.requests) == 1
 
 
-def test_no_server_names_the_way_out(tmp_path: Path) -> None:
+def test_an_unreachable_server_is_an_error_with_advice(tmp_path: Path) -> None:
     with pytest.raises(Problem, match=r"could not be fetched.*bring it"):
         datasets.fetch("https://127.0.0.1:9/file.gz", tmp_path / "file.gz", "0" * 64, "bring it")
 
@@ -203,7 +203,7 @@ def test_no_server_names_the_way_out(tmp_path: Path) -> None:
 
 
 def cifar_files(records: int = 20) -> dict[str, bytes]:
-    """CIFAR-10's binary files, short ones: image i of a file is i everywhere in red, file number in green, 7 in blue."""
+    """Short files in CIFAR-10's binary format. Every pixel of image i has red i, the number of the file as green, and blue 7."""
     files = {}
     for number, name in enumerate([*datasets.CIFAR10_FILES["train"], *datasets.CIFAR10_FILES["test"]]):
         rows = [bytes([i % 10]) + bytes([i]) * 1024 + bytes([number]) * 1024 + bytes([7]) * 1024 for i in range(records)]
@@ -234,27 +234,29 @@ def assert_cifar(folder: Path) -> None:
     assert int(datasets.cifar10("test", str(folder))[:][0][3, 1, 0, 0]) == 5
 
 
-@pytest.mark.parametrize("place", [".", "cifar10", "cifar-10-batches-bin", "cifar10/cifar-10-batches-bin"])
-def test_cifar_is_found(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("subfolder", [".", "cifar10", "cifar-10-batches-bin", "cifar10/cifar-10-batches-bin"])
+def test_cifar_files_are_found(subfolder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRIVETRAIN_OFFLINE", "1")
-    write_cifar(tmp_path / place)
+    write_cifar(tmp_path / subfolder)
     assert_cifar(tmp_path)
 
 
-@pytest.mark.parametrize("place", [".", "cifar10"])
-def test_cifar_is_unpacked(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("subfolder", [".", "cifar10"])
+def test_the_cifar_archive_is_unpacked(subfolder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRIVETRAIN_OFFLINE", "1")
     files = {f"cifar-10-batches-bin/{name}": data for name, data in cifar_files().items()}
-    write_archive(tmp_path / place / datasets.CIFAR10_ARCHIVE, files | {"../escaped.txt": b"x", "cifar-10-batches-bin/readme.html": b"x"})
+    write_archive(
+        tmp_path / subfolder / datasets.CIFAR10_ARCHIVE, files | {"../escaped.txt": b"x", "cifar-10-batches-bin/readme.html": b"x"}
+    )
     assert_cifar(tmp_path)
-    unpacked = tmp_path / place / "cifar-10-batches-bin"
+    unpacked = tmp_path / subfolder / "cifar-10-batches-bin"
     assert sorted(p.name for p in unpacked.iterdir()) == sorted(cifar_files())
     assert not (tmp_path.parent / "escaped.txt").exists()
-    (tmp_path / place / datasets.CIFAR10_ARCHIVE).unlink()
+    (tmp_path / subfolder / datasets.CIFAR10_ARCHIVE).unlink()
     assert_cifar(tmp_path)
 
 
-def test_cifar_is_fetched(server: tuple[str, type[_Server]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cifar_is_downloaded(server: tuple[str, type[_Server]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address, handler = server
     write_archive(tmp_path / "published.tar.gz", cifar_files())
     handler.content = (tmp_path / "published.tar.gz").read_bytes()
@@ -284,7 +286,7 @@ def test_pickled_cifar_is_refused(name: str, folder: Path) -> None:
         ("data_batch_1.bin", bytes([10]) + bytes(3072), "data_batch_1.bin is no file of CIFAR-10: it has a label 10"),
     ],
 )
-def test_a_file_that_is_not_cifars(name: str, data: bytes, why: str, tmp_path: Path) -> None:
+def test_a_malformed_cifar_file_is_refused(name: str, data: bytes, why: str, tmp_path: Path) -> None:
     write_cifar(tmp_path)
     (tmp_path / name).write_bytes(data)
     with pytest.raises(Problem, match=why):
@@ -292,7 +294,7 @@ def test_a_file_that_is_not_cifars(name: str, data: bytes, why: str, tmp_path: P
 
 
 @pytest.mark.parametrize(("harm", "why"), [("cut", "is damaged"), ("short", r"lacks data_batch_4\.bin"), ("html", "is damaged")])
-def test_a_damaged_archive(harm: str, why: str, tmp_path: Path) -> None:
+def test_a_damaged_archive_is_refused(harm: str, why: str, tmp_path: Path) -> None:
     archive = tmp_path / datasets.CIFAR10_ARCHIVE
     files = cifar_files()
     write_archive(archive, {n: d for n, d in files.items() if harm != "short" or "_4" not in n})

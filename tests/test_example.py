@@ -1,4 +1,4 @@
-"""The task of the README: one file and one command, from an empty folder outside the repository."""
+"""The README's task: one file and one command, in an empty folder outside the repository."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ README = Path(__file__).parent.parent / "README.md"
 
 
 def example() -> str:
-    found = re.search(r"```python\n(# digits\.py\n.*?)```", README.read_text(), re.S)
-    assert found, "the README shows the example task"
-    return found[1]
+    match = re.search(r"```python\n(# digits\.py\n.*?)```", README.read_text(), re.S)
+    assert match, "the README shows the example task"
+    return match[1]
 
 
 def test_the_example_trains_as_printed(folder: Path) -> None:

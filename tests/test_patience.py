@@ -1,4 +1,4 @@
-"""A run that gets no better ends, and goes on from there only when asked for more."""
+"""patience=N ends a run after N evaluations without a better metric."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.command import bad, good, write_task
 
 
-def test_a_run_that_gets_no_better_ends(folder: Path) -> None:
+def test_a_run_ends_after_evaluations_without_a_better_metric(folder: Path) -> None:
     write_task()
     words = ["train", "small.py", "epochs=40", "learning_rate=0", "best=accuracy"]
     out = good(*words, "patience=3", "--name", "short")

@@ -1,4 +1,4 @@
-"""A task in a project of several modules: all it imports is kept with the run, and imported from there."""
+"""A task in a project of several modules: all modules that it imports are copied into the run, and imported from there."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def write(files: dict[str, str]) -> None:
         Path(name).write_text(text)
 
 
-def kept(file: str) -> list[str]:
+def copied_modules(file: str) -> list[str]:
     path = Path(file).resolve()
     return list(modules_of(path, package_of(path)))
 
 
 LAYOUTS = {
-    "a script and what is beside it": (
+    "a script and the modules beside it": (
         "task.py",
         {"task.py": "import a, b.c\nfrom torch import nn\nimport json", "a.py": "import d", "d.py": "", "b/__init__.py": "", "b/c.py": "", "e.py": ""},
         ["a.py", "b/__init__.py", "b/c.py", "d.py", "task.py"],
@@ -59,7 +59,7 @@ LAYOUTS = {
         {"experiments/one/task.py": "import common\nfrom lib.net import Net", "common.py": "", "src/lib/__init__.py": "", "src/lib/net.py": "from . import part", "src/lib/part.py": ""},
         ["common.py", "lib/__init__.py", "lib/net.py", "lib/part.py", "task.py"],
     ),
-    "names that only running would tell": (
+    "names that are computed at run time": (
         "task.py",
         {
             "task.py": "from importlib import import_module as i\nimport importlib\nimportlib.import_module(f'nets.{1}')\nimportlib.import_module('plain')",
@@ -67,7 +67,7 @@ LAYOUTS = {
         },
         ["nets/__init__.py", "nets/a.py", "nets/deep/b.py", "plain.py", "task.py"],
     ),
-    "what is installed is not the project's": (
+    "installed packages are not the project's": (
         "pkg/deep/task.py",
         {"pkg/deep/task.py": "import torch, numpy, json, drivetrain.task", "torch/__init__.py": "", "json.py": "", "numpy/data.txt": ""},
         ["task.py"],
@@ -81,10 +81,10 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_a_task_imports_of_its_project_is_found(layout: str, folder: Path) -> None:
+def test_the_projects_modules_that_a_task_imports(layout: str, folder: Path) -> None:
     file, files, expected = LAYOUTS[layout]
     write(files)
-    assert kept(file) == expected
+    assert copied_modules(file) == expected
     path = Path(file).resolve()
     task = TaskRef("task", str(path), "T", package=package_of(path))
     run = Run(Path("runs/a"))
@@ -95,24 +95,24 @@ def test_what_a_task_imports_of_its_project_is_found(layout: str, folder: Path) 
         changed = next(p for p in (Path(name), Path("src") / name, path.parent / name) if p.is_file())
         before, text = task.digest(), changed.read_text()
         changed.write_text(text + "\n# changed")
-        assert task.digest() != before, f"a change of {name} is noticed"
+        assert task.digest() != before, f"a change of {name} changes the digest"
         changed.write_text(text)
     assert copy.digest() == task.digest()
 
 
-def test_there_is_a_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_and_size_of_copied_modules_are_limited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write({"task.py": "import a, b, c", "a.py": "", "b.py": "", "c.py": "x = 1" * 100})
     monkeypatch.setattr(project, "MAX_FILES", 3)
     with pytest.raises(Problem, match="imports more of its project than a run keeps"):
-        kept("task.py")
+        copied_modules("task.py")
     monkeypatch.setattr(project, "MAX_FILES", 4)
-    assert len(kept("task.py")) == 4
+    assert len(copied_modules("task.py")) == 4
     monkeypatch.setattr(project, "MAX_BYTES", 100)
     with pytest.raises(Problem, match="imports more"):
-        kept("task.py")
+        copied_modules("task.py")
 
 
-def test_tasks_are_named_as_modules(folder: Path) -> None:
+def test_a_task_may_be_named_as_a_module(folder: Path) -> None:
     write({"pkg/__init__.py": TASK, "pkg/deep/task.py": "from .. import Small\nclass Other(Small): pass", "src/lib/one.py": TASK})
     for text, path, package in (
         ("pkg:Small", "pkg/__init__.py", "pkg"),
@@ -125,12 +125,12 @@ def test_tasks_are_named_as_modules(folder: Path) -> None:
     for text in ("pkg.none:Small", "none.task", "pkg.Small:x"):
         with pytest.raises(Problem, match="there is no module"):
             find_task(text)
-    assert find_module("json", folder) is not None, "what is installed can be named, too"
+    assert find_module("json", folder) is not None, "installed modules can be named, too"
 
 
-def test_two_versions_are_loaded_beside_each_other(folder: Path) -> None:
-    """In one process, as a notebook does: each run's task has its own modules, and what was imported before stays."""
-    values = []
+def test_two_versions_of_a_module_are_loaded_in_one_process(folder: Path) -> None:
+    """As a notebook does: each run's task has its own modules, and modules that were imported before stay."""
+    tasks = []
     for version in ("old", "new"):
         write({"changing/__init__.py": "", "changing/part.py": f"VALUE = {version!r}", "changing/note.txt": version})
         write(
@@ -142,17 +142,17 @@ def test_two_versions_are_loaded_beside_each_other(folder: Path) -> None:
         path = Path("changing/task.py").resolve()
         run = Run(Path("runs") / version)
         store_task(run, path, "changing")
-        values.append(TaskRef("task", str((run.path / "task/changing/task.py").resolve()), "Small", package="changing", origin=str(path)))
-    classes = [load_class(task) for task in values]
+        tasks.append(TaskRef("task", str((run.path / "task/changing/task.py").resolve()), "Small", package="changing", origin=str(path)))
+    classes = [load_class(task) for task in tasks]
     assert [c.VALUE for c in classes] == ["old", "new"]  # type: ignore[attr-defined]
-    assert {str(c.note) for c in classes} == {str(folder / "changing/note.txt")}, "files beside a module are found beside the user's own"  # type: ignore[attr-defined]
-    assert sys.modules["changing.part"].VALUE == "old", "of who came first"
+    assert {str(c.note) for c in classes} == {str(folder / "changing/note.txt")}, "data files are those beside the user's own module"  # type: ignore[attr-defined]
+    assert sys.modules["changing.part"].VALUE == "old", "the first one imported stays"
     for name in [n for n in sys.modules if n.split(".")[0] == "changing"]:
         del sys.modules[name]
 
 
-def test_a_run_keeps_its_projects_modules(folder: Path) -> None:
-    """A changed module is noticed; resume and eval go on with the old one; a fault in it is shown in the user's own file."""
+def test_a_run_uses_its_copies_of_modules(folder: Path) -> None:
+    """`train` refuses a changed module; resume and eval use the old one; an error in it is shown in the user's own file."""
     task = TASK.replace(MODEL, "net(self.hidden)").replace(
         "class Small", "from .parts.net import net\nfrom common import SCALE\n\n\nclass Small"
     )
@@ -171,13 +171,13 @@ def test_a_run_keeps_its_projects_modules(folder: Path) -> None:
     other.write_text("def say():\n    raise RuntimeError('odd')\n")
     done = drivetrain("train", "exp/pkg/task.py", "steps=2", "--procs", "2", "--name", "b")
     assert f'File "{other.resolve()}", line 2, in say' in done.stderr, done.stderr
-    # It died before its first step: the corrected command begins anew, under the same name.
+    # It died before its first step, so the corrected command starts anew under the same name.
     other.write_text("def say():\n    print('version 3')\n")
     text = good("train", "exp/pkg/task.py", "steps=3", "hidden=8", "--name", "b")
     assert "b stopped before its first step: starting it anew" in text
     assert "version 3" in text
     assert json.loads(Path("runs/b/run.json").read_text())["recipe"]["settings"]["hidden"] == 8
-    assert "hidden=8 (now 9)" in bad("train", "exp/pkg/task.py", "steps=3", "hidden=9", "--name", "b"), "now it has begun"
+    assert "hidden=8 (now 9)" in bad("train", "exp/pkg/task.py", "steps=3", "hidden=9", "--name", "b"), "it has taken steps"
 
 
 def test_a_task_of_an_imported_package_trains(folder: Path) -> None:
@@ -204,6 +204,6 @@ def test_a_refused_start_leaves_no_run(folder: Path) -> None:
     assert not Path("runs").exists()
     Path("mine").mkdir()
     assert "empty data set" in bad("train", "other.py", "--run-dir", "mine")
-    assert Path("mine").is_dir(), "a folder that was there stays"
+    assert Path("mine").is_dir(), "a folder that existed before stays"
     write_task(name="other.py")
     assert "starting it anew" in good("train", "other.py", "--run-dir", "mine", "steps=1")

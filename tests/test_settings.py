@@ -1,4 +1,4 @@
-"""Settings are read the same from source and from the live class."""
+"""Settings: read alike from source text and from the live class; text becomes their types."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drivetrain.task_ref import BUILT_IN, find_task, load_class
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_source_and_class_agree(name: str) -> None:
+def test_text_and_live_class_give_the_same_settings(name: str) -> None:
     task = find_task(name)
     live = settings_of_class(load_class(task))
     assert task.declaration().complete
@@ -35,9 +35,9 @@ def test_source_and_class_agree(name: str) -> None:
         ("Duration", "10", 10), ("Optional[float]", "0.5", 0.5), ("'int'", "4", 4), ("typing.Literal['x']", "x", "x"),
     ],
 )  # fmt: skip
-def test_text_becomes_the_type(kind: str, text: str, value: Any) -> None:
-    found = Setting("s", read_type(kind), None).coerce(text)
-    assert (found, type(found)) == (value, type(value))
+def test_text_becomes_a_value_of_the_type(kind: str, text: str, value: Any) -> None:
+    coerced = Setting("s", read_type(kind), None).coerce(text)
+    assert (coerced, type(coerced)) == (value, type(value))
     assert type_text(read_type(type_text(read_type(kind)))) == type_text(read_type(kind))
 
 
@@ -49,7 +49,7 @@ def test_text_becomes_the_type(kind: str, text: str, value: Any) -> None:
         ("Duration", "soon", "a number of steps"), ("Duration", "1.5", "a whole number of steps"), ("list[int]", "1,b", "a whole number"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_told_what_would(kind: str, text: str, message: str) -> None:
+def test_an_error_says_which_values_fit(kind: str, text: str, message: str) -> None:
     with pytest.raises(Problem, match=message):
         Setting("s", read_type(kind), None).coerce(text)
 
@@ -61,22 +61,22 @@ def test_annotations_cannot_run_code() -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(1, 500))
-def test_lengths(number: int, per_epoch: int) -> None:
+def test_lengths_in_steps(number: int, per_epoch: int) -> None:
     assert Length.parse(number).in_steps(per_epoch) == number
     assert Length.parse(f"{number}ep").in_steps(per_epoch) == max(1, number * per_epoch)
     assert Length.parse(f"{number}min").in_steps(per_epoch) is None
     assert Length.parse(f"{number}min").value == 60 * number
 
 
-def test_a_required_setting_is_asked_for(tmp_path: Path) -> None:
+def test_a_missing_required_setting_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "t.py"
     file.write_text("from drivetrain import Task\nclass T(Task):\n    path: str\n    '''Where.'''\n")
-    source = read_declaration(file)
+    declaration = read_declaration(file)
     with pytest.raises(Problem, match="say path=VALUE"):
-        resolve(source.settings, {}, "t")
+        resolve(declaration.settings, {}, "t")
 
 
-def test_inheritance_in_a_file(tmp_path: Path) -> None:
+def test_settings_are_inherited_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "t.py"
     file.write_text(
         "import drivetrain as d\nfrom torch import nn\n"
@@ -84,9 +84,10 @@ def test_inheritance_in_a_file(tmp_path: Path) -> None:
         "class T(_Base):\n    a: int = 3\n    b = 4\n    _private: dict = {}\n    c: 'ClassVar[int]' = 5\n"
         "class Net(nn.Module):\n    depth: int = 3\n"
     )
-    source = read_declaration(file)
-    assert source.name == "T"
-    assert source.complete
-    assert (source.settings["a"].default, source.settings["a"].doc, source.settings["b"].default) == (3, "A.", 4)
-    assert "c" not in source.settings
-    assert "depth" not in source.settings
+    declaration = read_declaration(file)
+    settings = declaration.settings
+    assert declaration.name == "T"
+    assert declaration.complete
+    assert (settings["a"].default, settings["a"].doc, settings["b"].default) == (3, "A.", 4)
+    assert "c" not in settings
+    assert "depth" not in settings

@@ -30,7 +30,7 @@ class Outer:
 GOOD: dict[str, Any] = {"name": "n", "inner": {"number": 3}, "pair": ["x", 1]}
 
 
-def test_what_fits_is_typed() -> None:
+def test_values_that_fit_become_typed() -> None:
     outer = strict.read(Outer, GOOD | {"outcome": "nan", "parts": {"x": 1}})
     assert outer == Outer("n", Inner(3), ("x", 1), Outcome.NAN, {"x": 1.0})
 
@@ -52,7 +52,7 @@ def test_what_fits_is_typed() -> None:
         {"unknown": 1},
     ],
 )
-def test_what_does_not_fit_is_refused(change: dict[str, Any]) -> None:
+def test_values_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(strict.Mismatch):
         strict.read(Outer, GOOD | change)
 

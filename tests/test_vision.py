@@ -45,7 +45,7 @@ RECIPES = sorted(p for p in (Path(__file__).parent.parent / "recipes").glob("*.y
         ("vit-s", 3, 64, 10, None),
     ],
 )
-def test_nets_fit_their_images(net: str, channels: int, size: int, classes: int, parameters: int | None) -> None:
+def test_nets_have_their_number_of_parameters_and_train(net: str, channels: int, size: int, classes: int, parameters: int | None) -> None:
     torch.manual_seed(0)
     model = nets.build(net, channels, size, classes, dropout=0.1, hidden=256)
     assert parameters in (None, sum(p.numel() for p in model.parameters()))
@@ -55,7 +55,7 @@ def test_nets_fit_their_images(net: str, channels: int, size: int, classes: int,
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
 
 
-def test_patches_that_do_not_fit_are_told_a_size_that_does() -> None:
+def test_a_size_that_patches_do_not_divide_is_refused_with_one_that_fits() -> None:
     with pytest.raises(Problem, match="size=96 or size=104"):
         nets.build("vit-s", 3, 100, 10, 0.0, 1)
 
@@ -71,14 +71,14 @@ def some_images(height: int = 12, width: int = 20, n: int = 1) -> Tensor:
     return torch.randint(0, 256, (n, 3, height, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-def test_no_turn_and_no_move_changes_nothing() -> None:
+def test_no_rotation_and_no_translation_changes_nothing() -> None:
     x = some_images()
     y = augment.affine(x, 90.0, 0.5, draws((0.5, 0.5, 0.5)))
     assert y.dtype == torch.float32
     torch.testing.assert_close(y, x.float(), rtol=0, atol=5e-3)
 
 
-def test_moves_go_right_and_down_by_whole_pixels() -> None:
+def test_translations_go_right_and_down_by_whole_pixels() -> None:
     x = some_images()  # 20 wide: +-0.25 is +-5 pixels; 12 high: +-3
     right_up = augment.affine(x, 0.0, 0.25, draws((0.0, 1.0, 0.0)))
     expected = torch.zeros_like(right_up)
@@ -86,7 +86,7 @@ def test_moves_go_right_and_down_by_whole_pixels() -> None:
     torch.testing.assert_close(right_up, expected, rtol=0, atol=5e-3)
 
 
-def test_a_positive_quarter_turn_is_rot90() -> None:
+def test_a_positive_rotation_of_90_degrees_is_rot90() -> None:
     x = some_images(16, 16)
     y = augment.affine(x, 90.0, 0.0, draws((1.0, 0.5, 0.5)))
     torch.testing.assert_close(y, torch.rot90(x, 1, (2, 3)).float(), rtol=0, atol=5e-2)
@@ -94,8 +94,8 @@ def test_a_positive_quarter_turn_is_rot90() -> None:
     torch.testing.assert_close(y, torch.rot90(x, -1, (2, 3)).float(), rtol=0, atol=5e-2)
 
 
-def test_a_turn_and_a_move_match_a_plain_reference() -> None:
-    """Every output pixel looked up by hand, in an image that is not square."""
+def test_rotation_and_translation_match_a_plain_reference() -> None:
+    """The reference computes every output pixel in a loop, for an image that is not square."""
     x, degrees, part = some_images(9, 14, n=2), 40.0, 0.2
     random = torch.rand(2, 3, generator=torch.Generator().manual_seed(1))
     expected = torch.zeros(2, 3, 9, 14)
@@ -113,14 +113,14 @@ def test_a_turn_and_a_move_match_a_plain_reference() -> None:
     torch.testing.assert_close(augment.affine(x, degrees, part, random), expected, rtol=0, atol=1e-2)
 
 
-def test_flips_follow_their_draws() -> None:
+def test_an_image_is_flipped_if_its_number_is_under_a_half() -> None:
     x = some_images(n=2)
     y = augment.flip(x, torch.tensor([[0.2], [0.7]]))
     assert torch.equal(y[0], x[0].flip(-1))
     assert torch.equal(y[1], x[1])
 
 
-def test_a_sample_is_augmented_alike_in_any_batch() -> None:
+def test_a_sample_is_augmented_the_same_way_in_any_batch() -> None:
     task = Cifar10(rotation=15.0)
     x, y = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8), torch.arange(8)
     whole, _ = task.augment((x, y), KeyedRand(torch.arange(8), 1, 2))
@@ -135,7 +135,7 @@ def test_without_settings_images_stay_bytes() -> None:
     assert Mnist().augment(batch, KeyedRand(torch.arange(1), 0)) is batch
 
 
-def test_channels_are_normalised_each_by_its_own() -> None:
+def test_each_channel_is_normalised_by_its_own_mean_and_deviation() -> None:
     x = some_images(n=4)
     mean, std = x.float().mean((0, 2, 3)) / 255, x.float().std((0, 2, 3)) / 255
     y = Pixels(tuple(mean.tolist()), tuple(std.tolist())).normalise(x)
@@ -145,21 +145,21 @@ def test_channels_are_normalised_each_by_its_own() -> None:
 
 
 class Devices(TorchDispatchMode):
-    """Where the inputs and results of every operation are."""
+    """Collects the devices of every operation's inputs and results."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: set[str] = set()
+        self.types: set[str] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        self.seen |= {t.device.type for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)}
+        self.types |= {t.device.type for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)}
         return result
 
 
 @pytest.mark.parametrize("net", ["cnn", "conv4", "mlp", "resnet18", "vit-s"])
 def test_a_step_stays_on_the_device(net: str) -> None:
-    """On the meta device nothing has a value: whatever looks at one (a host sync) or brings one along fails."""
+    """Tensors on the meta device have no values: an operation that reads one (a host sync), or that uses another device, fails."""
     task = Cifar10(net=net, rotation=10.0, label_smoothing=0.1, dropout=0.1)
     model = task.model().to("meta")
 
@@ -171,10 +171,10 @@ def test_a_step_stays_on_the_device(net: str) -> None:
     with Devices() as devices:
         value, _ = task.loss(model, task.augment(batch, Draws()))  # type: ignore[arg-type]
         value.backward()
-    assert devices.seen == {"meta"}
+    assert devices.types == {"meta"}
 
 
-def test_a_loss_compiles_once_and_whole() -> None:
+def test_a_loss_compiles_once_as_one_graph() -> None:
     task, counter = Cifar10(net="cnn"), CompileCounter()
     model = task.model()
     batch = (torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8), torch.arange(4))

@@ -1,4 +1,4 @@
-"""Task files: where their classes may be defined, and what an import that takes long says."""
+"""Task files: where their classes may be defined, the notice of a slow import, and data sets without Tensors."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def test_a_task_may_be_imported_into_the_file(name: str, files: Path) -> None:
     assert find_task(f"{name}:{FILES[name][1]}") == task
 
 
-def test_its_class_is_the_imported_one(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_imported_class_is_loaded(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert load_class(find_task("star.py"))().settings()["hidden"] == 3
     for name in ("base", "star"):
         sys.modules.pop(name, None)
 
 
-def test_what_is_no_task_is_none(files: Path) -> None:
+def test_files_without_one_clear_task_are_refused(files: Path) -> None:
     Path("wide.py").write_text("from base import *\nclass Own(Small): pass\n")
     assert read_declaration(Path("wide.py")).name == "Own", "a file's own task comes before those that it imports"
     Path("hidden.py").write_text("__all__ = []\n" + BASE)
@@ -84,9 +84,7 @@ def test_what_is_no_task_is_none(files: Path) -> None:
         read_declaration(Path("deep.py"))
 
 
-def test_an_import_that_takes_long_says_where_it_is(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_slow_import_says_which_line_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(task_ref, "SLOW_IMPORT_SECONDS", 0.2)
     monkeypatch.setattr(sys, "path", [*sys.path])
     Path("looping.py").write_text("import time\nend = time.monotonic() + 1.5\nwhile time.monotonic() < end:\n    pass\n" + BASE)
@@ -94,16 +92,16 @@ def test_an_import_that_takes_long_says_where_it_is(
     sys.modules.pop("looping", None)
     first, *more = capsys.readouterr().err.splitlines()
     assert first.startswith(("still importing looping.py (line 3), for", "still importing looping.py (line 4), for"))
-    assert 1 <= len(more) <= 3, "it is said less and less often"
+    assert 1 <= len(more) <= 3, "the notice comes less and less often"
 
 
-def test_the_front_end_passes_that_on_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    told = json.dumps({"settings": [], "tune_facts": {}})
-    Path("python").write_text(f"#!/bin/sh\necho 'still importing t.py (line 3)' >&2\necho other >&2\necho '{told}'\n")
+def test_the_front_end_shows_that_notice_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    description = json.dumps({"settings": [], "tune_facts": {}})
+    Path("python").write_text(f"#!/bin/sh\necho 'still importing t.py (line 3)' >&2\necho other >&2\necho '{description}'\n")
     os.chmod("python", 0o755)
     Path("t.py").write_text(BASE)
     monkeypatch.setattr(sys, "executable", str(folder / "python"))
-    assert describe.describe_in_child(find_task("t.py")) == json.loads(told)
+    assert describe.describe_in_child(find_task("t.py")) == json.loads(description)
     assert capfd.readouterr().err == "note    still importing t.py (line 3)\n"
 
 
@@ -111,11 +109,11 @@ X, Y = torch.zeros(50, 8), torch.zeros(50, dtype=torch.long)
 
 
 @pytest.mark.parametrize("data", [(X, Y), (X,), [X, Y], (np.zeros((5, 3)), np.zeros(5))], ids=["tuple", "one", "list", "arrays"])
-def test_columns_without_tensors_are_named(data: object) -> None:
+def test_columns_that_are_not_in_tensors_are_refused(data: object) -> None:
     with pytest.raises(Problem, match=r"train_data\(\) gave a (tuple|list) of . tensors.*return Tensors\(x, y\)"):
         check_data(data, "train_data()")
 
 
 @pytest.mark.parametrize("data", [Tensors(X, Y), [(X[0], Y[0])] * 5, [X[0]] * 5, [torch.zeros(3), torch.zeros(4)], ((X[0], Y[0]),) * 2])
-def test_data_sets_are_left_alone(data: object) -> None:
+def test_data_sets_are_accepted(data: object) -> None:
     check_data(data, "train_data()")
