@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from drivetrain.launch.report import weights_text
 from drivetrain.plan import Plan
 from drivetrain.recipe import Recipe
@@ -10,20 +12,14 @@ from drivetrain.watch.screen import duration, size
 
 
 def summary(recipe: Recipe, plan: Plan, ended: Ended) -> str:
-    facts, metrics, values = ended.result["facts"], ended.result["metrics"], recipe.settings
-    train = facts["train"]
-
-    def percent(value: float | None) -> str:
-        return "not measured" if value is None else f"{100 * value:.2f} %"
-
+    """Returns the text: the task's own lines and metrics, then what every run has."""
+    facts = ended.result["facts"]
     rows = {
         **({"Dataset": recipe.task.label, "Model": facts["model"]} | facts["summary"]),
-        "Training Accuracy": percent(train.get("accuracy")),
-        "Test Accuracy": percent(metrics.get("accuracy")),
-        "Test Loss": f"{metrics['loss']:.4f}" if "loss" in metrics else "not measured",
+        **_metric_rows(facts["train"], ended.result["metrics"]),
         "Epochs": facts["epochs"],
         "Batch Size": plan.global_batch,
-        "Learning Rate": values["learning_rate"],
+        "Learning Rate": recipe.settings["learning_rate"],
         "Mixed Precision": plan.precision if plan.precision in ("bf16", "fp16") else f"no ({plan.precision})",
         "World Size": plan.world_size,
         "Device": facts["device"],
@@ -34,3 +30,18 @@ def summary(recipe: Recipe, plan: Plan, ended: Ended) -> str:
         "Peak Memory": size(facts["peak_memory_bytes"]),
     }
     return "".join(f"{name + ':':<20}{value}\n" for name, value in rows.items())
+
+
+def _metric_rows(train: Mapping[str, float], test: Mapping[str, float]) -> dict[str, str]:
+    """Returns the evaluation's metrics, each after its mean over the last epoch of training if that was logged; the loss comes last."""
+    rows = {}
+    for name in [name for name in test or train if name != "loss"]:
+        title = name.replace("_", " ").title()
+        rows |= {f"{kind} {title}": _text(name, values[name]) for kind, values in (("Training", train), ("Test", test)) if name in values}
+    return rows | {"Test Loss": f"{test['loss']:.4f}" if "loss" in test else "not measured"}
+
+
+def _text(name: str, value: float) -> str:
+    if "accuracy" in name and 0 <= value <= 1:
+        return f"{100 * value:.2f} %"
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
