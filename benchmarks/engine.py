@@ -113,7 +113,7 @@ def compare(net: str, steps: int, block: int) -> dict[str, list[float]]:
         heart = Heart(open_page())
         observer = Observers([MetricsFile(run), TensorBoard(Path(folder) / "tensorboard"), heart, turns])
         training = Training(task, plan, run, Group(0, 1, torch.device("cpu")), observer, False)
-        training.step.moment = heart.moment  # turns are taken between steps
+        training.execution.step.moment = heart.moment  # turns are taken between steps
         training.run_to_end()
         observer.close()
         return {name: times[3:] for name, times in turns.times.items()}

@@ -105,7 +105,7 @@ def ours(seed: int) -> Row:
         observer = Observers([MetricsFile(Run(folder))])
         clock = Clock(seed)
         training = Training(task, plan, Run(folder), Group(0, 1, torch.device("cpu")), observer, clock)
-        collect = training.feed.begin_epoch
+        collect = training.setup.feed.begin_epoch
 
         def checked(epoch: int, model: Any) -> None:
             def act(seen: Any) -> Any:
@@ -115,7 +115,7 @@ def ours(seed: int) -> Row:
             clock.check(epoch * each, act)
             collect(epoch, model)
 
-        training.feed.begin_epoch = checked  # type: ignore[method-assign]
+        training.setup.feed.begin_epoch = checked  # type: ignore[method-assign]
         clock.begun = time.perf_counter()
         training.run_to_end()
         observer.close()

@@ -89,7 +89,7 @@ def ours(envs: int, horizon: int, own: bool, seconds: float) -> dict[str, Any]:
         training = prepared(task, folder, clock, files)
         training.run_to_end()
         files.close()
-    if training.stepper is None:
+    if training.epochs.whole is None:
         raise SystemExit(f"the kernels were not used: {clock.notices}")
     spans = [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)]
     middle = statistics.median(spans)
@@ -125,20 +125,21 @@ def solve(seeds: int, envs: int = 4096, horizon: int = 64, most: int = 400) -> l
     with tempfile.TemporaryDirectory() as folder:
         training = prepared(Balance(**settings(envs, horizon), epochs=most + 10), folder)
         training.run_to_end(stop_after=5 * 16)
-    learner: Any = training.stepper
-    actor: Any = training.model.actor
+    assert training.epochs.whole is not None
+    learner: Any = training.epochs.whole.stepper
+    actor: Any = training.setup.model.actor
     found = []
     for seed in range(seeds):
         torch.manual_seed(seed)
         torch.cuda.manual_seed(seed)
-        fresh: Any = training.task.model().cuda()
+        fresh: Any = training.setup.task.model().cuda()
         with torch.no_grad():
-            for mine, new in zip(training.model.parameters(), fresh.parameters(), strict=True):
+            for mine, new in zip(training.setup.model.parameters(), fresh.parameters(), strict=True):
                 mine.copy_(new)
             for tensor in (learner.mean, learner.square, learner.counts, *learner.state.values()):
                 tensor.zero_()
             learner.state["env.motion"].uniform_(-0.05, 0.05)
-        training.feed.seed = seed  # type: ignore[attr-defined]
+        training.setup.feed.seed = seed  # type: ignore[attr-defined]
         torch.cuda.synchronize()
         spent, value, epoch = 0.0, 0.0, 0
         while epoch < most and value < SOLVED:

@@ -420,7 +420,7 @@ def train(
     """Train (or go on) in a folder; gives its metrics, without those of the clock."""
     job = training(name, folder, group, settings, pins)
     job.run_to_end(stop_after)
-    job.observer.close()
+    job.setup.observer.close()
     return rows(folder) if group.is_main else []
 
 

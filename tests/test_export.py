@@ -24,7 +24,7 @@ import drivetrain
 from drivetrain import Outcome, Problem, Task, Tensors
 from drivetrain.cli import export as cli_export
 from drivetrain.cli import predict as cli_predict
-from drivetrain.engine.setup import weights_of
+from drivetrain.engine.model import weights_of
 from drivetrain.export.calls import graphs_of
 from drivetrain.export.graphs import WrittenGraph, write_graph
 from drivetrain.task_ref import find_task, instantiate

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.engine.log.rows import SPIKE_QUIET, Spikes
+from drivetrain.engine.log.rows import SPIKE_QUIET_STEPS, SpikeDetector
 from drivetrain.engine.state import checkpoint
 from drivetrain.engine.state.checkpoint import CheckpointWriter
 from drivetrain.plan import HOST_SYNC_REASON, Plan
@@ -149,13 +149,13 @@ def test_a_nan_says_how_to_find_its_source(folder: Path) -> None:
 
 
 def test_spikes_are_noticed_once() -> None:
-    spikes = Spikes()
-    said = [spikes.look({"step": i, "train/loss": 1.0 + 0.1 * (i % 3)}) for i in range(1, 100)]
+    spikes = SpikeDetector()
+    said = [spikes.check({"step": i, "train/loss": 1.0 + 0.1 * (i % 3)}) for i in range(1, 100)]
     assert not any(said)
-    assert "jumped to 9 at step 100" in spikes.look({"step": 100, "train/loss": 9.0, "grad_norm": 40.0})
-    assert not spikes.look({"step": 101, "train/loss": 9.0}), "said once"
-    assert spikes.look({"step": 101 + SPIKE_QUIET, "train/loss": 9.0})
-    assert not any(Spikes().look({"step": i, "train/loss": 2.0 ** (10 - i)}) for i in range(60)), "a loss that falls"
+    assert "jumped to 9 at step 100" in spikes.check({"step": 100, "train/loss": 9.0, "grad_norm": 40.0})
+    assert not spikes.check({"step": 101, "train/loss": 9.0}), "said once"
+    assert spikes.check({"step": 101 + SPIKE_QUIET_STEPS, "train/loss": 9.0})
+    assert not any(SpikeDetector().check({"step": i, "train/loss": 2.0 ** (10 - i)}) for i in range(60)), "a loss that falls"
 
 
 # --- collectives ---

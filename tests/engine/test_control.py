@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.engine.cadence import AHEAD, LOOKS, MOST, Agreement
 from drivetrain.engine.group import Group
-from drivetrain.engine.log.figures import STOP, TAIL
+from drivetrain.engine.group.requests import HOST_LEAD_SECONDS, MAX_LAG_STEPS, RETUNE_AT, RequestReader, Requests
 from drivetrain.engine.log.observe import Observer
+from drivetrain.engine.log.slots import FIRST_REQUEST, PIGGYBACK_FLOATS
 from drivetrain.runs import Run
 from drivetrain.watch.deadline import LEAST, SAVES, STEPS, Deadline
 from tests.processes import on_ranks
@@ -35,25 +35,25 @@ class Event:
     def synchronize(self) -> None: ...
 
 
-@pytest.mark.parametrize(("seconds", "lag"), [(0.001, MOST), (AHEAD / 3, 4), (0.2, 1)])
+@pytest.mark.parametrize(("seconds", "lag"), [(0.001, MAX_LAG_STEPS), (HOST_LEAD_SECONDS / 3, 4), (0.2, 1)])
 def test_a_gpus_answer_is_read_as_soon_as_the_host_is_far_enough_ahead(seconds: float, lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     group: Any = Gpus()
-    agreement = Agreement(group)
+    reader = RequestReader(group)
 
     def heard(step: int, stop: bool) -> bool:
         clock[0] += seconds
-        tail = torch.zeros(TAIL)
-        tail[STOP] = stop
-        return agreement.read(step, tail, [])[0]
+        tail = torch.zeros(PIGGYBACK_FLOATS)
+        tail[FIRST_REQUEST] = stop
+        return reader.read(step, tail, Requests()).stop
 
     assert not any(heard(step, False) for step in range(200))
-    assert agreement.lag in (lag, min(MOST, lag + 1)), "by the clock, within a step"
+    assert reader.lag_steps in (lag, min(MAX_LAG_STEPS, lag + 1)), "by the clock, within a step"
     asked = 200
     took = next(step - asked for step in range(asked, 300) if heard(step, True))
-    assert took == agreement.lag and LOOKS[0] < 200
+    assert took == reader.lag_steps and RETUNE_AT[0] < 200
 
 
 class Asked(Observer):

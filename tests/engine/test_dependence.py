@@ -197,9 +197,9 @@ def told(name: str, folder: str, settings: dict[str, Any], pins: dict[str, Any],
     plan = choose(task.settings(), HARDWARE, device="cpu", world_size=group.size, local_procs=group.size, pins=pins)
     heard, run = Heard(), Run(folder)
     job = Training(task, plan, run, group, Observers([MetricsFile(run), heard] if group.is_main else []), False)
-    job.looks_closely = looks
+    job.always_checks_dependence = looks
     job.run_to_end()
-    job.observer.close()
+    job.setup.observer.close()
     notices = [text for text in heard.notices if "BatchNorm" not in text]
     assert [e["text"] for e in run.events() if e["event"] == "depends-on-plan"] == notices or not group.is_main
     return notices

@@ -11,7 +11,7 @@ from torch import nn
 
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observer
-from drivetrain.engine.setup import _batchnorm
+from drivetrain.engine.model import _batchnorm
 from drivetrain.engine.state.tensors import StoredTensors
 from drivetrain.engine.strategies import Replicated
 from drivetrain.engine.strategies.base import norm_of

@@ -71,14 +71,14 @@ def test_augmentation_in_place_is_done_once(tmp_path: Path) -> None:
     from tests.samples import training
 
     job = training("InPlace", str(tmp_path), Group(0, 1, torch.device("cpu")), {"global_batch": 101})
-    order = job.feed.order(0)
-    batch = job.task.train_data()[order]
+    order = job.setup.feed.order(0)
+    batch = job.setup.task.train_data()[order]
     batch["x"].add_(KeyedRand(order, 0, 0, 1).normal(4))
-    parts, _ = job.task.loss(job.model, batch)
-    job.step(0)
-    job.step.ledger.fetch()
-    row = job.step.ledger.arrived(wait=True)[0].rows[0]
-    assert row[job.step.figures.total["all"]] / 101 == pytest.approx(parts["all"].item(), rel=1e-5)
+    parts, _ = job.setup.task.loss(job.setup.model, batch)
+    job.execution.step(0)
+    job.execution.step.ring.fetch()
+    row = job.execution.step.ring.arrived(wait=True)[0].rows[0]
+    assert row[job.execution.step.slots.total["all"]] / 101 == pytest.approx(parts["all"].item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -103,10 +103,10 @@ def test_the_gradient_is_that_of_the_mean_over_the_global_batch(tmp_path: Path) 
     from tests.samples import training
 
     job = training("Tokens", str(tmp_path), Group(0, 1, torch.device("cpu")), {"global_batch": 101, "optim": "sgd"}, {"micro_batch": 6})
-    task = job.task
-    total, count = task.loss(job.model, task.train_data()[:])
-    expected = torch.autograd.grad(total / count, list(job.model.parameters()))
-    job.step(0)
-    for parameter, gradient in zip(job.model.parameters(), expected, strict=True):
+    task = job.setup.task
+    total, count = task.loss(job.setup.model, task.train_data()[:])
+    expected = torch.autograd.grad(total / count, list(job.setup.model.parameters()))
+    job.execution.step(0)
+    for parameter, gradient in zip(job.setup.model.parameters(), expected, strict=True):
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)

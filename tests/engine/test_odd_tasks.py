@@ -302,9 +302,9 @@ def test_it_trains_and_goes_on(name: str, micro: int, tmp_path: Path) -> None:
     for steps in (2, None):
         job = made(TRAINED[name], tmp_path, ALONE, micro, Heard())
         job.run_to_end(steps)
-        assert job.writer is not None
-        job.writer.wait()
-        assert job.writer.failure is None
+        assert job.saver.writer is not None
+        job.saver.writer.wait()
+        assert job.saver.writer.failure is None
     last = rows(tmp_path)[-1]
     assert last["step"] == 3 and all(value is not None for value in last.values())
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.engine.faults.injection import read_fault
-from drivetrain.engine.faults.out_of_memory import Before, OutOfMemory
+from drivetrain.engine.faults.out_of_memory import BufferBackup, OutOfMemory
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observer, Observers
 from drivetrain.engine.loop import Training
@@ -57,7 +57,7 @@ def prepare(
 def note_samples(job: Training) -> dict[tuple[int, int], list[int]]:
     """The samples of each step that were trained on: those of its last attempt, as the loader gave them."""
     seen: dict[tuple[int, int], list[int]] = {}
-    give = job.feed.micro_batches
+    give = job.setup.feed.micro_batches
 
     def noting(epoch: int, index: int) -> Any:
         mine = seen[epoch, index] = []
@@ -67,7 +67,7 @@ def note_samples(job: Training) -> dict[tuple[int, int], list[int]]:
             mine += numbers[: micro.num_real].tolist()
             yield micro
 
-    job.feed.micro_batches = noting  # type: ignore[method-assign]
+    job.setup.feed.micro_batches = noting  # type: ignore[method-assign]
     return seen
 
 
@@ -77,15 +77,15 @@ def struck(name: str, folder: str, settings: dict[str, Any], pins: dict[str, Any
     job = prepare(name, folder, settings, pins, faults, group, told)
     seen = note_samples(job)
     result = job.run_to_end()
-    job.observer.close()
+    job.setup.observer.close()
     assert result.outcome is Outcome.OK
     epochs: dict[int, list[int]] = {}
     for rank in group.gather_objects(seen):
         for (epoch, _), ids in rank.items():
             epochs.setdefault(epoch, []).extend(ids)
     return {
-        "micro_batch": job.plan.micro_batch, "eval_micro_batch": job.plan.eval_micro_batch, "accumulation": job.plan.accumulation,
-        "reasons": job.plan.reasons, "epochs": {e: sorted(ids) for e, ids in epochs.items()}, "length": job.feed.length,
+        "micro_batch": job.execution.plan.micro_batch, "eval_micro_batch": job.execution.plan.eval_micro_batch, "accumulation": job.execution.plan.accumulation,
+        "reasons": job.execution.plan.reasons, "epochs": {e: sorted(ids) for e, ids in epochs.items()}, "length": job.setup.feed.length,
         "notices": told.notices, "sentences": [facts["sentence"] for facts in told.plans if facts["sentence"]],
     }  # fmt: skip
 
@@ -217,17 +217,17 @@ def test_a_task_that_never_fits_the_large_micro_batch(tmp_path: Path) -> None:
 
 def _greedy(folder: str, group: Group) -> tuple[int, int]:
     job = prepare("Plain", folder, SGD, {}, "", group)
-    plain = job.task.loss
+    plain = job.setup.task.loss
 
     def loss(model: Any, batch: Any) -> Any:
         if len(batch[0]) > 3:
             raise torch.OutOfMemoryError("too many samples")
         return plain(model, batch)
 
-    job.task.loss = loss  # type: ignore[method-assign]
+    job.setup.task.loss = loss  # type: ignore[method-assign]
     job.run_to_end()
-    job.observer.close()
-    return job.plan.micro_batch, job.plan.accumulation
+    job.setup.observer.close()
+    return job.execution.plan.micro_batch, job.execution.plan.accumulation
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -252,10 +252,10 @@ def test_other_errors_are_not_taken_for_it(error: Exception, tmp_path: Path) -> 
     def loss(model: Any, batch: Any) -> Any:
         raise error
 
-    job.task.loss = loss  # type: ignore[method-assign]
+    job.setup.task.loss = loss  # type: ignore[method-assign]
     with pytest.raises(type(error)):
         job.run_to_end()
-    assert job.plan.micro_batch == 16
+    assert job.execution.plan.micro_batch == 16
 
 
 def test_models_with_batchnorm_are_warned(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_batchnorm_never_gets_a_single_sample(tmp_path: Path) -> None:
         job.run_to_end()
     job = prepare("Normed", str(tmp_path), {"samples": 94}, {"micro_batch": 4}, "oom@step:2", Group(0, 1, torch.device("cpu")))
     assert job.run_to_end().outcome is Outcome.OK
-    assert job.plan.micro_batch == 2
+    assert job.execution.plan.micro_batch == 2
 
 
 def test_an_update_is_not_taken_back(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_an_update_is_not_taken_back(tmp_path: Path) -> None:
     assert smaller is not None
     assert smaller["sizes"] == {"micro_batch": 8, "accumulation": 2}
     assert smaller["oom"] == {"step": 3, "rank": 0, "was": 16, "now": 8, "during": "step"}
-    assert job.plan.micro_batch == 16
+    assert job.execution.plan.micro_batch == 16
 
 
 def test_buffers_are_put_back_whatever_became_of_them() -> None:
@@ -295,7 +295,7 @@ def test_buffers_are_put_back_whatever_became_of_them() -> None:
             self.register_buffer("none", None)
 
     net = Net()
-    before, queue = Before(net), net.queue
+    before, queue = BufferBackup(net), net.queue
     for _ in range(2):
         before.take()
         net.count += 1  # type: ignore[operator]
@@ -331,10 +331,10 @@ def repeat(folder: str, seed: int, times: int, group: Group) -> int:
         try:
             assert job.run_to_end().step == 12, faults
         except OutOfMemory:
-            assert job.plan.micro_batch <= (3 if name == "Normed" else 1), faults  # two in a row, from few on
+            assert job.execution.plan.micro_batch <= (3 if name == "Normed" else 1), faults  # two in a row, from few on
             continue
         samples = [ids for rank in group.gather_objects(seen) for (epoch, _), ids in rank.items() if epoch == 0 for ids in ids]
-        assert name == "Walk" or sorted(samples) == list(range(job.feed.length)), faults
+        assert name == "Walk" or sorted(samples) == list(range(job.setup.feed.length)), faults
     return times
 
 

@@ -19,13 +19,13 @@ from drivetrain.engine import loop
 from drivetrain.engine.data.keyed_random import EpochRand, HostRandom, KeyedRand
 from drivetrain.engine.data.loader_feed import LoaderFeed
 from drivetrain.engine.data.make_feed import train_feed
-from drivetrain.engine.fast import pace
+from drivetrain.engine.fast import tuner
 from drivetrain.engine.fast.blocks import repeated_blocks
 from drivetrain.engine.fast.graphs import explain_failure, form_of, uncapturable_kind
 from drivetrain.engine.fast.python_state import first_change, read_python_state
 from drivetrain.engine.fast.trial import Trial
 from drivetrain.engine.group import Group
-from drivetrain.engine.log.observe import Observer, Observers
+from drivetrain.engine.log.observe import Observer
 from drivetrain.engine.step import Step
 from drivetrain.plan import Plan
 from tests import samples
@@ -46,9 +46,9 @@ class Facts(Observer):
 def train(name: str, folder: Path, pins: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
     job = samples.training(name, str(folder), ALONE, settings, pins)
     facts = Facts()
-    job.observer = Observers([job.observer, facts])
+    job.setup.observer.members.append(facts)
     job.run_to_end()
-    job.observer.close()
+    job.setup.observer.close()
     return facts.plan
 
 
@@ -72,7 +72,7 @@ def test_a_steps_time_has_no_evaluation_in_it(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_compiler_that_fails_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "PAYS", 0.0)
+    monkeypatch.setattr(tuner, "MIN_SECONDS_TO_COMPILE", 0.0)
 
     def broken(*args: Any, **options: Any) -> Any:
         def fail(*_: Any) -> Any:
@@ -90,7 +90,7 @@ def test_a_compiler_that_fails_stops_nothing(tmp_path: Path, monkeypatch: pytest
 
 
 def test_compiled_code_that_gives_another_loss_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "PAYS", 0.0)
+    monkeypatch.setattr(tuner, "MIN_SECONDS_TO_COMPILE", 0.0)
     monkeypatch.setattr(torch, "compile", lambda function, **_: lambda *args: function(*args) * 1.5)
     train("Plain", tmp_path / "plain", {"compile": "off"}, epochs=4)
     plan = train("Plain", tmp_path / "tried", epochs=4)
@@ -99,7 +99,7 @@ def test_compiled_code_that_gives_another_loss_is_refused(tmp_path: Path, monkey
 
 
 def test_compiled_code_must_be_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "PAYS", 0.0)
+    monkeypatch.setattr(tuner, "MIN_SECONDS_TO_COMPILE", 0.0)
 
     def slow(function: Any, **_: Any) -> Any:
         def call(*args: Any) -> Any:
@@ -116,7 +116,7 @@ def test_compiled_code_must_be_faster(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("fault", ["fails", "differs", "is slow", ""])
 def test_what_does_not_compile_cunningly_is_compiled_simply(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "PAYS", 0.0)
+    monkeypatch.setattr(tuner, "MIN_SECONDS_TO_COMPILE", 0.0)
     monkeypatch.setattr(Trial, "_may_use_custom_passes", lambda self: True)
     plain, wait = Plain.loss, [0.02]
 
@@ -305,7 +305,7 @@ def test_a_step_that_finds_its_number_on_the_device_is_the_same_step(
     for stop in (10, None):
         job = samples.training(name, str(tmp_path / "ahead"), ALONE, options, pins)
         job.run_to_end(stop)
-        job.observer.close()
+        job.setup.observer.close()
     if name in ("Augmented", "Plain") and micro_batch == 16:
         assert handed[0] == (None, None)
     for a, b in zip(rows(tmp_path / "usual"), rows(tmp_path / "ahead"), strict=True):
@@ -329,7 +329,7 @@ def scaled(monkeypatch: pytest.MonkeyPatch, factor: float = 1.0002) -> None:
 @pytest.mark.parametrize("name", ["Taught", "Odd", "Parts"])
 def test_trying_out_leaves_no_trace(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A moving average in the forward pass, sparse gradients, counts."""
-    monkeypatch.setattr(pace, "PAYS", 0.0)
+    monkeypatch.setattr(tuner, "MIN_SECONDS_TO_COMPILE", 0.0)
     scaled(monkeypatch, 1.5)
     train(name, tmp_path / "plain", {"compile": "off"}, epochs=4)
     plan = train(name, tmp_path / "tried", epochs=4)
@@ -352,7 +352,7 @@ def test_resumed_at_any_place_the_same_batches_run_compiled(
     for end in (stop, None):
         job = samples.training("Plain", str(tmp_path / "broken"), ALONE, {"epochs": 4}, pins)
         job.run_to_end(end)
-        job.observer.close()
+        job.setup.observer.close()
     assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
 
@@ -364,7 +364,7 @@ def test_a_pinned_compile_holds_on_resume(tmp_path: Path, monkeypatch: pytest.Mo
         for choice, stop in ((first, 10), (second, None)):
             job = samples.training("Plain", str(tmp_path / folder), ALONE, {"epochs": 4}, {"compile": choice})
             job.run_to_end(stop)
-            job.observer.close()
+            job.setup.observer.close()
         return rows(tmp_path / folder)
 
     plain, on, off = go_on("plain", "off", "off"), go_on("on", "off", "on"), go_on("off", "on", "off")
@@ -373,7 +373,7 @@ def test_a_pinned_compile_holds_on_resume(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def _always_worth_it(folder: str, group: Group) -> int:
-    pace.PAYS = 0.0  # in a process of its own
+    tuner.MIN_SECONDS_TO_COMPILE = 0.0  # in a process of its own
     return len(samples.train("RankLogs", folder, {"epochs": 4}, None, None, group))
 
 
@@ -393,15 +393,15 @@ def test_a_derived_optimizer_is_handed_scaled_gradients(tmp_path: Path) -> None:
 def test_columns_that_change_are_another_form(tmp_path: Path) -> None:
     job = samples.training("Stretched", str(tmp_path), ALONE, {"epochs": 6}, None)
     seen = []
-    plain = job.feed.begin_epoch
+    plain = job.setup.feed.begin_epoch
 
     def begin(epoch: int, model: nn.Module) -> None:
         plain(epoch, model)
-        seen.append(job.feed.data_version)
+        seen.append(job.setup.feed.data_version)
 
-    job.feed.begin_epoch = begin  # type: ignore[method-assign]
+    job.setup.feed.begin_epoch = begin  # type: ignore[method-assign]
     job.run_to_end()
-    job.observer.close()
+    job.setup.observer.close()
     assert len(set(seen)) == 6, "each epoch's columns lie elsewhere"
 
 

@@ -27,15 +27,15 @@ def test_half_precision_learns_like_fp32(precision: str, tmp_path: Path) -> None
 
 def test_fp16_overflow_skips_the_step_and_is_counted(tmp_path: Path) -> None:
     job = training("Exploding", str(tmp_path), ALONE, {"precision": "fp16", "spike": 1e4, "epochs": 4})
-    before = [p.detach().clone() for p in job.model.parameters()]
-    job.step(0)
-    assert all(torch.equal(a, b) for a, b in zip(before, job.model.parameters(), strict=True)), (
+    before = [p.detach().clone() for p in job.setup.model.parameters()]
+    job.execution.step(0)
+    assert all(torch.equal(a, b) for a, b in zip(before, job.setup.model.parameters(), strict=True)), (
         "an overflowed step must not move the weights"
     )
-    assert job.step.loss_scale is not None
-    assert job.step.loss_scale.scale == 2.0**15
+    assert job.execution.step.loss_scale is not None
+    assert job.execution.step.loss_scale.scale == 2.0**15
     result = job.run_to_end()
-    job.observer.close()
+    job.setup.observer.close()
     assert result.outcome is Outcome.OK
     last = rows(tmp_path)[-1]
     assert last["skipped_steps"] >= 1
@@ -45,9 +45,9 @@ def test_fp16_overflow_skips_the_step_and_is_counted(tmp_path: Path) -> None:
 
 def test_sgd_s_momentum_begins_with_the_first_step_that_counts(tmp_path: Path) -> None:
     job = training("Exploding", str(tmp_path), ALONE, {"precision": "fp16", "spike": 1e4, "optim": "sgd"})
-    job.step(0)
-    assert job.step.loss_scale is not None and job.step.loss_scale.skipped == 1
-    assert all(not job.optimizer.state[p]["momentum_buffer"].any() for p in job.model.parameters())
+    job.execution.step(0)
+    assert job.execution.step.loss_scale is not None and job.execution.step.loss_scale.skipped == 1
+    assert all(not job.execution.optimizer.state[p]["momentum_buffer"].any() for p in job.setup.model.parameters())
 
 
 def test_fp16_resumes_with_its_scale(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_nan_stops_at_its_step_and_names_the_last_good_checkpoint(tmp_path: Path
 
 def test_a_gradient_that_is_nan_while_the_loss_is_not_never_reaches_a_checkpoint(tmp_path: Path) -> None:
     job = training("Plain", str(tmp_path), ALONE, {"save_every": 3, "log_every": 100})
-    first = next(iter(job.model.parameters()))
+    first = next(iter(job.setup.model.parameters()))
     calls = []
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ def test_a_gradient_that_is_nan_while_the_loss_is_not_never_reaches_a_checkpoint
     first.register_hook(spoil)
     with pytest.raises(Problem, match="not a number at step 3"):
         job.run_to_end()
-    assert job.run.checkpoint_steps() == []
+    assert job.setup.run.checkpoint_steps() == []
 
 
 def test_tf32_needs_a_gpu() -> None:

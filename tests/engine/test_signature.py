@@ -39,9 +39,9 @@ def go_on(name: str, folder: Path, stop_after: int | None = None, pins: dict[str
     try:
         job.run_to_end(stop_after)
     finally:
-        if job.writer is not None:
-            job.writer.wait()
-        job.observer.close()
+        if job.saver.writer is not None:
+            job.saver.writer.wait()
+        job.setup.observer.close()
     return notices.texts
 
 

@@ -276,9 +276,9 @@ def _held(folder: str, pins: dict[str, Any], group: Group) -> dict[str, int]:
     from drivetrain.engine.state.tensors import local
 
     job = samples.training("Transformer", folder, group, ADAM, pins)
-    job.step(0)
-    state = [v for s in job.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
-    return {"model": sum(local(p).numel() for p in job.model.parameters()), "optimizer": sum(local(v).numel() for v in state)}
+    job.execution.step(0)
+    state = [v for s in job.execution.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
+    return {"model": sum(local(p).numel() for p in job.setup.model.parameters()), "optimizer": sum(local(v).numel() for v in state)}
 
 
 @pytest.mark.parametrize(("pins", "parts"), [(FSDP, (2, 2)), (FSDP2, (2, 2)), (ZERO1, (1, 2)), (ZERO3, (1000, 2))], ids=label)

@@ -49,8 +49,8 @@ class Own(CartPole):
 def learned(folder: Path, kind: type[Ppo] = CartPole, **settings: Any) -> tuple[Training, FusedStepper]:
     done = training(folder, kind(**(SMALL | {"eval_episodes": 0, "log_every": 1, "save_every": "1ep"} | settings)))
     done.run_to_end()
-    assert isinstance(done.stepper, FusedStepper)
-    return done, done.stepper
+    assert done.epochs.whole is not None and isinstance(done.epochs.whole.stepper, FusedStepper)
+    return done, done.epochs.whole.stepper
 
 
 def gradients(stepper: FusedStepper, observations: Any, columns: Any, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,17 +63,17 @@ def gradients(stepper: FusedStepper, observations: Any, columns: Any, rows: Any)
 def compare_gradients(done: Training, stepper: FusedStepper, observations: Any, columns: Any, numbers: Any, strict: bool) -> None:
     """Compares the kernels' gradients and sums of some samples with those of exact arithmetic."""
     got, sums = gradients(stepper, observations, columns, numbers)
-    exact: Any = copy.deepcopy(done.model).double()
+    exact: Any = copy.deepcopy(done.setup.model).double()
     exact.zero_grad()
     known = torch.zeros(len(numbers), 11, device="cuda", dtype=torch.float64)
     known[:, :6] = columns[numbers][:, :6].double()
     known[:, 2] = (known[:, 2] - stepper.stats[4]) / stepper.stats[5]
-    (total, count), figures = done.task.loss(exact, {"observation": observations[numbers].double(), "columns": known})
+    (total, count), figures = done.setup.task.loss(exact, {"observation": observations[numbers].double(), "columns": known})
     total.backward()
     true = torch.cat([p.grad.reshape(-1) for p in (*exact.actor.parameters(), *exact.critic.parameters())])
-    quick: Any = copy.deepcopy(done.model)
+    quick: Any = copy.deepcopy(done.setup.model)
     torch.set_float32_matmul_precision("high")
-    done.task.loss(quick, {"observation": observations[numbers], "columns": known.float()})[0][0].backward()
+    done.setup.task.loss(quick, {"observation": observations[numbers], "columns": known.float()})[0][0].backward()
     torch.set_float32_matmul_precision("highest")
     rough = torch.cat([p.grad.reshape(-1) for p in (*quick.actor.parameters(), *quick.critic.parameters())]).double()
     actor = sum(p.numel() for p in exact.actor.parameters())
@@ -102,7 +102,7 @@ def compare_gradients(done: Training, stepper: FusedStepper, observations: Any, 
 @pytest.mark.parametrize("epochs", [2, 30])
 def test_gradients_are_those_of_exact_arithmetic(shape: Any, epochs: int, tmp_path: Path) -> None:
     done, stepper = learned(tmp_path, epochs=epochs, **shape)
-    numbers = torch.randperm(stepper.count, device="cuda")[: done.task.global_batch - 95]  # not whole tiles
+    numbers = torch.randperm(stepper.count, device="cuda")[: done.setup.task.global_batch - 95]  # not whole tiles
     compare_gradients(done, stepper, stepper.observations, stepper.columns, numbers, "envs" in shape)
 
 
@@ -150,7 +150,7 @@ class Reads(Ppo):
 def test_gradients_are_exact_for_any_number_of_inputs_and_actions(shape: Any, tmp_path: Path) -> None:
     done, stepper = learned(tmp_path, Reads, epochs=30, **shape)
     assert stepper.collects and len(torch.unique(stepper.columns[:, 0])) > shape["choices"] // 2, "most actions are taken"
-    numbers = torch.randperm(stepper.count, device="cuda")[: done.task.global_batch - 95]
+    numbers = torch.randperm(stepper.count, device="cuda")[: done.setup.task.global_batch - 95]
     compare_gradients(done, stepper, stepper.observations, stepper.columns, numbers, strict=False)
 
 
@@ -171,7 +171,7 @@ def test_dead_agents_have_no_gradient(tmp_path: Path) -> None:
     observations = observations.float().flatten(1)
     dead = columns[:, 5] == 0
     assert 0.02 < float(dead.float().mean()) < 0.9
-    numbers = torch.randperm(stepper.count, device="cuda")[: done.task.global_batch - 95]
+    numbers = torch.randperm(stepper.count, device="cuda")[: done.setup.task.global_batch - 95]
     compare_gradients(done, stepper, observations, columns, numbers, strict=False)
     before = [t.clone() for t in gradients(stepper, observations, columns, numbers)]
     columns[dead, 2:4] = 1e4  # advantage and target
@@ -182,14 +182,14 @@ def test_dead_agents_have_no_gradient(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [CartPole, Own, Bandit])
 def test_samples_and_their_order_are_those_of_the_engine(kind: type[Ppo], tmp_path: Path) -> None:
     done, stepper = learned(tmp_path, kind, epochs=6)
-    feed: Any = done.feed
+    feed: Any = done.setup.feed
     before = {k: v.clone() for k, v in stepper.state.items()}
     epoch = 6
     stepper.collect(torch.tensor(feed.random_keys(epoch)))
     after = {k: v.clone() for k, v in stepper.state.items()}
     feed.source.load({k: v.clone() for k, v in before.items()})
     feed._graphs = None
-    feed.begin_epoch(epoch, done.model)
+    feed.begin_epoch(epoch, done.setup.model)
     plain = {k: v.clone() for k, v in feed.collected_batch().items()}
     plain["columns"] = plain["columns"][:, :6]
     mine = stepper.columns[:, :6].clone()
@@ -230,9 +230,9 @@ def test_an_epoch_updates_the_weights_as_the_engines_steps_do(kind: type[Ppo], e
     for name, fused in (("kernels", True), ("plain", False)):
         done = training(tmp_path / name, kind(**SMALL, eval_episodes=0, epochs=epochs, decay="constant", fused=fused, log_every=1))
         done.run_to_end()
-        assert (done.stepper is not None) is fused
+        assert (done.epochs.whole is not None) is fused
         both.append(done)
-    mine, theirs = (torch.cat([p.detach().reshape(-1) for p in done.model.parameters()]) for done in both)
+    mine, theirs = (torch.cat([p.detach().reshape(-1) for p in done.setup.model.parameters()]) for done in both)
     assert float((mine - theirs).norm() / theirs.norm()) < 0.02
     a, b = rows(tmp_path / "kernels"), rows(tmp_path / "plain")
     assert [r["step"] for r in a] == [r["step"] for r in b]
@@ -282,5 +282,5 @@ def test_a_gpu_that_is_too_old_takes_the_engines_steps(tmp_path: Path, monkeypat
     monkeypatch.undo()
     plain = training(tmp_path / "plain", CartPole(**SMALL, eval_episodes=0, epochs=3, log_every=1, deterministic=True, fused=False))
     plain.run_to_end()
-    assert done.stepper is None
+    assert done.epochs.whole is None
     assert weights(tmp_path / "old") == weights(tmp_path / "plain")

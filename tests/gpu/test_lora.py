@@ -82,10 +82,10 @@ def learn(place: Path, name: str, pins: dict[str, Any], **settings: Any) -> Any:
     given = {"base": "model", "data": "texts.jsonl", "context": 48, "held_out": 0.0, "global_batch": 4, "steps": 200, "learning_rate": 3e-3,
              "decay": "constant", "clip": 1.0, "best": None, "log_every": 1}  # fmt: skip
     job = training("Lora", str(place / name), Group(0, 1, GPU), given | settings, pins)
-    before = copy.deepcopy(job.model.net)  # type: ignore[attr-defined]
+    before = copy.deepcopy(job.setup.model.net)  # type: ignore[attr-defined]
     job.run_to_end()
-    job.observer.close()
-    return job.task, before, [row["train/loss"] for row in rows(place / name)]
+    job.setup.observer.close()
+    return job.setup.task, before, [row["train/loss"] for row in rows(place / name)]
 
 
 def test_captured_steps_are_eager_ones(place: Path) -> None:

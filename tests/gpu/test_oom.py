@@ -82,9 +82,9 @@ def test_a_batch_that_does_not_fit_is_halved_until_it_does(tmp_path: Path, small
     told = Told()
     job = prepare(tmp_path, told, samples=96)
     job.run_to_end()
-    job.observer.close()
-    assert job.plan.micro_batch in (2, 4, 8)
-    assert job.plan.accumulation == 16 // job.plan.micro_batch
+    job.setup.observer.close()
+    assert job.execution.plan.micro_batch in (2, 4, 8)
+    assert job.execution.plan.accumulation == 16 // job.execution.plan.micro_batch
     assert [r["step"] for r in rows(tmp_path)] == list(range(1, 73))
     assert "out of memory at step 1 on rank 0: micro-batch 16 -> 8" in told.plans[0]["sentence"]
     assert told.plans[-1]["capture"] in ("on", "off"), "how steps run was found out anew"
@@ -95,23 +95,27 @@ def test_steps_that_were_captured_are_captured_anew(tmp_path: Path) -> None:
     """The last batch of an epoch is a partial one, which runs eager beside the captured steps when memory runs out."""
     told = Told()
     job = prepare(tmp_path, told, samples=100)
-    plain = job.task.loss
+    plain = job.setup.task.loss
     captured: list[bool] = []
 
     def loss(model: nn.Module, batch: Any) -> Any:
         value = plain(model, batch)
-        if job.step.number == 20 and not captured:
-            captured.append(job.step.graphs is not None and job.step.graphs.has_graph_of("step"))
+        if job.execution.step.number == 20 and not captured:
+            captured.append(job.execution.step.graphs is not None and job.execution.step.graphs.has_graph_of("step"))
             torch.empty(1 << 50, dtype=torch.uint8, device="cuda")  # more than any card has
         return value
 
-    job.task.loss = loss  # type: ignore[method-assign]
+    job.setup.task.loss = loss  # type: ignore[method-assign]
     job.run_to_end()
-    job.observer.close()
+    job.setup.observer.close()
     assert captured == [True]
-    assert (job.plan.micro_batch, job.plan.accumulation) == (8, 2)
+    assert (job.execution.plan.micro_batch, job.execution.plan.accumulation) == (8, 2)
     assert happened(tmp_path).count("oom") == 1
     assert "out of memory at step 21 on rank 0: micro-batch 16 -> 8" in told.plans[0]["sentence"]
     assert told.plans[-1]["capture"] == "on"
-    assert job.step.graphs is not None and job.step.graphs.has_graph_of("micro") and not job.step.graphs.has_graph_of("step")
+    assert (
+        job.execution.step.graphs is not None
+        and job.execution.step.graphs.has_graph_of("micro")
+        and not job.execution.step.graphs.has_graph_of("step")
+    )
     assert [r["step"] for r in rows(tmp_path)] == list(range(1, 85))

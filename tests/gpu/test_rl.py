@@ -67,7 +67,7 @@ def test_a_captured_collection_equals_the_eager_one(task: str) -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_an_interrupted_run_equals_an_uninterrupted_one(task: str, tmp_path: Path) -> None:
     whole = train(task, tmp_path / "uninterrupted", compile="off")
-    per_epoch = whole.feed.steps_per_epoch
+    per_epoch = whole.setup.steps_per_epoch
     for stop in (2 * per_epoch, 5 * per_epoch + 1, None):
         train(task, tmp_path / "interrupted", stop, compile="off")
     assert rows(tmp_path / "interrupted") == rows(tmp_path / "uninterrupted")

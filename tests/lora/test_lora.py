@@ -96,10 +96,10 @@ def test_it_learns_as_transformers_trainer_does(place: Path) -> None:
                 "learning_rate": 3e-3, "decay": "constant", "clip": 1.0, "best": None, "log_every": 1}  # fmt: skip
     TASKS["Lora"] = Lora
     job = training("Lora", str(place / "run"), Group(0, 1, torch.device("cpu")), settings, {"micro_batch": 2})
-    task = job.task
-    theirs = _copy(job.model).net  # type: ignore[attr-defined]
+    task = job.setup.task
+    theirs = _copy(job.setup.model).net  # type: ignore[attr-defined]
     job.run_to_end()
-    job.observer.close()
+    job.setup.observer.close()
     ours = [row["train/loss"] for row in rows(place / "run")]
 
     tokens, document, learned = (np.asarray(c) for c in task.train_data().columns)
@@ -216,8 +216,8 @@ def losses_of(place: Path, name: str, pins: dict[str, Any], **settings: Any) -> 
              "held_out": 0.0, "best": None, "log_every": 1}  # fmt: skip
     job = training("Lora", str(place / name), Group(0, 1, torch.device("cpu")), given | settings, pins)
     job.run_to_end()
-    job.observer.close()
-    assert not [event for event in job.run.events() if event["event"] == "depends-on-plan"]
+    job.setup.observer.close()
+    assert not [event for event in job.setup.run.events() if event["event"] == "depends-on-plan"]
     return [row["train/loss"] for row in rows(place / name)]
 
 

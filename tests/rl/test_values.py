@@ -69,8 +69,8 @@ def train(folder: str, settings: dict[str, Any], stop: int | None, group: Group)
     training: Any = Training(task, plan, Run(folder), group, observer, False)
     training.run_to_end(stop)
     observer.close()
-    output = float(training.model.value(torch.zeros(1, 4)).detach())
-    return rows(folder) if group.rank == 0 else [], training.feed.source.state()["targets"][0].tolist(), output
+    output = float(training.setup.model.value(torch.zeros(1, 4)).detach())
+    return rows(folder) if group.rank == 0 else [], training.setup.feed.source.state()["targets"][0].tolist(), output
 
 
 def test_processes_share_one_scale_and_one_curve(tmp_path: Path) -> None:

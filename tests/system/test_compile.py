@@ -21,7 +21,7 @@ def train(name: str, folder: Path, compiled: str, stop: int | None = None, **set
     samples.TASKS.setdefault(name, KINDS[name])
     job = samples.training(name, str(folder), ALONE, settings, {"compile": compiled, "micro_batch": 8})
     job.run_to_end(stop)
-    job.observer.close()
+    job.setup.observer.close()
     return job
 
 
@@ -31,7 +31,7 @@ def test_compiled_training_learns_and_resumes_exactly(name: str, tmp_path: Path)
     """With dropout, augmentation, counts, accumulation and a partial last batch; the transformer by its blocks."""
     plain = train(name, tmp_path / "plain", "off")
     whole = train(name, tmp_path / "whole", "on")
-    assert plain.step.compiled is None and whole.step.compiled is not None, whole.pace.found
+    assert plain.execution.step.compiled is None and whole.execution.step.compiled is not None, whole.execution.tuner.findings
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled at all"
     for stop in (5, None):
         train(name, tmp_path / "broken", "on", stop)

@@ -1,97 +1,110 @@
-"""When things are due, and what any rank asks of all: stop, save, evaluate."""
+"""When a training logs, evaluates, saves and stops: by the step's number alone, except for periods in seconds."""
 
 from __future__ import annotations
 
-import math
-import statistics
 import sys
 import time
-from collections import deque
-from itertools import pairwise
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
-from drivetrain.engine.group import Group
-from drivetrain.engine.log.figures import EVALUATE, STOP
+from drivetrain.engine.group.requests import Requests
 from drivetrain.settings import Length
 
-AHEAD = 0.05  # seconds of steps that the host runs ahead of a GPU before it reads an answer, so that the GPU never waits for it
-MOST = 8  # steps
-LOOKS = (16, 64, 256, 1024)  # answers after which it is looked again how long a step takes, then after every so many as the last
 
+class Period:
+    """A period in steps, or in seconds of a clock."""
 
-class SupportsBool(Protocol):
-    """True once the process was asked to stop (a signal's flag)."""
-
-    def __bool__(self) -> bool: ...
-
-
-class Every:
-    """A period in steps (decided by the step number alone) or in seconds (rank 0's clock)."""
-
-    def __init__(self, setting: object, steps_per_epoch: int) -> None:
+    def __init__(self, setting: object, steps_per_epoch: int, clock: Callable[[], float] = time.monotonic) -> None:
         length = Length.parse(setting)
         self.steps = length.in_steps(steps_per_epoch)
+        """None for a period in seconds."""
         self._seconds = length.value
-        self._last = time.monotonic()
+        self._clock = clock
+        self._last_seconds = clock()
 
-    def due(self, done: int) -> bool:
-        return self.steps is not None and self.steps > 0 and done % self.steps == 0
+    def is_due(self, step: int) -> bool:
+        return self.is_due_in(step, step)
 
-    def due_in(self, first: int, last: int) -> bool:
-        """Whether it is due at any of these steps."""
+    def is_due_in(self, first: int, last: int) -> bool:
+        """Returns whether one of these steps ends a period."""
         return self.steps is not None and self.steps > 0 and last // self.steps > (first - 1) // self.steps
 
-    def next(self, done: int) -> int:
-        """The first step after `done` at which it is due by number."""
-        return sys.maxsize if not self.steps else done + self.steps - done % self.steps
+    def next_step(self, step: int) -> int:
+        """Returns the first step after `step` that ends a period."""
+        return step + self.steps - step % self.steps if self.steps else sys.maxsize
 
-    def overdue(self) -> bool:
-        """Asks by the clock; true once a period."""
-        if self.steps is not None or time.monotonic() - self._last < self._seconds:
+    def is_overdue(self) -> bool:
+        """Returns True once after each period in seconds."""
+        if self.steps is not None or self._clock() - self._last_seconds < self._seconds:
             return False
-        self._last = time.monotonic()
+        self._last_seconds = self._clock()
         return True
 
 
-class Agreement:
-    """What any rank asked for, known to every rank at the same step: it travels with the gradients."""
+@dataclass(frozen=True)
+class Due:
+    """What has to be done after a step."""
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self._answers: list[tuple[Tensor, Any]] = []
-        self._quiet = [0, 0, 0]
-        self.lag = MOST
-        """Steps after which a GPU's answer is read, the same on every rank."""
-        self._read, self._times = 0, deque[float](maxlen=MOST * 8)
+    step: int
+    can_save: bool = True
+    """False within an epoch of a `Source`, whose state is complete at the epoch's end only."""
+    is_last: bool = False
+    log: bool = False
+    evaluate: bool = False
+    save: bool = False
+    stop: bool = False
 
-    def read(self, step: int, tail: Tensor | None, asked: list[bool]) -> list[bool]:
-        if tail is None or self.group.size == 1:
-            return asked
-        flags = tail[STOP : EVALUATE + 1]
-        if self.group.device.type != "cuda":
-            return [value > 0 for value in flags.tolist()]
-        answer = flags.to("cpu", non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._answers.append((answer, event))
-        heard = [False, False, False]
-        while len(self._answers) > self.lag:
-            answer, event = self._answers.pop(0)
-            event.synchronize()
-            heard = [h or (value > 0 and step >= quiet) for h, value, quiet in zip(heard, answer.tolist(), self._quiet, strict=True)]
-            self._learn()
-        # Answers under way still carry a request that was just heard.
-        self._quiet = [step + self.lag + 1 if h else q for h, q in zip(heard, self._quiet, strict=True)]
-        return heard
+    def after_evaluation(self, is_best: bool, is_settled: bool) -> Due:
+        """The best weights are saved, and an evaluation that ends the training makes its step the last one."""
+        is_last = self.is_last or is_settled
+        return replace(self, is_last=is_last, save=self.save or is_best or is_last)
 
-    def _learn(self) -> None:
-        """Now and then: read answers after as many steps as the host needs to be ahead, by rank 0's clock. Answers come at the device's pace."""
-        self._read += 1
-        self._times.append(time.perf_counter())
-        if self._read in LOOKS or self._read % LOOKS[-1] == 0:
-            took = statistics.median(later - sooner for sooner, later in pairwise(self._times))
-            [step] = self.group.sum_on_hosts([took if self.group.is_main else 0.0])
-            self.lag = max(1, min(MOST, math.ceil(AHEAD / max(step, 1e-9))))
+
+class Cadence:
+    """Decides what is due after each step. What falls due within an epoch of a `Source` waits for the epoch's end."""
+
+    def __init__(
+        self, log: Period, evaluate: Period, save: Period, total_steps: int, steps_per_epoch: int,
+        evaluates: bool, saves_at_epoch_ends: bool, is_main: bool, stop_after: int | None = None,
+    ) -> None:  # fmt: skip
+        self.log, self.evaluate, self.save = log, evaluate, save
+        self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
+        self.stop_after = stop_after
+        """The number of steps after which the training stops and is saved."""
+        self.needs_clock = save.steps is None or evaluate.steps is None
+        self._evaluates, self._saves_at_epoch_ends, self._is_main = evaluates, saves_at_epoch_ends, is_main
+        self._evaluation_waits = self._save_waits = self._stop_waits = False
+
+    def can_save(self, step: int) -> bool:
+        return not self._saves_at_epoch_ends or step % self.steps_per_epoch == 0
+
+    def request(self, requests: Requests, stop: bool, step: int) -> None:
+        """Sets the requests of this rank for a step; every rank receives them with the step's gradients."""
+        requests.stop = stop or (self.stop_after is not None and step >= self.stop_after)
+        requests.save = self._is_main and self.save.is_overdue()
+        requests.evaluate = self._is_main and self.evaluate.is_overdue()
+
+    def quiet_until(self, step: int) -> int:
+        """Returns the next step after which anything can be due; `step` itself where each step has to be looked at."""
+        if self.needs_clock or self.stop_after is not None or self._evaluation_waits or self._save_waits:
+            return step
+        epoch_end = step - step % self.steps_per_epoch + self.steps_per_epoch
+        return min(self.total_steps, epoch_end, *(period.next_step(step) for period in (self.log, self.evaluate, self.save)))
+
+    def before(self, first: int, last: int) -> Due:
+        """Returns what is due after steps `first` to `last`, as far as that is known before they are taken."""
+        is_last, can_save = last == self.total_steps, self.can_save(last)
+        self._evaluation_waits |= self._evaluates and self.evaluate.is_due_in(first, last)
+        self._save_waits |= self.save.is_due_in(first, last)
+        evaluate = (self._evaluates and is_last) or (self._evaluation_waits and can_save)
+        log = is_last or evaluate or self.log.is_due(last) or (self._is_main and self.log.is_overdue())
+        return Due(last, can_save, is_last, log, evaluate)
+
+    def after(self, due: Due, requests: Requests) -> Due:
+        """Returns what is due after all, now that every rank's requests are known."""
+        self._evaluation_waits |= self._evaluates and requests.evaluate
+        self._evaluation_waits &= not due.evaluate
+        self._stop_waits |= requests.stop
+        save = due.is_last or self._save_waits or requests.save
+        self._save_waits = save and not due.can_save
+        return replace(due, save=save, stop=self._stop_waits)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from drivetrain.engine.cadence import SupportsBool
 from drivetrain.engine.data.feed import OrderedFeed
 from drivetrain.engine.data.keyed_random import RandomStream, host_generator_state, key, seed_model
 from drivetrain.engine.fast.graphs import Graphs, form_of
-from drivetrain.engine.faults.out_of_memory import Short
+from drivetrain.engine.faults.out_of_memory import OutOfMemoryOnRanks
 from drivetrain.engine.group import Group
+from drivetrain.engine.group.requests import SupportsBool
 from drivetrain.engine.measure.memory import allocation_errors_as_oom
 from drivetrain.engine.numerics.metrics import EvaluationMetrics
 from drivetrain.engine.numerics.precision import Precision
@@ -25,105 +26,122 @@ from drivetrain.task import Task
 
 @dataclass(frozen=True)
 class Evaluation:
+    """The result of an evaluation."""
+
     metrics: dict[str, float]
     figures: dict[str, Any]
     """What `summary` gave that is no single number, such as a confusion matrix."""
     samples: int
 
 
-class Left(Exception):
-    """Some rank was asked to stop: every rank left the evaluation, which is to be done when the run goes on."""
+class EvaluationStopped(Exception):
+    """Some rank was asked to stop: every rank left the evaluation, which is done again when the run goes on."""
 
 
-class Replay:
-    """Evaluation's forward passes as graphs, once two plain ones have shown that nothing but tensors comes of them."""
+class EvaluationGraphs:
+    """Replays evaluation's forward passes as CUDA graphs, once two eager ones have shown that they change nothing but tensors."""
 
-    def __init__(self, graphs: Graphs, look: Callable[[], dict[str, object]]) -> None:
-        self._graphs, self._look = graphs, look
-        self._calls = 0
-        self._compared = False
+    def __init__(self, graphs: Graphs, marks: Callable[[], dict[str, object]]) -> None:
+        """`marks` returns what a graph takes as fixed, in a form that can be compared."""
+        self._graphs, self._marks = graphs, marks
+        self._num_calls = 0
+        self._is_compared = False
 
-    def __call__(self, work: Callable[[Any], Any], inputs: tuple[Any, Tensor], begin: Callable[[], None]) -> Any:
-        self._calls += 1
+    def __call__(self, work: Callable[[Any], Any], inputs: tuple[Any, Tensor], seed: Callable[[], None]) -> Any:
+        self._num_calls += 1
         if self._graphs.disabled_reason:
             return work(inputs)
-        if self._calls <= 2:
-            before = self._look(), host_generator_state(True)
+        if self._num_calls <= 2:
+            before = self._marks(), host_generator_state(True)
             output = work(inputs)
-            if (self._look(), host_generator_state(True)) != before:
+            if (self._marks(), host_generator_state(True)) != before:
                 self._graphs.disabled_reason = "metrics() changes something of Python's, or draws from the host's generators"
             return output
-        got = tree_map(_kept, self._graphs(("evaluate", form_of(inputs[0]), len(inputs[1])), work, inputs))
-        if not self._compared and self._graphs.has_graph_of("evaluate"):
-            self._compared = True
-            begin()
+        output = self._graphs(("evaluate", form_of(inputs[0]), len(inputs[1])), work, inputs)
+        output = tree_map_only(Tensor, torch.clone, output)  # the next replay overwrites a graph's output
+        if not self._is_compared and self._graphs.has_graph_of("evaluate"):
+            self._is_compared = True
+            seed()
             expected = work(inputs)
-            if not _alike(got, expected):
+            if not _are_close(output, expected):
                 self._graphs.disable("evaluation: replayed, metrics() gave other values")
                 return expected
-        return got
+        return output
 
 
-def _kept(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value  # the next replay overwrites what a graph gave
-
-
-def _alike(one: Any, two: Any) -> bool:
+def _are_close(one: Any, two: Any) -> bool:
     pairs = zip(tree_leaves(one), tree_leaves(two), strict=True)
     return all(torch.allclose(a.double(), b.double(), 1e-3, 1e-5, True) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
 
-def evaluate(
-    task: Task,
-    model: nn.Module,
-    feed: OrderedFeed,
-    precision: Precision,
-    group: Group,
-    run: Callable[..., Any] = lambda function, *args: function(*args),
-    replay: Replay | None = None,
-    moment: Callable[[str], None] | None = None,
-    undoable: bool = True,
-    stop: SupportsBool = False,
-) -> Evaluation:
-    """Raises Short, on every rank, where memory ran out on any, and Left where any was asked to stop; unless ranks talk to
-    each other in the forward pass."""
-    training = model.training
-    short = left = False
+@dataclass
+class Evaluator:
+    """Evaluates a model on a feed, as often as it is called."""
 
-    def compute(inputs: tuple[Any, Tensor]) -> Any:
-        with allocation_errors_as_oom, precision.forward():
-            return task.metrics(model, feed.assemble(*inputs))
+    task: Task
+    model: nn.Module
+    feed: OrderedFeed
+    precision: Precision
+    group: Group
+    run: Callable[..., Any] = field(default=lambda function, *args: function(*args))
+    """Calls a function that uses the model (a strategy's `run`)."""
+    graphs: EvaluationGraphs | None = None
+    moment: Callable[[str], None] | None = None
+    can_undo: bool = True
+    """False where ranks communicate in the forward pass: then an out-of-memory error ends all of them."""
 
-    def metrics_of(inputs: tuple[Any, Tensor]) -> Any:
-        return run(compute, inputs)
+    def __call__(self, stop: SupportsBool = False) -> Evaluation:
+        """Raises, on every rank, OutOfMemoryOnRanks where memory ran out on any, and EvaluationStopped where any was asked to stop."""
+        metrics = EvaluationMetrics()
+        is_short = is_stopped = False
+        try:
+            with self._evaluation_mode():
+                is_stopped = self._forward_all(metrics, stop)
+        except torch.OutOfMemoryError:
+            if not self.can_undo:
+                raise
+            is_short = True
+        if self.can_undo:
+            self._raise_together(is_stopped, is_short)
+        return Evaluation(*metrics.finish(self.task, self.group), self.feed.length)
 
-    model.eval()
-    feed.open(0)
-    found = EvaluationMetrics()
-    try:
-        with torch.no_grad():
-            for micro in feed.micro_batches(0, 0):
-                left = undoable and bool(stop)
-                if left:
-                    break
-                seed = partial(seed_model, group.device, key(int(task.seed), RandomStream.EVAL, micro.position))
-                seed()
-                inputs = micro.loaded, micro.ids
-                if moment is not None:
-                    moment("metrics")
-                metrics = metrics_of(inputs) if replay is None else replay(metrics_of, inputs, seed)
-                found.add(metrics, micro.num_real, len(micro.ids))
-    except torch.OutOfMemoryError:
-        if not undoable:
-            raise
-        short = True
-    finally:
-        feed.close()
-        model.train(training)
-    if undoable:
-        told = group.sum_on_hosts([float(left), *(float(short and rank == group.rank) for rank in range(group.size))])
-        if told[0]:
-            raise Left
-        if any(told):
-            raise Short([rank for rank, one in enumerate(told[1:]) if one])
-    return Evaluation(*found.finish(task, group), feed.length)
+    @contextmanager
+    def _evaluation_mode(self) -> Iterator[None]:
+        was_training = self.model.training
+        self.model.eval()
+        self.feed.open(0)
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.feed.close()
+            self.model.train(was_training)
+
+    def _forward_all(self, metrics: EvaluationMetrics, stop: SupportsBool) -> bool:
+        """Adds the metrics of all micro-batches; returns whether it was stopped before the last."""
+        for micro in self.feed.micro_batches(0, 0):
+            if self.can_undo and stop:
+                return True
+            seed = partial(seed_model, self.group.device, key(int(self.task.seed), RandomStream.EVAL, micro.position))
+            seed()
+            inputs = micro.loaded, micro.ids
+            if self.moment is not None:
+                self.moment("metrics")
+            values = self._forward(inputs) if self.graphs is None else self.graphs(self._forward, inputs, seed)
+            metrics.add(values, micro.num_real, len(micro.ids))
+        return False
+
+    def _forward(self, inputs: tuple[Any, Tensor]) -> Any:
+        return self.run(self._metrics, inputs)
+
+    def _metrics(self, inputs: tuple[Any, Tensor]) -> Any:
+        with allocation_errors_as_oom, self.precision.forward():
+            return self.task.metrics(self.model, self.feed.assemble(*inputs))
+
+    def _raise_together(self, is_stopped: bool, is_short: bool) -> None:
+        short = [float(is_short and rank == self.group.rank) for rank in range(self.group.size)]
+        any_stopped, *any_short = self.group.sum_on_hosts([float(is_stopped), *short])
+        if any_stopped:
+            raise EvaluationStopped
+        if any(any_short):
+            raise OutOfMemoryOnRanks([rank for rank, flag in enumerate(any_short) if flag])

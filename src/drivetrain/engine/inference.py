@@ -1,4 +1,4 @@
-"""A trained run's model: loaded, and evaluated."""
+"""Loads and evaluates the model of a run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from torch import nn
 
 from drivetrain.engine.data.feed import OrderedFeed
 from drivetrain.engine.data.make_feed import eval_feed
-from drivetrain.engine.evaluate import Evaluation, evaluate
-from drivetrain.engine.faults.out_of_memory import Short
+from drivetrain.engine.evaluate import Evaluation, Evaluator
+from drivetrain.engine.faults.out_of_memory import OutOfMemoryOnRanks
 from drivetrain.engine.group import Group
+from drivetrain.engine.model import Weights, run_weights
 from drivetrain.engine.numerics.precision import Precision
-from drivetrain.engine.setup import Weights, prepare, run_weights
+from drivetrain.engine.setup import prepare
 from drivetrain.engine.state import tensors as state
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan, halved_size
@@ -22,7 +23,7 @@ from drivetrain.task import Task
 
 
 def trained_model(task: Task, run: Run, device: torch.device | None = None) -> nn.Module:
-    """The model with the run's final weights, or its last good checkpoint's, ready to use."""
+    """Returns the model with the final weights of a run, or those of its last good checkpoint, in evaluation mode."""
     return _with_weights(task, run_weights(run), run, device)
 
 
@@ -33,6 +34,7 @@ def _with_weights(task: Task, weights: Weights, run: Run, device: torch.device |
 
 
 def evaluate_run(task: Task, plan: Plan, run: Run, group: Group) -> dict[str, Any]:
+    """Evaluates the model of a run on its task's evaluation data."""
     prepare(plan, group)
     data = task.eval_data()
     if data is None:
@@ -47,11 +49,11 @@ def evaluate_run(task: Task, plan: Plan, run: Run, group: Group) -> dict[str, An
 
 
 def _evaluate(task: Task, model: nn.Module, feed: OrderedFeed, plan: Plan, group: Group) -> Evaluation:
-    """With fewer samples at a time where memory runs out."""
+    """Evaluates, with fewer samples at a time where memory runs out."""
     while True:
         try:
-            return evaluate(task, model, feed, Precision(plan.precision, group.device), group)
-        except Short:
+            return Evaluator(task, model, feed, Precision(plan.precision, group.device), group)()
+        except OutOfMemoryOnRanks:
             pass
         was, now = halved_size(feed.max_rank_samples, feed.micro)
         if was == 1:

@@ -1,132 +1,107 @@
-"""Before the first step: seeds, threads, determinism, and the model with its first weights."""
+"""Everything that is fixed before the first step: process settings, model, data, precision, and how many steps there are."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
-from drivetrain.engine.data.keyed_random import seed_everything
+from drivetrain.data import Source
+from drivetrain.engine.data.feed import Feed, OrderedFeed
+from drivetrain.engine.data.make_feed import eval_feed, train_feed
 from drivetrain.engine.group import Group
+from drivetrain.engine.group.requests import SupportsBool
 from drivetrain.engine.log.observe import Observer
+from drivetrain.engine.log.slots import PIGGYBACK_FLOATS
+from drivetrain.engine.model import build_model
+from drivetrain.engine.numerics.optim import LearningRates, make_optimizer, make_schedule
+from drivetrain.engine.numerics.precision import Precision
 from drivetrain.engine.state import tensors as state
-from drivetrain.engine.state.checkpoint import newest_good, require_checkpoint
-from drivetrain.engine.strategies.recompute import recompute_blocks
+from drivetrain.engine.strategies import Strategy
+from drivetrain.engine.strategies import make_strategy as spread_model
 from drivetrain.names import private_cache
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
-from drivetrain.runs import Run, check_exported, find
+from drivetrain.recipe import check_agreement
+from drivetrain.runs import Run
 from drivetrain.task import Task
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What stays the same from the first step to the last."""
+
+    task: Task
+    run: Run
+    group: Group
+    observer: Observer
+    stop: SupportsBool
+    precision: Precision
+    model: nn.Module
+    feed: Feed
+    evaluation: OrderedFeed | None
+    """The evaluation data, where the task has any."""
+    source: Source | None
+    """The training data, where it is a `Source`."""
+    total_steps: int
+    num_parameters: int
+    num_trainable: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.feed.steps_per_epoch
+
+    def learning_rates(self, optimizer: torch.optim.Optimizer, plan: Plan) -> LearningRates:
+        schedule = make_schedule(self.task, self.total_steps, self.steps_per_epoch)
+        return LearningRates(optimizer, schedule, self.total_steps, self.group, on_device=not plan.is_sharded)
+
+
+def set_up(task: Task, plan: Plan, run: Run, group: Group, observer: Observer, stop: SupportsBool) -> Setup:
+    """Builds the model and opens the data of a training."""
+    prepare(plan, group)
+    precision = Precision(plan.precision, group.device)
+    model = build_model(task, plan, run, group, observer)
+    data, eval_data = task.train_data(), task.eval_data()
+    feed = train_feed(task, data, plan, group)
+    feed.notice, feed.moment = observer.notice, observer.moment
+    evaluation = None if eval_data is None else eval_feed(task, eval_data, plan, group)
+    check_agreement(task.settings())
+    for one in (feed, evaluation):
+        if one is not None:
+            one.records_signature = group.is_main
+    if task.best and evaluation is None:
+        raise Problem(f"best={task.best} needs an evaluation, but the task has no eval_data()")
+    state.model_tensors(model)  # a tensor that cannot be saved is refused now, not at the first save
+    parameters = list(model.parameters())
+    return Setup(
+        task, run, group, observer, stop, precision, model, feed, evaluation,
+        source=data if isinstance(data, Source) else None,
+        total_steps=int(task.steps or task.epochs * feed.steps_per_epoch),
+        num_parameters=state.count_parameters(parameters),
+        num_trainable=state.count_parameters(parameters, lambda p: p.requires_grad),
+    )  # fmt: skip
+
+
+def make_strategy(setup: Setup, plan: Plan) -> Strategy:
+    """Spreads the model over the processes and makes its optimizer."""
+    make = partial(make_optimizer, setup.task, setup.model, setup.group.device, captured=not plan.is_sharded)
+    return spread_model(setup.model, make, setup.task, plan, setup.group, PIGGYBACK_FLOATS, setup.run.path)
+
+
 def prepare(plan: Plan, group: Group) -> None:
-    """Everything process-wide that the results depend on."""
+    """Sets everything process-wide that the results depend on."""
     torch.set_num_threads(plan.threads)
-    # Compiled code is kept and run again; torch's own choice is a folder of a known name where anybody can write.
+    # Compiled code is stored and run again; torch's default is a folder of a known name where anybody can write.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(private_cache("inductor")))
-    if group.device.type == "cuda":  # graphs cannot be captured on the default stream: all work has one of its own
+    if group.device.type == "cuda":  # graphs cannot be captured on the default stream: all work goes to another one
         torch.cuda.synchronize(group.device)
         torch.cuda.set_stream(torch.cuda.Stream(group.device))
     if plan.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if plan.deterministic != torch.are_deterministic_algorithms_enabled():  # to call it imports a compiler, which takes seconds
+    if plan.deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports a compiler, which takes seconds
         torch.use_deterministic_algorithms(plan.deterministic)
     torch.backends.cudnn.deterministic = plan.deterministic
     torch.backends.cudnn.benchmark = False
-
-
-def build_model(task: Task, plan: Plan, run: Run, group: Group, observer: Observer) -> nn.Module:
-    seed_everything(int(task.seed))
-    if group.device.type == "cuda":
-        torch.cuda.manual_seed(int(task.seed))
-    task.precision = plan.precision
-    model = task.model()
-    if not isinstance(model, nn.Module):
-        raise Problem(f"model() gave a {type(model).__name__}: return an nn.Module")
-    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
-        raise Problem("model() has lazy layers whose sizes are not known yet: give the sizes, or run a batch through it in model()")
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            raise Problem(f"model() has no values for {name!r} (device meta): make the module where it gets its weights")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise Problem("model() has no parameter that requires a gradient: there is nothing to train")
-    _spread_out_buffers(model)
-    if task.start and not group.broadcast_object(bool(run.checkpoint_steps())):  # a run that goes on needs it no more
-        found = weights_of(task.start) if group.is_main else None  # another machine may not have the file
-        aliases = group.broadcast_object(found[1] if found else None)
-        state.load_model(model, state.StoredTensors(found[0] if found else None, group), aliases, task.start)
-    if not plan.is_sharded:  # which brings it there part by part, for it may not fit at once
-        model = model.to(group.device)
-    if plan.channels_last and any(isinstance(m, nn.Conv2d) for m in model.modules()):
-        for parameter in model.parameters():
-            if parameter.dim() == 4:
-                # By strides: with one channel a tensor counts as both, and a convolution would take it for the other.
-                parameter.data = torch.empty_like(parameter, memory_format=torch.channels_last).copy_(parameter)
-    model = _batchnorm(model, task, plan, group, observer)
-    if plan.activation_checkpointing:
-        recompute_blocks(model, observer, group.is_main)
-    return model
-
-
-def _spread_out_buffers(model: nn.Module) -> None:
-    """Give every element of an expanded buffer a place of its own: what is restored or received is written into it."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None or state.unsavable_form(buffer):
-                continue
-            if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
-                module._buffers[name] = buffer.contiguous()
-
-
-def weights_of(start: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The weights of a run (final, else its last good checkpoint's) or of a .safetensors file."""
-    if start.endswith(".safetensors"):
-        if not Path(start).is_file():
-            raise Problem(f"start={start}: there is no such file")
-        check_exported(Path(start))
-        return state.read_weights(Path(start))
-    found = run_weights(find(start))
-    return found.tensors, found.aliases
-
-
-class Weights(NamedTuple):
-    tensors: dict[str, torch.Tensor]
-    aliases: dict[str, str]
-    step: int | None
-    """Of which step they are, where that is known."""
-
-
-def run_weights(run: Run) -> Weights:
-    """The weights of a run: of a finished one the final ones, else those of the last good checkpoint."""
-    if run.is_finished and run.model_path.is_file():
-        card = run.final_weights()
-        return Weights(*state.read_weights(run.model_path), card["step"] if card else None)
-    checkpoint = require_checkpoint(newest_good(run, lambda text: None), run)
-    return Weights(state.with_prefix(checkpoint.tensors(), "model"), checkpoint.extra["aliases"], checkpoint.step)
-
-
-def _batchnorm(model: nn.Module, task: Task, plan: Plan, group: Group, observer: Observer) -> nn.Module:
-    notice = batchnorm_notice(model, task, plan)
-    if notice and task.sync_batchnorm and group.device.type == "cuda" and group.size > 1:
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return]
-    if notice and group.is_main:
-        observer.notice(notice)
-    return model
-
-
-def has_batchnorm(model: nn.Module) -> bool:
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
-
-
-def batchnorm_notice(model: nn.Module, task: Task, plan: Plan) -> str:
-    """What differs for a model with BatchNorm under this plan, or nothing."""
-    if not has_batchnorm(model) or plan.micro_batch >= plan.global_batch:
-        return ""
-    why = "sync_batchnorm=true shares them between GPUs" if not task.sync_batchnorm else "SyncBatchNorm needs several GPUs"
-    return (
-        f"this model has BatchNorm: its statistics come from {plan.micro_batch} samples at a time, not from the global"
-        f" batch of {plan.global_batch}, so the result depends on the plan ({why})"
-    )

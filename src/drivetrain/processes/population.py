@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from drivetrain.data import Source
-    from drivetrain.engine.cadence import SupportsBool
     from drivetrain.engine.group import Group
+    from drivetrain.engine.group.requests import SupportsBool
     from drivetrain.engine.state.best import Best
     from drivetrain.task import Task
 
@@ -161,10 +161,10 @@ class _Program:
     ) -> None:
         import torch
 
-        from drivetrain.engine.cadence import Every
+        from drivetrain.engine.cadence import Period
         from drivetrain.engine.fast.graphs import Graphs
         from drivetrain.engine.log.observe import Observer
-        from drivetrain.engine.setup import build_model
+        from drivetrain.engine.model import build_model
         from drivetrain.engine.state.best import Best
 
         task: Any = tasks[0]
@@ -187,7 +187,7 @@ class _Program:
         self.eval_samples: Tensor = data.columns[0].to(self.device)
         self.best_weights = self.population.weights.clone()
         """Of each trial, the weights of its best evaluation."""
-        self.eval_every = Every(task.eval_every, self.steps_per_epoch)
+        self.eval_every = Period(task.eval_every, self.steps_per_epoch)
         is_captured = self.device.type == "cuda" and plan.capture != "off"
         self.graphs = Graphs(self.device, lambda text: report("notice", text)) if is_captured else None
         self.groups = torch.arange(self.population.source.groups, device=self.device)
@@ -218,7 +218,7 @@ class _Program:
             uniform, orders = self._uniform(epoch), self._orders(epoch)
             self._replayed("iterate", lambda inputs: self.population.iterate(*inputs), (uniform, orders))
             done = (epoch + 1) * self.steps_per_epoch
-            if done == self.steps or self.eval_every.next(done - self.steps_per_epoch) <= done or self.eval_every.overdue():
+            if done == self.steps or self.eval_every.next_step(done - self.steps_per_epoch) <= done or self.eval_every.is_overdue():
                 self._evaluate(done)
         for trial, member in sorted(enumerate(self.members), key=lambda pair: pair[1].failed_by):  # first those that finished
             self._end(trial, member)

@@ -120,11 +120,13 @@ def _train(job: TaskJob, task: Any, group: Group, stop: StopFlag, observer: Obse
     if isinstance(job, SmokeJob):
         task, plan = smoke_task(task, job)
         first_half = Training(task, plan, run, group, observer, stop)
-        first_half.looks_closely = True
+        first_half.always_checks_dependence = True
         first_half.run_to_end(stop_after=SMOKE_STEPS // 2)
     training = Training(task, plan, run, group, observer, stop)
-    if isinstance(job, VerifyJob) and training.source is not None:  # a Source's state is saved at the end of an epoch: train beyond one
-        task.steps = max(training.total, 2 * training.feed.steps_per_epoch)
+    if (
+        isinstance(job, VerifyJob) and training.setup.source is not None
+    ):  # a Source's state is saved at the end of an epoch: train beyond one
+        task.steps = max(training.setup.total_steps, 2 * training.setup.steps_per_epoch)
         training = Training(task, plan, run, group, observer, stop)
     _attach_diagnostics(job, diagnostics, training)
     try:
@@ -134,10 +136,9 @@ def _train(job: TaskJob, task: Any, group: Group, stop: StopFlag, observer: Obse
 
             raise nothing_found(diagnostics.nan_step)
     finally:  # a failure must not lose what was logged or saved before it
-        if training.writer is not None:
-            training.writer.wait()
+        training.saver.close()
         observer.close()
-    facts = result.facts | {"model": type(training.model).__name__, "summary": task.summary_fields()}
+    facts = result.facts | {"model": type(training.setup.model).__name__, "summary": task.summary_fields()}
     return {"outcome": result.outcome, "step": result.step, "metrics": result.metrics, "facts": facts}
 
 
@@ -147,15 +148,15 @@ def _attach_diagnostics(job: TaskJob, diagnostics: Diagnostics, training: Traini
     from drivetrain.engine.faults.injection import SAMPLES_VARIABLE, SampleLog
     from drivetrain.engine.faults.nonfinite import NonFiniteFinder
 
-    run, rank = Run(job.run), training.group.rank
+    run, rank = Run(job.run), training.setup.group.rank
     if diagnostics.nan_step:
-        NonFiniteFinder(training, diagnostics.nan_step)
+        NonFiniteFinder(training.setup, training.execution.step, diagnostics.nan_step)
     if os.environ.get(SAMPLES_VARIABLE):
         SampleLog(training, run.path / "logs" / f"samples-{rank}.jsonl")
     if isinstance(job, VerifyJob):
-        training.looks_closely = not job.fingerprint  # the close look would change the steps that the fingerprint compares
-        if training.group.is_main and job.fingerprint:
-            Fingerprint(training, Path(job.fingerprint), name_operations=job.names_operations)
+        training.always_checks_dependence = not job.fingerprint  # the close look would change the steps that the fingerprint compares
+        if training.setup.group.is_main and job.fingerprint:
+            Fingerprint(training.execution.step, Path(job.fingerprint), name_operations=job.names_operations)
 
 
 def main() -> None:

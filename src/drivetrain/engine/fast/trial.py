@@ -1,6 +1,6 @@
-"""One micro-batch taken in several ways: called plainly, replayed as a CUDA graph, compiled. Do they give the same, and how soon?
+"""Runs one micro-batch eager, as a CUDA graph and compiled: compares the results and the times.
 
-What is tried is thrown away: the model, the figures and the generators are then as they were.
+The results are thrown away: model, metrics and generators are restored.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from drivetrain.engine.log.observe import Observer
 from drivetrain.engine.step import Form, Inputs, Step
 from drivetrain.plan import Plan
 
-BETTER = 0.97  # compiled code must take less than this share of the time
-TIGHT = 0.4  # share of the GPU's memory from which on nothing runs beside the graphs
+MAX_COMPILED_SHARE = 0.97  # compiled code must take less than this share of the time without it
+TIGHT_MEMORY_SHARE = 0.4  # of the GPU's memory: above it, graphs run no kernels side by side
 
 
 @dataclass
 class Findings:
-    """What was measured and why the choice fell as it did: a part of the plan."""
+    """What was measured, and the reason of each choice: a part of the plan."""
 
     step_seconds: dict[str, float] = field(default_factory=dict)
     work_seconds: dict[str, float] = field(default_factory=dict)
-    """Forward and backward of one micro-batch."""
+    """Of forward and backward of one micro-batch."""
     reasons: dict[str, str] = field(default_factory=dict)
     rejected: list[dict[str, str]] = field(default_factory=list)
 
@@ -43,20 +43,22 @@ class Findings:
         self.rejected.append({"choice": choice, "why": why})
 
 
-class Trial:
-    def __init__(self, step: Step, plan: Plan, observer: Observer, found: Findings, seed: int, inputs: Inputs, form: Form) -> None:
-        self.step, self.plan, self.observer, self.found = step, plan, observer, found
-        self.group, self.cuda = step.group, step.group.device.type == "cuda"
+class ExecutionTrial:
+    """Tries one micro-batch with its seed in several ways."""
+
+    def __init__(self, step: Step, plan: Plan, observer: Observer, findings: Findings, seed: int, inputs: Inputs, form: Form) -> None:
+        self.step, self.plan, self.observer, self.findings = step, plan, observer, findings
+        self.group, self.is_cuda = step.group, step.group.device.type == "cuda"
         self.seed, self.inputs, self.form = seed, inputs, form
 
     # --- a graph ---
 
     def capture(self, obstacle: str) -> float | None:
-        """Seconds of a graph of forward and backward, if it can be trusted: then steps are captured from now on."""
+        """Captures forward and backward; returns the seconds of a replay if the graph can be trusted: then steps are captured from now on."""
         why, seconds = obstacle or self._uncapturable(), 0.0
         if not why:
             memory = torch.cuda.max_memory_allocated(self.group.device) / torch.cuda.get_device_properties(self.group.device).total_memory
-            graphs = Graphs(self.group.device, self.observer.notice, tight_memory=memory > TIGHT)
+            graphs = Graphs(self.group.device, self.observer.notice, tight_memory=memory > TIGHT_MEMORY_SHARE)
             try:
                 with Sandbox(self.step) as sandbox:
                     seconds, why = self._prove_graph(graphs, sandbox)
@@ -65,9 +67,9 @@ class Trial:
             except Exception as error:
                 why = explain_failure(error)
         if why:
-            self.found.reject("capture=on", why)
+            self.findings.reject("capture=on", why)
             return None
-        self.found.work_seconds["captured"] = seconds
+        self.findings.work_seconds["captured"] = seconds
         self.step.graphs = graphs
         return seconds
 
@@ -78,7 +80,7 @@ class Trial:
         return f"batches hold a {kind}, which a graph cannot be handed" if kind else ""
 
     def _prove_graph(self, graphs: Graphs, sandbox: Sandbox) -> tuple[float, str]:
-        """(seconds of a replay, why it is not to be trusted): two seeds, each eager and replayed."""
+        """Returns (seconds of a replay, why it is not to be trusted): two seeds, each eager and replayed."""
         seeds = self.seed, self.seed ^ 1
         expected = [self._rehearse(seed, sandbox) for seed in (*seeds, self.seed)]
         with watch_host_syncs() as waits:
@@ -91,31 +93,31 @@ class Trial:
             sandbox.restore()
             seed_model(self.group.device, seed)
             captured.graph.replay()
-            return self.step.rehearsed()
+            return self.step.rehearsal_result()
 
-        got = [replay(seed) for seed in seeds]
-        spread = relative_difference(expected[0], expected[2])  # of kernels that do not repeat
-        for mine, eager in zip(got, expected, strict=False):
-            if relative_difference(mine, eager) > max(self._tolerance() / 5, 4 * spread):
+        results = [replay(seed) for seed in seeds]
+        spread = relative_difference(expected[0], expected[2])  # between two eager runs, whose kernels may not repeat bit for bit
+        for replayed, eager in zip(results, expected, strict=False):
+            if relative_difference(replayed, eager) > max(self._tolerance() / 5, 4 * spread):
                 return (
                     0.0,
-                    f"replayed, the loss and its gradients came out otherwise ({describe_metrics(mine)}, not {describe_metrics(eager)})",
+                    f"replayed, the loss and its gradients came out otherwise ({describe_metrics(replayed)}, not {describe_metrics(eager)})",
                 )
         return self._median(captured.graph.replay), ""
 
     # --- compiled code ---
 
     def compile(self, must: bool) -> bool:
-        """Compile for full batches; whether steps run compiled from now on, since that is asked for or faster."""
-        step, found = self.step, self.found
+        """Compiles for full batches; returns whether steps run compiled from now on, because that is required or faster."""
+        step, findings = self.step, self.findings
         if step.moment is not None:
             step.moment("compile")
-        begun = time.perf_counter()
-        shape = self.form._replace(ready=True) if step.has_counts else self.form
-        tries: list[str] = []
+        start = time.perf_counter()
+        form = self.form._replace(ready=True) if step.objective.has_counts else self.form
+        failures: list[str] = []
         for custom_passes in (True, False) if self._may_use_custom_passes() else (False,):
-            compiled = Compiled(step.loss_value, step.model, shape, self.plan.deterministic, custom_passes)
-            if self.group.is_main and not tries:
+            compiled = Compiled(step.loss_value, step.model, form, self.plan.deterministic, custom_passes)
+            if self.group.is_main and not failures:
                 self.observer.notice(f"compiling {compiled.description} (plan.compile=off leaves it out)")
             try:
                 why = self._prove_compiled(compiled, must)
@@ -124,43 +126,43 @@ class Trial:
             step.compiled = None
             compiled.set_enabled(False)
             gain = self._gain()
-            tries.append(why or (f"it was {gain:.2f} times as fast as without" if gain is not None and gain * BETTER <= 1 else ""))
-            if not tries[-1]:
+            failures.append(
+                why or (f"it was {gain:.2f} times as fast as without" if gain is not None and gain * MAX_COMPILED_SHARE <= 1 else "")
+            )
+            if not failures[-1]:
                 break
-        step.agree()
+        step.raise_if_any_rank_is_short()
         why = next((w for w in self.group.gather_objects(why) if w), "")
         gain = self.group.broadcast_object(gain) if not why else None
-        if gain is not None and gain * BETTER <= 1:
+        if gain is not None and gain * MAX_COMPILED_SHARE <= 1:
             why = f"measured {gain:.2f} times as fast as without"
         if why:
-            found.reject("compile=on", why)
+            findings.reject("compile=on", why)
             return False
         step.compiled = compiled
         faster = "" if gain is None else f", {gain:.2f} times as fast"
-        simply = f"; simply, for otherwise {tries[0]}" if tries[0] else ""
-        found.reasons["compile"] = f"{compiled.description}{faster}; it took {time.perf_counter() - begun:.0f} s{simply}"
+        simply = f"; simply, for otherwise {failures[0]}" if failures[0] else ""
+        findings.reasons["compile"] = f"{compiled.description}{faster}; it took {time.perf_counter() - start:.0f} s{simply}"
         return True
 
     def _prove_compiled(self, compiled: Compiled, must: bool) -> str:
-        """Why compiled code is not to be trusted, if so; else it is timed, if there is a choice."""
-        step, times = self.step, self.found.work_seconds
+        """Returns why compiled code is not to be trusted, if so; else times it, if there is a choice."""
+        step, times = self.step, self.findings.work_seconds
         with Sandbox(step) as sandbox:
             expected, other, again = (self._rehearse(seed, sandbox) for seed in (self.seed, self.seed ^ 1, self.seed))
-            draws = relative_difference(other, expected) > 1e-6 + 10 * relative_difference(
+            is_random = relative_difference(other, expected) > 1e-6 + 10 * relative_difference(
                 again, expected
-            )  # more than kernels that do not repeat would do
+            )  # more than kernels that do not repeat would give
             if not must and "captured" not in times:
                 times["eager"] = self._time(sandbox)
             step.compiled = compiled
-            got = self._rehearse(self.seed, sandbox)
+            result = self._rehearse(self.seed, sandbox)
             if compiled.failure is not None:
                 raise compiled.failure
-            if relative_difference(got, expected) > (
-                1e3 if draws else self._tolerance()
-            ):  # with dropout it draws other masks; numbers they are
-                return (
-                    f"compiled, the loss and its gradients came out otherwise ({describe_metrics(got)}, not {describe_metrics(expected)})"
-                )
+            if relative_difference(result, expected) > (
+                1e3 if is_random else self._tolerance()
+            ):  # with dropout it draws other masks: finite is enough
+                return f"compiled, the loss and its gradients came out otherwise ({describe_metrics(result)}, not {describe_metrics(expected)})"
             if must:
                 return ""
             self._rehearse(self.seed, sandbox)
@@ -172,27 +174,27 @@ class Trial:
         return ""
 
     def _may_use_custom_passes(self) -> bool:
-        """It gains where kernels are small. Where runs must repeat, no second try may depend on a clock."""
-        return self.cuda and not self.plan.deterministic and not repeated_blocks(self.step.model)
+        """Custom passes help where kernels are small. A deterministic run does without: whether they are used depends on a timer."""
+        return self.is_cuda and not self.plan.deterministic and not repeated_blocks(self.step.model)
 
     def _gain(self) -> float | None:
-        """How many times as fast compiled code was, where it was timed."""
-        times = self.found.work_seconds
+        """Returns how many times as fast compiled code was, where it was timed."""
+        times = self.findings.work_seconds
         plain, fast = times.get("captured") or times.get("eager"), times.get("compiled")
         return plain / fast if plain and fast else None
 
-    # --- taking and timing it ---
+    # --- running and timing it ---
 
     def _tolerance(self) -> float:
-        """How far the same mathematics may come out apart."""
+        """Returns the relative difference that rounding may cause."""
         return 5e-2 if self.plan.precision in ("bf16", "fp16") else 1e-3
 
     def _rehearse(self, seed: int, sandbox: Sandbox, read: bool = True) -> list[float]:
-        """Forward and backward without an update: the figures and the gradients' norms."""
+        """Runs forward and backward without an update; returns the metrics and the norms of the gradients."""
         sandbox.restore()
         seed_model(self.group.device, seed)
         self.step.rehearse(tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, self.inputs), self.form)
-        return self.step.rehearsed() if read else []
+        return self.step.rehearsal_result() if read else []
 
     def _time(self, sandbox: Sandbox) -> float:
         return self._median(lambda: self._rehearse(self.seed, sandbox, read=False))
@@ -201,12 +203,12 @@ class Trial:
         seconds = []
         for _ in range(times):
             self._sync()
-            begun = time.perf_counter()
+            start = time.perf_counter()
             work()
             self._sync()
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(time.perf_counter() - start)
         return statistics.median(seconds)
 
     def _sync(self) -> None:
-        if self.cuda:
+        if self.is_cuda:
             torch.cuda.synchronize(self.group.device)

@@ -21,15 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.engine.data.keyed_random import model_generator, seed_host, seed_model
+from drivetrain.engine.execution import Execution
 from drivetrain.engine.fast.python_state import PLAIN_TYPES
-from drivetrain.engine.faults.out_of_memory import undoable
+from drivetrain.engine.faults.out_of_memory import can_undo_steps
 from drivetrain.engine.faults.snapshot import Snapshot
 from drivetrain.engine.group import Group
-from drivetrain.engine.log.observe import Observer
 from drivetrain.engine.numerics.losses import read_loss
+from drivetrain.engine.setup import Setup
 from drivetrain.engine.step import Form, Inputs, Step
-from drivetrain.plan import Plan
-from drivetrain.runs import Run
 
 MAX_SAMPLES, MIN_SAMPLES = 16, 4  # to check with; fewer than the minimum only if the batch has no more
 MAX_STEP_SECONDS = 2.0  # predicted; a slower task is not checked
@@ -63,33 +62,33 @@ class _NotSeparable(Exception):
 
 
 class DependenceCheck:
-    """Stands in place of a step's `pace` for the first micro-batch of a run."""
+    """Runs before the first micro-batch of a run: a hook of the step that removes itself."""
 
-    def __init__(self, step: Step, run: Run, observer: Observer) -> None:
-        self.step, self.run, self.observer, self.pace = step, run, observer, step.pace
+    def __init__(self, setup: Setup, step: Step) -> None:
+        self.setup, self.step = setup, step
 
     def __call__(self, seed: int, inputs: Inputs, form: Form) -> None:
-        self.step.pace = self.pace
-        budget = _Budget(self.step.group)
+        setup = self.setup
+        self.step.micro_batch_hooks.remove(self)
+        budget = _Budget(setup.group)
         findings = find_dependence(self.step, seed, inputs, form, budget)
         budget.agree()
-        self.observer.moment("fetched")  # the check may have taken long: this shows that it was no hang
+        setup.observer.moment("fetched")  # the check may have taken long: this shows that it was no hang
         for finding in findings:
-            if self.step.group.is_main:
-                self.run.log_event("depends-on-plan", cause=finding.cause, text=finding.text)
-                self.observer.notice(finding.text)
-        if self.pace is not None:
-            self.pace(seed, inputs, form)
+            if setup.group.is_main:
+                setup.run.log_event("depends-on-plan", cause=finding.cause, text=finding.text)
+                setup.observer.notice(finding.text)
 
 
-def check_dependence(step: Step, plan: Plan, run: Run, observer: Observer, always: bool = False) -> None:
+def check_dependence(setup: Setup, execution: Execution, always: bool = False) -> None:
     """Lets the first step check whether the result depends on the plan: where this plan splits batches, or always.
 
     All ranks compute the loss equally often, because some losses use collectives.
     """
+    plan = execution.plan
     is_cheap = plan.predicted.get("step_seconds", 0.0) <= MAX_STEP_SECONDS
-    if (always or plan.micro_batch < plan.global_batch) and is_cheap and undoable(plan, step.model):
-        step.pace = DependenceCheck(step, run, observer)
+    if (always or plan.micro_batch < plan.global_batch) and is_cheap and can_undo_steps(plan, setup.model):
+        execution.step.micro_batch_hooks.insert(0, DependenceCheck(setup, execution.step))
 
 
 class _Budget:
@@ -173,10 +172,10 @@ class _Comparison:
             torch.default_generator.manual_seed(seed)
         batch = self.make_batch(part)
         if self.is_full_precision:  # without autocast, whose rounding could hide a difference
-            value = self.step.strategy.call(self.step.task.loss, self.step.model, batch)
+            value = self.step.strategy.call(self.step.loss, self.step.model, batch)
         else:
             with self.step.precision.forward():
-                value = self.step.strategy.call(self.step.task.loss, self.step.model, batch)
+                value = self.step.strategy.call(self.step.loss, self.step.model, batch)
         parts, _ = read_loss(value)
         return {p.name: (float(p.value.detach()), None if p.count is None else float(p.count)) for p in parts}
 

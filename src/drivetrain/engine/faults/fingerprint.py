@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from drivetrain.engine.data.batches import tensors_in
 from drivetrain.engine.state.tensors import local_tensor
+from drivetrain.engine.step import Step
 
 
 def digest(tensors: Any) -> str:
@@ -26,50 +27,26 @@ def digest(tensors: Any) -> str:
 class Fingerprint:
     """Writes, for each step, digests of the batches, of each module's outputs and of each gradient."""
 
-    def __init__(self, training: Any, path: Path, name_operations: bool = False) -> None:
-        self.training = training
+    def __init__(self, step: Step, path: Path, name_operations: bool = False) -> None:
+        self.step = step
         self.file = open(path, "a")  # noqa: SIM115 (open as long as the run)
         self.batches: list[str] = []
         self.outputs: dict[str, str] = {}
         if name_operations:
             self._name_operations()
-        self.names = {
+        self._names = {
             p: f"{prefix}.{name} ({type(module).__name__}'s backward)".lstrip(".")
-            for prefix, module in training.model.named_modules()
+            for prefix, module in step.model.named_modules()
             for name, p in module.named_parameters(recurse=False)
         }
-        self._watch_batches()
-        self._watch_updates()
-        for name, module in training.model.named_modules():
+        step.observe_loss(lambda batch: self.batches.append(digest(batch)), lambda value: None)
+        step.update_hooks.append(self._write_row)
+        for name, module in step.model.named_modules():
             module.register_forward_hook(self._output_hook(name or "(model)"))
 
-    def _watch_batches(self) -> None:
-        task = self.training.task
-        original_loss = task.loss
-
-        def loss(model: nn.Module, batch: Any) -> Any:
-            if model.training:
-                self.batches.append(digest(batch))
-            return original_loss(model, batch)
-
-        task.loss = loss
-
-    def _watch_updates(self) -> None:
-        """Writes a row at each step's observation point "update", where gradients are complete."""
-        step = self.training.step
-        original_moment = step.moment
-
-        def moment(name: str) -> None:
-            if name == "update":
-                self._write_row()
-            if original_moment is not None:
-                original_moment(name)
-
-        step.moment = moment
-
     def _write_row(self) -> None:
-        gradients = {self.names[p]: digest(p.grad) for p in self.training.model.parameters() if p.grad is not None}
-        row = {"step": self.training.done + 1, "batch": self.batches, "outputs": self.outputs, "gradients": gradients}
+        gradients = {self._names[p]: digest(p.grad) for p in self.step.model.parameters() if p.grad is not None}
+        row = {"step": self.step.number + 1, "batch": self.batches, "outputs": self.outputs, "gradients": gradients}
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
         self.batches, self.outputs = [], {}

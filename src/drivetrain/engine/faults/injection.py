@@ -17,7 +17,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -181,19 +181,14 @@ class SampleLog:
     """Writes the sample ids that each step takes on this rank. A repeated step is written again; its last line counts."""
 
     def __init__(self, training: Any, path: Path) -> None:
-        feed = training.feed
-        original, steps_per_epoch = feed.micro_batches, feed.steps_per_epoch
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a", buffering=1)  # noqa: SIM115 (open as long as the run)
+        world_size = training.setup.group.size
 
-        def micro_batches(epoch: int, index: int) -> Iterator[Any]:
-            ids: list[int] = []
-            for micro in original(epoch, index):
-                ids += micro.ids[: micro.num_real].tolist()
-                yield micro
-            file.write(json.dumps([epoch * steps_per_epoch + index + 1, training.group.size, ids]) + "\n")
+        def write(step: int, sample_ids: list[int]) -> None:
+            file.write(json.dumps([step + 1, world_size, sample_ids]) + "\n")
 
-        feed.micro_batches = micro_batches
+        training.execution.step.sample_hooks.append(write)
 
 
 def read_fault(text: str, rank: int, run: Run | None = None) -> Observer | None:

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.engine.data.batches import tensors_in
+from drivetrain.engine.setup import Setup
+from drivetrain.engine.state.checkpoint import CheckpointWriter
+from drivetrain.engine.step import Step
 from drivetrain.outcomes import Outcome, Problem
 
 
@@ -17,35 +20,29 @@ def _has_nonfinite(value: Any) -> bool:
 
 
 class NonFiniteFinder:
-    """Stops a training at the first module whose outputs or gradients are not finite, and names it."""
+    """Stops a training at the first module whose outputs, or whose gradients, are not finite, and names it."""
 
-    def __init__(self, training: Any, until: int) -> None:
-        """`until` is the step whose loss was not finite: when it has been taken again, the search ends."""
-        self.training, self.until = training, until
-        for name, module in training.model.named_modules():
+    def __init__(self, setup: Setup, step: Step, last_step: int) -> None:
+        """`last_step` is the step whose loss was not finite; after it, there is nothing left to find."""
+        self.setup, self.step, self.last_step = setup, step, last_step
+        for name, module in setup.model.named_modules():
             for parameter_name, parameter in module.named_parameters(recurse=False):
-                if parameter.requires_grad and training.step.loss_scale is None:  # fp16 overflows in a sound training, too
+                if parameter.requires_grad and step.loss_scale is None:  # fp16 overflows now and then
                     parameter.register_hook(self._gradient_hook(f"{name}.{parameter_name}".lstrip("."), type(module).__name__))
             if not any(module.children()):
                 module.register_forward_hook(self._output_hook(name or "the model"))
-        self._check_loss()
+        step.observe_loss(self._check_batch, self._check_loss)
 
-    def _check_loss(self) -> None:
-        training, until = self.training, self.until
-        original_loss = training.task.loss
+    def _check_batch(self, batch: Any) -> None:
+        if self.step.number >= self.last_step:
+            raise nothing_found(self.last_step)
+        if _has_nonfinite(batch):
+            fault = self.setup.source.fault() if self.setup.source is not None else ""
+            raise self._problem(f"the batch itself, as the task's loss() gets it: {fault or 'look at the data, and at augment()'}")
 
-        def loss(model: nn.Module, batch: Any) -> Any:
-            if model.training and training.done >= until:
-                raise nothing_found(until)
-            if model.training and _has_nonfinite(batch):
-                fault = training.source.fault() if training.source is not None else ""
-                raise self._problem(f"the batch itself, as the task's loss() gets it: {fault or 'look at the data, and at augment()'}")
-            value = original_loss(model, batch)
-            if model.training and _has_nonfinite(value):
-                raise self._problem("the loss: every module's outputs are numbers, so it is loss() itself (a logarithm or a division?)")
-            return value
-
-        training.task.loss = loss
+    def _check_loss(self, value: Any) -> None:
+        if _has_nonfinite(value):
+            raise self._problem("the loss: every module's outputs are numbers, so it is loss() itself (a logarithm or a division?)")
 
     def _output_hook(self, name: str) -> Any:
         def check(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -69,7 +66,25 @@ class NonFiniteFinder:
         return check
 
     def _problem(self, source: str) -> Problem:
-        return Problem(f"the first value that is not a number, at step {self.training.done + 1:,}: {source}", Outcome.NAN)
+        return Problem(f"the first value that is not a number, at step {self.step.number + 1:,}: {source}", Outcome.NAN)
+
+
+def not_finite(setup: Setup, step: int, writer: CheckpointWriter | None) -> Problem:
+    """Returns the error that ends a training whose loss or gradient is not finite at a step (from 0)."""
+    if writer is not None:
+        writer.wait()
+    good_steps = setup.run.checkpoint_steps()
+    where = f"the last good checkpoint is step {good_steps[-1]:,}" if good_steps else "no checkpoint was written before"
+    if setup.group.is_main:
+        setup.run.log_event("nan", step=step + 1)
+    if setup.source is not None and (fault := setup.source.fault()):
+        return Problem(f"{fault}.\nSo the loss is not a number from step {step + 1:,} on; {where}", Outcome.NAN)
+    return Problem(
+        f"the loss or its gradient is not a number at step {step + 1:,} (epoch {step // setup.steps_per_epoch + 1});"
+        f" {where}.\nTry a lower learning_rate, clip=1, a warmup, or precision=fp32;"
+        f" drivetrain resume {setup.run.name} --find-nan names the module it comes from",
+        Outcome.NAN,
+    )
 
 
 def nothing_found(step: int) -> Problem:

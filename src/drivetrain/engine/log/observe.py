@@ -1,4 +1,4 @@
-"""What the engine tells the world: observers are handed to it and may do nothing."""
+"""What the engine reports: observers are handed to it, and each may ignore what it likes."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from typing import Any
 
 
 class Observer:
-    """Receives what happens on rank 0 (and `moment` on every rank)."""
+    """Receives what happens on rank 0 (and `moment` on every rank); each method may do nothing."""
 
     def resumed(self, step: int) -> None:
-        """Training goes on after this step: what was noted beyond it never happened."""
+        """Training goes on after this step: rows beyond it are dropped."""
 
     def started(self, facts: dict[str, Any]) -> None:
         """The model is built: parameters, processes, device, steps."""
 
     def tick(self, facts: dict[str, Any]) -> None:
-        """Progress between rows: step, epoch, loss."""
+        """The newest metrics between two rows, for a progress line."""
 
     def row(self, row: dict[str, Any]) -> None:
         """One logged row of metrics."""
 
     def planned(self, facts: dict[str, Any]) -> None:
-        """Choices of the plan that the first steps settled, and in `sentence` what to tell the user of them."""
+        """Choices of the plan that the first steps settled; `sentence` tells the user of them."""
 
     def notice(self, text: str) -> None:
         """A sentence for the user."""
 
     def flush(self) -> None:
-        """All rows so far must reach the disk."""
+        """Writes all rows so far to the disk."""
 
     def moment(self, name: str) -> None:
-        """A named point of the code was reached; fault injectors wait for these."""
+        """The code has reached an observation point: for progress, heartbeats and fault injection."""
 
     @property
     def watches(self) -> bool:
-        """Whether moments mean anything to it."""
+        """Whether this observer listens to observation points."""
         return type(self).moment is not Observer.moment
 
     def close(self) -> None:
@@ -46,7 +46,7 @@ class Observers(Observer):
 
     def __init__(self, members: list[Observer]) -> None:
         self.members = members
-        self._watching = [m for m in members if m.watches]  # reached every step
+        self._watchers = [m for m in members if m.watches]  # called at every step
 
     def resumed(self, step: int) -> None:
         for member in self.members:
@@ -78,10 +78,10 @@ class Observers(Observer):
 
     @property
     def watches(self) -> bool:
-        return bool(self._watching)
+        return bool(self._watchers)
 
     def moment(self, name: str) -> None:
-        for member in self._watching:
+        for member in self._watchers:
             member.moment(name)
 
     def close(self) -> None:

@@ -1,114 +1,132 @@
-"""From a step's figures to logged rows: means, speed, the epoch's sums, and the guard against what is no number."""
+"""From the metrics of steps to logged rows: means, speed, sums of the epoch, and the check that losses are finite."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from drivetrain.engine.log.figures import NORM, SCALE, SKIPPED
-from drivetrain.engine.log.ledger import Block, Ledger
 from drivetrain.engine.log.observe import Observer
+from drivetrain.engine.log.ring import StepRows
+from drivetrain.engine.log.slots import NORM, SCALE, SKIPPED
 from drivetrain.engine.measure.memory import peak_memory
 from drivetrain.engine.numerics.precision import MIN_SCALE
 from drivetrain.engine.step import Step
 from drivetrain.outcomes import Problem
 
-TICK_SECONDS = 0.5
+TICK_SECONDS = 0.5  # between two updates of the progress line
 SPEED_SECONDS = 1.0  # over which speed is averaged: a loader's batches come in bursts, and an epoch's last one may be small
-SPIKE, SPIKE_AFTER, SPIKE_QUIET = 8.0, 30, 500  # times the spread; rows before anything stands out; steps between two notices
+SPIKE_FACTOR, SPIKE_MIN_ROWS, SPIKE_QUIET_STEPS = 8.0, 30, 500  # times the spread; rows before the first notice; steps between two
+MAX_UNSUMMED = 100  # fetches whose rows are kept before they are added up
 
 
-class Spikes:
-    """Notices a loss far above what it was: its mean and spread are followed, slowly."""
+class SpikeDetector:
+    """Follows the mean and spread of the loss, and notices a loss far above them."""
 
     def __init__(self) -> None:
         self.mean = self.spread = 0.0
-        self.rows, self._quiet_until = 0, 0
+        self.num_rows, self._quiet_until = 0, 0
 
-    def look(self, row: dict[str, Any]) -> str:
+    def check(self, row: dict[str, Any]) -> str:
+        """Returns a sentence for the user where the row's loss stands out, else an empty string."""
         loss, step = row.get("train/loss", math.nan), int(row["step"])
         if not math.isfinite(loss):
             return ""
-        away = loss - self.mean
-        spike = self.rows >= SPIKE_AFTER and away > SPIKE * self.spread and away > abs(self.mean)
-        weight = max(0.02, 1 / (self.rows + 1)) if not spike else 0.0  # what stands out is no measure of the rest
-        self.mean += weight * away
-        self.spread += weight * (abs(away) - self.spread)
-        self.rows += 1
-        if not spike or step < self._quiet_until:
+        difference = loss - self.mean
+        is_spike = self.num_rows >= SPIKE_MIN_ROWS and difference > SPIKE_FACTOR * self.spread and difference > abs(self.mean)
+        weight = max(0.02, 1 / (self.num_rows + 1)) if not is_spike else 0.0  # a spike does not count for mean and spread
+        self.mean += weight * difference
+        self.spread += weight * (abs(difference) - self.spread)
+        self.num_rows += 1
+        if not is_spike or step < self._quiet_until:
             return ""
-        self._quiet_until = step + SPIKE_QUIET
+        self._quiet_until = step + SPIKE_QUIET_STEPS
         norm = f", gradient norm {row['grad_norm']:.3g}" if "grad_norm" in row else ""
         return f"the loss jumped to {loss:.4g} at step {step:,} (it was about {self.mean:.4g}{norm}): clip=1 or a lower learning_rate helps"
 
 
-class Rows:
-    """The rows of one training, in order: begun when a step is logged, filled when its figures arrive, then handed on."""
+class RowState(NamedTuple):
+    """What a checkpoint keeps of the rows, so that a resumed run logs the same."""
 
-    def __init__(self, step: Step, observer: Observer, elapsed: Callable[[], float]) -> None:
-        self.step, self.observer, self.elapsed = step, observer, elapsed
+    epoch_sums: dict[str, Any]
+    means: dict[str, float]
+    """Means over the epoch so far."""
+    waiting_row: dict[str, Any] | None
+    """The row of the checkpoint's step, where it still waits for the metrics of an evaluation."""
+
+
+class RowLog:
+    """Builds the rows of a training in order: begun when a step is logged, filled when its metrics arrive, then handed to the observer."""
+
+    def __init__(self, step: Step, observer: Observer, elapsed_seconds: Callable[[], float]) -> None:
+        self.step, self.observer, self.elapsed_seconds = step, observer, elapsed_seconds
         self.epoch_sums: dict[str, Any] = {}
-        self._loaded_means: dict[str, float] = {}
+        self._restored_means: dict[str, float] = {}
         self._rows: dict[int, dict[str, Any]] = {}
-        self._blocks: list[Block] = []
-        self._marked = time.monotonic()  # when figures last arrived, or a pause ended
+        self._unsummed: list[StepRows] = []
+        self._last_arrival = time.monotonic()  # or the end of the last pause
         self._recent, self._older = (0, 0.0), (0, 0.0)  # samples and seconds: of the newest second or so, and of the one before
-        self._warming_up = True
-        self.spikes = Spikes()
+        self._is_warming_up = True
+        self.spikes = SpikeDetector()
 
-    def load(self, step: int, epoch_sums: dict[str, Any], means: dict[str, float], held: dict[str, Any] | None) -> None:
-        """Go on after a step, with what its checkpoint kept."""
-        self.epoch_sums, self._loaded_means = epoch_sums, means
-        if held is not None:
-            self._rows[step] = held
+    def state(self, step: int) -> RowState:
+        return RowState(self.epoch_sums, self.means(), self.waiting_row(step))
 
-    def held(self, done: int) -> dict[str, Any] | None:
-        """The row of a step that waits for its evaluation."""
-        return self._rows.get(done)
+    def load(self, step: int, state: RowState) -> None:
+        """Goes on after a step with what its checkpoint kept."""
+        self.epoch_sums, self._restored_means = state.epoch_sums, state.means
+        if state.waiting_row is not None:
+            self._rows[step] = state.waiting_row
 
-    def tick_due(self) -> bool:
-        return time.monotonic() - self._marked > TICK_SECONDS
+    def waiting_row(self, step: int) -> dict[str, Any] | None:
+        """Returns the row of a step that waits for its evaluation."""
+        return self._rows.get(step)
+
+    def is_tick_due(self) -> bool:
+        return time.monotonic() - self._last_arrival > TICK_SECONDS
 
     def end_pause(self) -> None:
-        """Speed is counted from here: evaluating and saving are not steps."""
-        self._marked = time.monotonic()
-        if self.step.ledger is not None:
-            self.step.ledger.end_pause()
+        """Counts speed from here: evaluating and saving are not steps."""
+        self._last_arrival = time.monotonic()
+        if self.step.ring is not None:
+            self.step.ring.end_pause()
 
-    def begin(self, done: int) -> None:
-        """A step that is logged: its row is filled once its figures arrive."""
-        self._rows[done] = {}
+    def begin(self, step: int) -> None:
+        """Begins the row of a step, which is filled once the step's metrics arrive."""
+        self._rows[step] = {}
 
-    def take_in(self, ledger: Ledger, done: int, logging: bool, wait: bool) -> int | None:
-        """Read the figures that arrived and make rows of the steps that are logged; gives the first step that is no number."""
-        if logging:
-            self.begin(done)
-        arrived = ledger.arrived(wait)
-        for block in arrived:
-            self._count(block)
-            bad = self._first_bad(block)
-            if bad is not None:
-                self.emit(before=bad + 1)
-                return bad
-            self._blocks.append(block)
-            if len(self._blocks) > 100:
+    def receive(self, step: int, log: bool, wait: bool) -> int | None:
+        """Reads the metrics that arrived and fills rows; returns the first step (from 0) whose loss or gradient is not finite."""
+        assert self.step.ring is not None
+        if log:
+            self.begin(step)
+        for arrived in self.step.ring.arrived(wait):
+            self._count_speed(arrived)
+            bad_step = self._first_bad_step(arrived)
+            if bad_step is not None:
+                self.emit(before=bad_step + 1)
+                return bad_step
+            self._unsummed.append(arrived)
+            if len(self._unsummed) > MAX_UNSUMMED:
                 self.sum_epoch()
-            for logged in [d for d, row in self._rows.items() if not row and d - 1 <= block.last]:
-                row = self._rows[logged] = self._row(logged - 1, block.rows[logged - 1 - block.first])
-                if said := self.spikes.look(row):
-                    self.observer.notice(said)
-            if block.last + 1 == done and not logging:
-                self.observer.tick(self._row(block.last, block.rows[-1]))
+            self._fill(arrived)
+            if arrived.last + 1 == step and not log:
+                self.observer.tick(self._row(arrived.last, arrived.rows[-1]))
         return None
 
-    def add(self, done: int, metrics: dict[str, float]) -> None:
-        """An evaluation's metrics, to the row of its step."""
-        self._rows[done] |= {f"eval/{name}": value for name, value in metrics.items()}
+    def _fill(self, arrived: StepRows) -> None:
+        for step in [step for step, row in self._rows.items() if not row and step - 1 <= arrived.last]:
+            row = self._rows[step] = self._row(step - 1, arrived.rows[step - 1 - arrived.first])
+            if notice := self.spikes.check(row):
+                self.observer.notice(notice)
+
+    def add(self, step: int, metrics: dict[str, float]) -> None:
+        """Adds the metrics of an evaluation to the row of its step."""
+        self._rows[step] |= {f"eval/{name}": value for name, value in metrics.items()}
 
     def emit(self, before: int | None = None) -> None:
-        """Hand finished rows to the observers, in order."""
+        """Hands finished rows to the observer, in order."""
         for step in sorted(self._rows):
             row = self._rows[step]
             if not row or (before is not None and step >= before):
@@ -116,66 +134,65 @@ class Rows:
             self.observer.row(self._rows.pop(step))
 
     def sum_epoch(self) -> None:
-        """Add up the figures of the current epoch, for the end's summary."""
+        """Adds up the metrics of the current epoch, for the summary at the end."""
         feed = self.step.feed
-        for block in self._blocks:
-            begin = block.last // feed.steps_per_epoch * feed.steps_per_epoch  # of the epoch the block ends in
-            rows = block.rows[max(0, begin - block.first) :]
-            if block.first <= begin or not self.epoch_sums:
+        for arrived in self._unsummed:
+            epoch_start = arrived.last // feed.steps_per_epoch * feed.steps_per_epoch  # of the epoch in which these steps end
+            rows = arrived.rows[max(0, epoch_start - arrived.first) :]
+            if arrived.first <= epoch_start or not self.epoch_sums:
                 self.epoch_sums = {"figures": [0.0] * len(rows[0]), "samples": 0}
             self.epoch_sums["figures"] = [a + sum(b) for a, b in zip(self.epoch_sums["figures"], zip(*rows, strict=True), strict=True)]
-            last = block.last % feed.steps_per_epoch
+            last = arrived.last % feed.steps_per_epoch
             self.epoch_sums["samples"] += sum(feed.batch_size(i) for i in range(last - len(rows) + 1, last + 1))
-        self._blocks.clear()
+        self._unsummed.clear()
 
     def means(self) -> dict[str, float]:
-        """The epoch's means so far; those of the checkpoint where no step was taken since."""
-        if self.step.figures is None or not self.epoch_sums:
-            return self._loaded_means
-        return self.step.figures.read(self.epoch_sums["figures"], self.epoch_sums["samples"])
+        """Returns the means over the epoch so far; those of the checkpoint where no step was taken since."""
+        if self.step.slots is None or not self.epoch_sums:
+            return self._restored_means
+        return self.step.slots.means(self.epoch_sums["figures"], self.epoch_sums["samples"])
 
-    def _row(self, step: int, row: list[float]) -> dict[str, Any]:
-        assert self.step.figures is not None
+    def _row(self, step: int, values: list[float]) -> dict[str, Any]:
+        assert self.step.slots is not None
         feed = self.step.feed
         epoch, index = divmod(step, feed.steps_per_epoch)
-        facts: dict[str, Any] = {"step": step + 1, "epoch": epoch + 1, "time": self.elapsed()}
-        for name, value in self.step.figures.read(row, feed.batch_size(index)).items():
-            facts[f"train/{name}"] = value
-        facts["grad_norm"] = row[NORM]
-        facts["learning_rate"] = self.step.rates.at(step)
+        row: dict[str, Any] = {"step": step + 1, "epoch": epoch + 1, "time": self.elapsed_seconds()}
+        for name, value in self.step.slots.means(values, feed.batch_size(index)).items():
+            row[f"train/{name}"] = value
+        row["grad_norm"] = values[NORM]
+        row["learning_rate"] = self.step.rates.at(step)
         if self.step.loss_scale is not None:
-            facts["loss_scale"], facts["skipped_steps"] = row[SCALE], int(row[SKIPPED])
+            row["loss_scale"], row["skipped_steps"] = values[SCALE], int(values[SKIPPED])
         samples, seconds = (recent + older for recent, older in zip(self._recent, self._older, strict=True))
-        facts["samples_per_second"] = speed = samples / max(1e-9, seconds)
-        facts |= {f"{name}_per_second": each * speed for name, each in feed.speeds.items()}
-        facts["memory_bytes"] = peak_memory(self.step.group.device)
-        return facts
+        row["samples_per_second"] = speed = samples / max(1e-9, seconds)
+        row |= {f"{name}_per_second": each * speed for name, each in feed.speeds.items()}
+        row["memory_bytes"] = peak_memory(self.step.group.device)
+        return row
 
-    def _count(self, block: Block) -> None:
-        """Add a block's samples and seconds to those that speed is averaged over; the first block's, which warm up, count for its own rows alone."""
+    def _count_speed(self, arrived: StepRows) -> None:
+        """Adds samples and seconds to those that speed is averaged over. The first rows of a process include the warm-up: they count for themselves alone."""
         feed, now = self.step.feed, time.monotonic()
-        samples = sum(feed.batch_size(step % feed.steps_per_epoch) for step in range(block.first, block.last + 1))
-        seconds = now - self._marked if block.seconds is None else block.seconds
-        if self._warming_up:
+        num_samples = sum(feed.batch_size(step % feed.steps_per_epoch) for step in range(arrived.first, arrived.last + 1))
+        seconds = now - self._last_arrival if arrived.seconds is None else arrived.seconds
+        if self._is_warming_up:
             self._recent, self._older = (0, 0.0), (0, 0.0)
         elif self._recent[1] >= SPEED_SECONDS:
             self._recent, self._older = (0, 0.0), self._recent
-        self._recent = self._recent[0] + samples, self._recent[1] + seconds
-        self._warming_up, self._marked = block.seconds is None, now
+        self._recent = self._recent[0] + num_samples, self._recent[1] + seconds
+        self._is_warming_up, self._last_arrival = arrived.seconds is None, now
 
-    def _first_bad(self, block: Block) -> int | None:
-        """The first step whose loss or gradient is not a number."""
-        assert self.step.figures is not None
-        guarded = self.step.figures.guarded()
-        counts = self.step.figures.count
-        for step, row in enumerate(block.rows, block.first):
+    def _first_bad_step(self, arrived: StepRows) -> int | None:
+        """Returns the first step whose loss or gradient is not finite."""
+        assert self.step.slots is not None
+        must_be_finite, counts = self.step.slots.must_be_finite(), self.step.slots.count
+        for step, row in enumerate(arrived.rows, arrived.first):
             for name, slot in counts.items():
                 if not row[slot] >= 0:
                     raise Problem(f"loss() gave counts for {name!r} that sum to {row[slot]:g} at step {step + 1:,}: a count is 0 or more")
             if self.step.loss_scale is not None:
-                good = row[SCALE] >= MIN_SCALE  # overflow is fp16's daily bread; a scale that only falls is not
+                is_good = row[SCALE] >= MIN_SCALE  # fp16 overflows now and then; a scale that only falls is a fault
             else:
-                good = math.isfinite(sum([row[slot] for slot in guarded]))
-            if not good:
+                is_good = math.isfinite(sum([row[slot] for slot in must_be_finite]))
+            if not is_good:
                 return step
         return None

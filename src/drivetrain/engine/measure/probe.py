@@ -14,13 +14,14 @@ from torch import nn
 
 from drivetrain.engine.data.make_feed import train_feed
 from drivetrain.engine.fast.graphs import WARM_UP_CALLS, capture_graph
-from drivetrain.engine.fast.pace import TIMED, UNTIMED, Pace
+from drivetrain.engine.fast.tuner import TIMED_STEPS, WARM_UP_STEPS, Tuner
 from drivetrain.engine.group import Group
-from drivetrain.engine.log.figures import TAIL
 from drivetrain.engine.log.observe import Observer
+from drivetrain.engine.log.slots import PIGGYBACK_FLOATS
+from drivetrain.engine.model import build_model
 from drivetrain.engine.numerics.optim import LearningRates, make_optimizer, make_schedule
 from drivetrain.engine.numerics.precision import Precision
-from drivetrain.engine.setup import build_model, prepare
+from drivetrain.engine.setup import prepare
 from drivetrain.engine.step import Step
 from drivetrain.engine.strategies import make_strategy
 from drivetrain.plan import Plan
@@ -76,11 +77,11 @@ class Probe:
         self.optimizer.zero_grad(set_to_none=True)
         self.free_memory()
         feed = train_feed(self.task, self.data, plan, self.group)
-        strategy = make_strategy(self.model, lambda: self.optimizer, self.task, plan, self.group, TAIL, Path())
+        strategy = make_strategy(self.model, lambda: self.optimizer, self.task, plan, self.group, PIGGYBACK_FLOATS, Path())
         total = 100_000  # more steps than are taken: the table of their learning rates must be long enough
         rates = LearningRates(self.optimizer, make_schedule(self.task, total, feed.steps_per_epoch), total, self.group)
         step = Step(self.task, self.model, feed, strategy, rates, self.precision, self.group)
-        step.undoable = False  # out of memory is a result here
+        step.can_undo = False  # out of memory is a result here
         self.model.train()
         number = -1
 
@@ -104,8 +105,10 @@ class Probe:
             peak = self._peak()
             kind, update = "eager", lambda: strategy.update(None, 0.0, False, False)
             if seconds < CAPTURE_BELOW_SECONDS and self.device.type == "cuda" and plan.capture != "off":
-                step.pace = Pace(step, plan, self.group, total, Observer(), None)
-                for _ in range(UNTIMED + TIMED + 1 + WARM_UP_CALLS + 1):  # the steps of the choice, then those until the graph is captured
+                Tuner(step, plan, self.group, total, Observer(), None).attach()
+                for _ in range(
+                    WARM_UP_STEPS + TIMED_STEPS + 1 + WARM_UP_CALLS + 1
+                ):  # the steps of the choice, then those until the graph is captured
                     take_step()
                 if step.graphs is not None:
                     times = max(EAGER_STEPS, int(CAPTURED_SECONDS / seconds))

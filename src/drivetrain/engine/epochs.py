@@ -1,0 +1,60 @@
+"""Begins epochs: makes their samples ready and chooses what takes their steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drivetrain.engine.cadence import Cadence
+from drivetrain.engine.execution import Execution
+from drivetrain.engine.fast.steppers import QuietSteps, SingleSteps, Stepper, WholeEpochs, find_whole_epochs
+from drivetrain.engine.log.rows import RowLog
+from drivetrain.engine.log.slots import MetricSlots
+
+
+class Epochs:
+    """The epochs of a training, in order."""
+
+    def __init__(self, execution: Execution, cadence: Cadence, rows: RowLog, metric_slots: dict[str, Any] | None) -> None:
+        """`metric_slots` are those of a checkpoint, from before the first step of this process."""
+        self.execution, self.setup, self.rows = execution, execution.setup, rows
+        self.single = SingleSteps(execution, cadence)
+        shows_ticks = self.setup.group.is_main and self.setup.group.device.type == "cpu"
+        # Other ranks may request something at every step.
+        self.default: Stepper = QuietSteps(self.single, rows, shows_ticks) if self.setup.group.size == 1 else self.single
+        self.whole: WholeEpochs | None = None
+        """Takes whole epochs, where the family has code for that."""
+        self._metric_slots = metric_slots
+        self._has_looked_for_whole = False
+        self._present = -1
+        self._stepper: Stepper = self.default
+
+    def stepper(self, step: int) -> Stepper:
+        """Returns what takes the next steps; where they begin an epoch, the epoch's samples are made ready first."""
+        epoch, index = divmod(step, self.setup.steps_per_epoch)
+        if index == 0 and epoch != self._present:
+            self._begin(epoch, step)
+            self._present = epoch
+        return self._stepper
+
+    def _begin(self, epoch: int, step: int) -> None:
+        setup, execution, feed = self.setup, self.execution, self.setup.feed
+        setup.observer.moment("epoch")
+        execution.pause()
+        self._find_whole_epochs()
+        fits = step + setup.steps_per_epoch <= setup.total_steps
+        whole = self.whole if fits else None
+        self._stepper = whole or self.default
+        if setup.source is None:
+            feed.begin_epoch(epoch, setup.model)
+        elif whole is None or not whole.collects:
+            setup.observer.moment("collect")
+            with setup.precision.forward():
+                execution.strategy.call_unevenly(feed.begin_epoch, epoch, setup.model)
+            execution.resume()
+
+    def _find_whole_epochs(self) -> None:
+        """Asks the task's `Source` once for its stepper, after the first epoch has shown what the metrics are."""
+        slots = self.execution.step.slots or (MetricSlots.from_json(self._metric_slots) if self._metric_slots else None)
+        if not self._has_looked_for_whole and slots is not None:
+            self._has_looked_for_whole = True
+            self.whole = find_whole_epochs(self.execution, self.single, self.rows, slots)

@@ -1,0 +1,179 @@
+"""How steps run under the present plan: the strategy, the step and its tuner; after an out-of-memory error, under a smaller plan."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+
+import torch
+
+from drivetrain.engine.data.feed import Feed, OrderedFeed
+from drivetrain.engine.fast.graphs import Graphs
+from drivetrain.engine.fast.threads import Threads
+from drivetrain.engine.fast.tuner import Tuner
+from drivetrain.engine.faults.out_of_memory import WAYS_OUT, OutOfMemory, OutOfMemoryOnRanks, can_undo_steps
+from drivetrain.engine.log.slots import PIGGYBACK_FLOATS
+from drivetrain.engine.model import batchnorm_notice, has_batchnorm
+from drivetrain.engine.setup import Setup, make_strategy
+from drivetrain.engine.step import Step
+from drivetrain.engine.strategies import Strategy
+from drivetrain.engine.strategies.replicate import Replicated
+from drivetrain.plan import Plan, SmallerPlan, halve, halved_size
+
+
+class Execution:
+    """Takes steps. Where memory runs out on any rank, all ranks halve the micro-batch and take the same step again."""
+
+    def __init__(self, setup: Setup, plan: Plan) -> None:
+        self.setup, self.plan, self.group, self.observer = setup, plan, setup.group, setup.observer
+        self.strategy: Strategy = make_strategy(setup, plan)
+        self.optimizer = self.strategy.optimizer
+        rates = setup.learning_rates(self.optimizer, plan)
+        self.step = Step(setup.task, setup.model, setup.feed, self.strategy, rates, setup.precision, self.group)
+        self.step.can_undo, self.step.stop = can_undo_steps(plan, setup.model), setup.stop
+        self.step.moment = self.observer.moment if self.observer.watches else None
+        self.threads = Threads(plan, self.group)
+        self.graph_version = 0
+        """Changes when CUDA graphs of the model, wherever they are, no longer hold."""
+        self.tuner = Tuner(self.step, plan, self.group, setup.total_steps, self.observer, plan.first_compiled_step(0, None))
+
+    def tune(self, compiled_from: int | None) -> None:
+        """Finds out from the next step on how steps run fastest; from `compiled_from` on they run compiled."""
+        self.tuner = Tuner(self.step, self.plan, self.group, self.setup.total_steps, self.observer, compiled_from)
+        self.tuner.attach()
+
+    # --- steps ---
+
+    def take(self, step: int, with_norm: bool) -> None:
+        """Takes step number `step` (from 0), under a smaller plan where memory runs out."""
+        with self.threads.measure_products() if step == 0 else nullcontext():
+            while (error := self._try(step, with_norm)) is not None:
+                self._shrink(step, error)  # after the except clause, whose traceback holds the memory
+        if step == 0 and self.threads.reason and self.group.is_main:
+            self.observer.planned({"reasons": {"threads": self.threads.reason}, "sentence": ""})
+
+    def _try(self, step: int, with_norm: bool) -> OutOfMemoryOnRanks | None:
+        try:
+            self.step(step, with_norm)
+            return None
+        except OutOfMemoryOnRanks as error:
+            return OutOfMemoryOnRanks(error.ranks, error.can_undo)
+
+    def pause(self) -> None:
+        """Before anything but steps uses the model, or takes time."""
+        self.step.restore_eager_blocks()
+        self.tuner.pause_timer()
+
+    def resume(self) -> None:
+        """After other code ran: what was captured is dropped where that code changed what was captured as fixed."""
+        if self.tuner.recheck():
+            self.graph_version += 1
+
+    def drop_graphs(self) -> None:
+        """After the model's tensors moved."""
+        if self.step.graphs is not None:
+            self.step.graphs.clear()
+        self.graph_version += 1
+
+    def new_graphs(self) -> Graphs | None:
+        """Returns graphs for other work on the model, whose failure does not touch those of the steps; None where steps are not captured."""
+        return None if self.step.graphs is None else Graphs(self.group.device, self.observer.notice)
+
+    # --- out of memory, in place ---
+
+    def _shrink(self, step: int, error: OutOfMemoryOnRanks) -> None:
+        """Undoes the present step on every rank, and cuts it and all later ones into smaller micro-batches."""
+        setup, number = self.setup, step + 1
+        smaller = self._smaller_plan(step, setup.feed, is_evaluation=False)
+        where = f"at step {number:,} on rank {', '.join(map(str, error.ranks))}"
+        if smaller is None:
+            raise self._no_way_out(where, setup.feed, is_evaluation=False)
+        if not error.can_undo:
+            raise OutOfMemory(
+                f"out of memory {where}, in a step that cannot be undone here", smaller.restart_facts(number, error.ranks[0], "step")
+            )
+        self.step.undo()
+        self.graph_version += 1
+        if self.strategy.is_one_piece:
+            self._accumulate_gradients()
+        self.plan = Plan.from_json(self.plan.to_json() | smaller.changes)
+        setup.feed.set_micro_batch(self.plan.micro_batch)
+        self.step.use_strategy(self.strategy)
+        self.tuner.detach()
+        is_pinned = self.plan.reasons.get("compile") == "pinned"
+        self.tune(self.tuner.compiled_from if is_pinned else None)
+        self.free_memory()
+        self._report(smaller, number, error.ranks, "step", f"out of memory {where}: {smaller.sentence()}; the step is taken again")
+        if self.group.is_main and (notice := batchnorm_notice(setup.model, setup.task, self.plan)):
+            self.observer.notice(notice)
+
+    def _accumulate_gradients(self) -> None:
+        """Replaces the strategy of one process and one micro-batch by one that adds up gradients."""
+        for parameter in self.setup.model.parameters():
+            parameter.grad = None
+        self.free_memory()
+        self.strategy = Replicated(self.setup.model, self.group, PIGGYBACK_FLOATS)
+        self.strategy.set_optimizer(self.optimizer)
+
+    def shrink_evaluation(self, step: int, feed: OrderedFeed, error: OutOfMemoryOnRanks) -> None:
+        """Lets the present evaluation and all later ones take fewer samples at a time."""
+        smaller = self._smaller_plan(step, feed, is_evaluation=True)
+        where = f"in the evaluation at step {step:,} on rank {', '.join(map(str, error.ranks))}"
+        if smaller is None:
+            raise self._no_way_out(where, feed, is_evaluation=True)
+        self.graph_version += 1
+        self.plan = Plan.from_json(self.plan.to_json() | smaller.changes)
+        feed.set_micro_batch(self.plan.eval_micro_batch)
+        self.free_memory()
+        self._report(smaller, step, error.ranks, "evaluation", f"out of memory {where}: {smaller.sentence()}; it is done again")
+
+    def _report(self, smaller: SmallerPlan, step: int, ranks: list[int], during: str, sentence: str) -> None:
+        if not self.group.is_main:
+            return
+        for rank in ranks:
+            self.setup.run.log_event("oom", step=step, rank=rank, was=smaller.old_size, now=smaller.new_size, during=during)
+        self.setup.run.log_event("replanned", step=step, **smaller.sizes())
+        self.observer.planned(smaller.changes | {"sentence": sentence})
+
+    def free_memory(self) -> None:
+        gc.collect()  # what an exception's frames held may be in reference cycles
+        if self.group.device.type == "cuda":
+            torch.cuda.synchronize(self.group.device)
+            torch.cuda.empty_cache()
+
+    # --- out of memory, by a restart ---
+
+    def restart_error(self, error: torch.OutOfMemoryError, step: int, evaluation: Feed | None) -> OutOfMemory:
+        """Returns the error that ends this process: it says with which plan all processes restart from the last good checkpoint.
+        `evaluation` is the feed of the evaluation in which memory ran out, if it did so in one."""
+        is_evaluation = evaluation is not None
+        feed, during = evaluation or self.setup.feed, "evaluation" if is_evaluation else "step"
+        number = step + (not is_evaluation)
+        first_line = str(error).partition("\n")[0]
+        smaller = self._smaller_plan(step, feed, is_evaluation)
+        if smaller is None:
+            return self._no_way_out(f"at step {number:,} ({first_line})", feed, is_evaluation)
+        facts = smaller.restart_facts(number, self.group.rank, during)
+        return OutOfMemory(f"out of memory at step {number:,} ({first_line}): {smaller.sentence()} from here on", facts)
+
+    def _smaller_plan(self, step: int, feed: Feed, is_evaluation: bool) -> SmallerPlan | None:
+        """Returns half as many samples at a time; None where that cannot be."""
+        smaller = halve(self.plan, step + (not is_evaluation), feed.max_rank_samples, is_evaluation)
+        if smaller is None or is_evaluation or not has_batchnorm(self.setup.model):
+            return smaller
+        sizes = {feed.batch_size(0), feed.batch_size(feed.steps_per_epoch - 1)}
+        return smaller if all(_smallest_micro_batch(size, self.group.size, smaller.new_size) > 1 for size in sizes) else None
+
+    def _no_way_out(self, where: str, feed: Feed, is_evaluation: bool) -> OutOfMemory:
+        least, _ = halved_size(feed.max_rank_samples, self.plan.eval_micro_batch if is_evaluation else self.plan.micro_batch)
+        samples = "one sample" if least == 1 else f"{least} samples"
+        why = "" if least == 1 else ", and BatchNorm needs more than one in every micro-batch"
+        ways = f"Ways out: {WAYS_OUT} (drivetrain resume {self.setup.run.name} plan.KEY=VALUE)"
+        return OutOfMemory(f"out of memory {where} with {samples} at a time{why}\n{ways}", None)
+
+
+def _smallest_micro_batch(batch: int, world_size: int, micro_batch: int) -> int:
+    """Returns the samples in the smallest micro-batch of a batch of this size."""
+    largest_share = -(-batch // world_size)
+    num_micro_batches = -(-largest_share // micro_batch)
+    return batch // world_size // num_micro_batches

@@ -1,0 +1,87 @@
+"""What any rank requests of all ranks: to stop, to save, to evaluate."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from drivetrain.engine.group import Group
+from drivetrain.engine.log.slots import FIRST_REQUEST
+
+HOST_LEAD_SECONDS = 0.05  # of steps that the host enqueues ahead of a GPU before it reads an answer, so that the GPU never waits for it
+MAX_LAG_STEPS = 8
+RETUNE_AT = (16, 64, 256, 1024)  # answers after which the time of a step is estimated again, then after every 1024
+
+
+class SupportsBool(Protocol):
+    """True once the process was asked to stop (the flag that a signal sets)."""
+
+    def __bool__(self) -> bool: ...
+
+
+@dataclass
+class Requests:
+    """Requests of one rank, or of all of them together, in the order of their slots."""
+
+    stop: bool = False
+    save: bool = False
+    evaluate: bool = False
+
+    def __iter__(self) -> Iterator[bool]:
+        return iter((self.stop, self.save, self.evaluate))
+
+
+NUM_REQUESTS = len(list(Requests()))
+
+
+class RequestReader:
+    """Reads what any rank requested, at the same step on every rank: requests are all-reduced with the gradients."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._unread: deque[tuple[Tensor, Any]] = deque()
+        self._ignore_before = [0] * NUM_REQUESTS
+        self.lag_steps = MAX_LAG_STEPS
+        """Steps after which a GPU's answer is read; the same on every rank."""
+        self._num_read, self._read_times = 0, deque[float](maxlen=MAX_LAG_STEPS * 8)
+
+    def read(self, step: int, piggyback: Tensor | None, own: Requests) -> Requests:
+        """Returns the requests that take effect after this step."""
+        if piggyback is None or self.group.size == 1:
+            return own
+        flags = piggyback[FIRST_REQUEST : FIRST_REQUEST + NUM_REQUESTS]
+        if self.group.device.type != "cuda":
+            return Requests(*(value > 0 for value in flags.tolist()))
+        answer = flags.to("cpu", non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._unread.append((answer, event))
+        requested = [False] * NUM_REQUESTS
+        while len(self._unread) > self.lag_steps:
+            answer, event = self._unread.popleft()
+            event.synchronize()
+            news = [value > 0 and step >= first for value, first in zip(answer.tolist(), self._ignore_before, strict=True)]
+            requested = [a or b for a, b in zip(requested, news, strict=True)]
+            self._retune()
+        # Unread answers still carry a request that has just been read.
+        next_step = step + self.lag_steps + 1
+        self._ignore_before = [next_step if flag else first for flag, first in zip(requested, self._ignore_before, strict=True)]
+        return Requests(*requested)
+
+    def _retune(self) -> None:
+        """Sets the lag to the steps that the host must be ahead, by rank 0's clock. Answers arrive at the pace of the device."""
+        self._num_read += 1
+        self._read_times.append(time.perf_counter())
+        if self._num_read in RETUNE_AT or self._num_read % RETUNE_AT[-1] == 0:
+            median = statistics.median(later - earlier for earlier, later in pairwise(self._read_times))
+            [step_seconds] = self.group.sum_on_hosts([median if self.group.is_main else 0.0])
+            self.lag_steps = max(1, min(MAX_LAG_STEPS, math.ceil(HOST_LEAD_SECONDS / max(step_seconds, 1e-9))))
