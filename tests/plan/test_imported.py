@@ -139,9 +139,7 @@ def test_guide_004_as_printed(tmp_path: Path) -> None:
     assert imported.kind == "deepspeed" and imported.plan is None
     assert imported.pins == {"strategy": "deepspeed", "zero_stage": 2, "offload": "optimizer", "activation_checkpointing": True}
     assert imported.settings == {"precision": "fp16"} and imported.request == {}
-    assert imported.unused == (
-        ("zero_optimization.offload_optimizer.pin_memory", "what is moved to a GPU's host lies in pinned memory anyway"),
-    )
+    assert imported.unused == (("zero_optimization.offload_optimizer.pin_memory", "offloaded state is always in pinned memory"),)
 
 
 def test_a_whole_deepspeed_configuration(tmp_path: Path) -> None:

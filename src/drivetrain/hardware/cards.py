@@ -173,7 +173,7 @@ CARDS = (
     Card("MI325X", 256, 6000, 1307, 1307, 653.7, 163.4, 896, (9, 4), 304, "MI325X datasheet"),
 )  # fmt: skip
 
-LISTED_SHARE = 0.96  # of the GB in a card's name: what the driver lists
+LISTED_SHARE = 0.96  # of the GB in a card's name that the driver lists
 LISTED_SHARE_WITH_ECC = 0.92  # the same for cards whose error correction takes a sixteenth of the memory; the least of all cards
 _CARDS_WITHOUT_ECC_MEMORY = ("T4", "A2", "A10", "A10G", "A16", "A40", "L4", "L20", "L40", "L40S")
 _FAMILIES = (  # (how a plain name begins, compute capability); the first match counts

@@ -10,7 +10,7 @@ from typing import Any
 from drivetrain.hardware import ASSUMED_NETWORK_GBPS, UNKNOWN_CAPABILITY, Hardware
 from drivetrain.outcomes import Problem
 from drivetrain.plan.capacity import MachineCapacity
-from drivetrain.plan.choices import is_sharding
+from drivetrain.plan.choices import Backend, is_sharding
 from drivetrain.plan.deepspeed import configuration, is_deepspeed_installed
 from drivetrain.plan.fit import Fit, Point
 from drivetrain.plan.pins import read_pins
@@ -26,7 +26,7 @@ STRATEGY_OF_KEY = {"zero_stage": "fsdp or deepspeed", "offload": "fsdp or deepsp
 
 @dataclass(frozen=True)
 class _Searched:
-    """What a search chose, by the plan's keys, and its reasons."""
+    """The search's choices, by the plan's keys, and their reasons."""
 
     values: dict[str, Any] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -72,7 +72,7 @@ def choose(
     reasons, is_gpu = picker.reasons, device == "cuda"
     strategy = _strategy(picker, world_size)
     sharding = _sharding(strategy, picker, world_size)
-    backend = "none" if world_size == 1 and not sharding else "nccl" if is_gpu else "gloo"
+    backend: Backend = "none" if world_size == 1 and not sharding else "nccl" if is_gpu else "gloo"
     reasons["backend"] = {"none": "one process needs none", "nccl": "GPUs", "gloo": "CPU processes"}[backend]
     precision, reasons["precision"] = _precision(settings["precision"], device, hardware)
     micro_batch, accumulation = _micro_batch(picker, share)

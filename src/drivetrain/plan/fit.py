@@ -45,8 +45,8 @@ def sizes_to_measure(sizes: Sequence[int], best: int) -> list[int]:
 def next_size_to_measure(points: Sequence[Point], wanted: Sequence[int], predicted: Mapping[int, float]) -> int | None:
     """Returns the micro-batch to measure next, or None.
 
-    First the wanted ones, smallest first, until one does not fit. Then one between two measured ones that do not tell what lies
-    between: they are far apart, or the prediction's errors at the two differ. `predicted`: seconds of forward and backward by size.
+    First the wanted ones, smallest first, until one does not fit. Then one between two measured ones that are far apart, or
+    at which the prediction's errors differ. `predicted`: seconds of forward and backward by size.
     """
     if any(not p.fits for p in points):
         return None

@@ -21,7 +21,7 @@ class Plan:
     zero_stage: ZeroStage = 0
     """What fsdp and deepspeed shard: 1 optimizer state, 2 also gradients, 3 also parameters (fsdp knows 2 and 3)."""
     device: str = "cpu"
-    backend: str = "none"
+    backend: Backend = "none"
     world_size: Annotated[int, Range(1, 1_000_000)] = 1
     nodes: Annotated[int, Range(1, 100_000)] = 1
     global_batch: Annotated[int, Range(1, 2**31 - 1)] = 1
@@ -99,7 +99,7 @@ class Plan:
 @cache
 def json_types() -> dict[str, Any]:
     """Returns the type of each key of a plan's JSON."""
-    return get_type_hints(Plan, include_extras=True) | {"device": Device, "backend": Backend}
+    return get_type_hints(Plan, include_extras=True) | {"device": Device}
 
 
 def _checked(key: str, kind: Any, value: Any) -> Any:

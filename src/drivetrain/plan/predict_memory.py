@@ -63,8 +63,8 @@ def _sharded_state(profile: Profile, candidate: Candidate) -> dict[str, int]:
     gathered = 2 * profile.block_bytes + outside_blocks if profile.blocks else profile.parameter_bytes
     if candidate.strategy == "deepspeed":
         # Parameters stay in fp32, beside a flat copy of the part that this process updates.
-        kept = parameters + gathered if candidate.zero_stage == 3 else float(profile.parameter_bytes)
-        parameters = kept + profile.trained_bytes / world_size
+        stored = parameters + gathered if candidate.zero_stage == 3 else float(profile.parameter_bytes)
+        parameters = stored + profile.trained_bytes / world_size
         gradients = profile.trained_bytes * (1.0 if candidate.zero_stage == 1 else 1 / world_size)
         gradients += 4 * min(DEEPSPEED_BUCKET_NUMBERS, profile.trained)
     else:

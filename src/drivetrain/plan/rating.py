@@ -68,8 +68,8 @@ class Rater:
         """Samples of a global batch that one process takes."""
         self.usable_host_bytes = int(machine.host_bytes * HOST_SHARE)
         state_bytes = profile.parameter_bytes + profile.trained_bytes + profile.optimizer_bytes
-        room = max(0, machine.usable_bytes - state_bytes)
-        self.is_data_resident = bool(profile.data_bytes) and profile.data_bytes <= RESIDENT_DATA_SHARE * room
+        bytes_beside_state = max(0, machine.usable_bytes - state_bytes)
+        self.is_data_resident = bool(profile.data_bytes) and profile.data_bytes <= RESIDENT_DATA_SHARE * bytes_beside_state
 
     def candidates(self, pins: Mapping[str, Any], deepspeed: bool) -> list[Candidate]:
         """Returns the candidates that agree with the pins, the simplest first; each has a micro-batch of one sample."""

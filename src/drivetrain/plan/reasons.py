@@ -16,13 +16,13 @@ from drivetrain.plan.rating import HOST_SHARE, RatedCandidate, Rater, format_rat
 
 def why_strategy(rater: Rater, best: RatedCandidate, rated: Sequence[tuple[Candidate, RatedCandidate | None]]) -> str:
     need = f"needs {format_need(best.needed_bytes, best.usable_bytes)} on each {rater.machine.card.name}"
-    simplest, found = rated[0]
-    if best is found:
+    simplest, rated_simplest = rated[0]
+    if best is rated_simplest:
         return need if rater.world_size > 1 else f"one process; {need}"
-    if found is None:
+    if rated_simplest is None:
         return f"{simplest.name()} does not fit ({shortage(rater, simplest, {})}); this {need}"
-    percent = 100 * (best.samples_per_second / found.samples_per_second - 1)
-    return f"{percent:.0f} % faster than {simplest.name()} ({format_rate(found.samples_per_second)}); {need}"
+    percent = 100 * (best.samples_per_second / rated_simplest.samples_per_second - 1)
+    return f"{percent:.0f} % faster than {simplest.name()} ({format_rate(rated_simplest.samples_per_second)}); {need}"
 
 
 def why_micro_batch(rater: Rater, best: RatedCandidate, pins: Mapping[str, Any]) -> str:
@@ -83,7 +83,7 @@ def fits_nowhere(rater: Rater, candidates: Sequence[Candidate], pins: Mapping[st
     on_device = min((c for c in candidates if c.offload == "none"), key=bytes_of, default=least)
     larger_gpu = f"a GPU with {gigabytes_to_buy(bytes_of(on_device)):,} GB or more"
     ways_out = [larger_gpu if rater.machine.on_gpu else f"{format_gib(need)} of RAM"]
-    if device_need <= rater.machine.usable_bytes:  # the host's memory is what lacks
+    if device_need <= rater.machine.usable_bytes:  # only the host's memory is too small
         need, limit = host_memory(rater.profile, least), f"{format_gib(rater.usable_host_bytes)} of the host's memory can be used"
         ways_out.insert(0, f"{format_gib(need / HOST_SHARE)} of RAM for each process")
     ways_out += _further_ways_out(rater, least, pinned_size)

@@ -31,23 +31,24 @@ def choose_fastest(rater: Rater, pins: Mapping[str, Any], deepspeed: bool) -> Ch
     best: RatedCandidate | None = None
     rated: list[tuple[Candidate, RatedCandidate | None]] = []
     for candidate in candidates:
-        found = best_micro_batch(rater, candidate, pins)
-        rated.append((candidate, found))
-        if found is not None and (best is None or _replaces(rater, found, best)):
-            best = found
+        fastest = best_micro_batch(rater, candidate, pins)
+        rated.append((candidate, fastest))
+        if fastest is not None and (best is None or _replaces(rater, fastest, best)):
+            best = fastest
     if best is None:
         raise reasons.fits_nowhere(rater, candidates, pins)
-    rejected = [reasons.why_lost(rater, candidate, found, best) for candidate, found in rated if found is not best]
+    rejected = [reasons.why_lost(rater, candidate, fastest, best) for candidate, fastest in rated if fastest is not best]
     eval_micro_batch, why_evaluation = _evaluation_micro_batch(rater, best)
     return Choice(best, _reasons(rater, best, rated, pins) | {"eval_micro_batch": why_evaluation}, rejected, eval_micro_batch)
 
 
-def _replaces(rater: Rater, found: RatedCandidate, best: RatedCandidate) -> bool:
+def _replaces(rater: Rater, later: RatedCandidate, best: RatedCandidate) -> bool:
+    """Returns whether a candidate that is less simple than the best one so far replaces it."""
     if not rater.machine.on_gpu:  # the first candidate that fits is taken, as in a run without a profile
         return False
-    if found.candidate.offload != "none" and best.candidate.offload == "none":  # offload's speed is the hardest to predict
+    if later.candidate.offload != "none" and best.candidate.offload == "none":  # offload's speed is the hardest to predict
         return False
-    return found.samples_per_second > min_speedup(best.candidate, found.candidate) * best.samples_per_second
+    return later.samples_per_second > min_speedup(best.candidate, later.candidate) * best.samples_per_second
 
 
 def best_micro_batch(rater: Rater, candidate: Candidate, pins: Mapping[str, Any]) -> RatedCandidate | None:
@@ -70,7 +71,7 @@ def _reasons(
     if best.candidate.zero_stage:
         texts["zero_stage"] = strategy
     if best.candidate.checkpointing:
-        without = next((c for c, found in rated if found is None and not c.checkpointing and c.offload == "none"), None)
+        without = next((c for c, fitting in rated if fitting is None and not c.checkpointing and c.offload == "none"), None)
         texts["activation_checkpointing"] = strategy if without is None else f"without it {reasons.shortage(rater, without, pins)}"
     else:
         texts["activation_checkpointing"] = f"activations take {format_gib(best.memory['activations'])} and fit"

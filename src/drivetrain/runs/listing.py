@@ -53,11 +53,11 @@ def find_deletable(text: str) -> list[Run]:
     if not path.parts or ".." in path.parts:
         raise Problem(f"{text!r} is no run's name: name the runs to delete as `drivetrain runs` lists them")
     for candidate in (*_paths_of_name(text), path):
-        found = [Run(candidate)] if is_run(candidate) or is_study(candidate) else stages_of(candidate) if candidate != path else []
-        for run in found:
+        deletable = [Run(candidate)] if is_run(candidate) or is_study(candidate) else stages_of(candidate) if candidate != path else []
+        for run in deletable:
             _check_deletable(run.path)
-        if found:
-            return found
+        if deletable:
+            return deletable
     return [find(text)]  # raises the error for an unknown name
 
 

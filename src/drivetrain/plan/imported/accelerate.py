@@ -55,7 +55,7 @@ def _distributed_type(value: Any, values: Values) -> Destination | str:
 def _replicated(values: Values) -> Destination | str:
     """Returns ddp for several processes."""
     several = value_of(values, "num_processes", as_int, 2) != 1
-    return Destination("pins", "strategy", "ddp") if several else "one process has nobody to share with"
+    return Destination("pins", "strategy", "ddp") if several else "a single process needs no DDP"
 
 
 def _procs(value: Any, values: Values) -> Destination | str:
@@ -80,7 +80,7 @@ def _rendezvous(value: Any, values: Values) -> Destination | str:
 
 
 def _gpus(value: Any, values: Values) -> Destination | str:
-    return "all is what happens without" if str(value).strip() == "all" else Destination("request", "gpus", str(value).replace(" ", ""))
+    return "all GPUs are used by default" if str(value).strip() == "all" else Destination("request", "gpus", str(value).replace(" ", ""))
 
 
 def _use_cpu(value: Any, values: Values) -> Destination | str:
@@ -218,15 +218,15 @@ KEYS: list[Key] = [
     Key("use_cpu", "`--device cpu` where it is true", _use_cpu),
     Key("mixed_precision", "`precision` (no: fp32; fp8: not used)", _mixed_precision),
     Key("fp16", "`precision=fp16` (files of old versions)", _old_fp16),
-    *unused_keys("where a run executes is said on the command line", "compute_environment"),
-    *unused_keys("machines meet at --rendezvous, in drivetrain's own way", "rdzv_backend", "same_network"),
+    *unused_keys("the command line says where a run executes", "compute_environment"),
+    *unused_keys("machines find each other through --rendezvous", "rdzv_backend", "same_network"),
     *unused_keys("a task is a class, not a script with a function", "main_training_function"),
     *unused_keys("TORCH_DISTRIBUTED_DEBUG=DETAIL asks torch for such checks", "debug"),
     *unused_keys("processes are not bound to cores; plan.threads says how many each uses", "enable_cpu_affinity"),
     Key("dynamo_config.dynamo_backend", "`plan.compile` (INDUCTOR on, NO off) or `plan.capture` (CUDAGRAPHS)", _dynamo),
     Key("dynamo_backend", "the same (files of old versions)", _dynamo),
     *unused_keys("CUDA graphs are plan.capture, tried by itself", "dynamo_config.dynamo_mode"),
-    *unused_keys("shapes are fixed, and what cannot be compiled runs as it is", "dynamo_config.dynamo_use_fullgraph", "dynamo_config.dynamo_use_dynamic"),
+    *unused_keys("shapes are fixed, and code that cannot be compiled runs eagerly", "dynamo_config.dynamo_use_fullgraph", "dynamo_config.dynamo_use_dynamic"),
     *unused_keys("a deep model is compiled block by block anyway", "dynamo_config.dynamo_use_regional_compilation"),
     Key("fsdp_config.fsdp_reshard_after_forward", "`plan.zero_stage` (true or FULL_SHARD 3, false or SHARD_GRAD_OP 2)", _fsdp(_sharding)),
     Key("fsdp_config.fsdp_sharding_strategy", "`plan.zero_stage` (FULL_SHARD 3, SHARD_GRAD_OP 2; hybrid ones shard over all processes)",
@@ -237,7 +237,7 @@ KEYS: list[Key] = [
     *_fsdp_unused("the repeated blocks of a model are found and wrapped", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params"),
     *_fsdp_unused("runs write checkpoints and the finished model in a form of their own", "state_dict_type"),
     *_fsdp_unused("FSDP2 prefetches by itself", "backward_prefetch", "backward_prefetch_policy", "forward_prefetch"),
-    *_fsdp_unused("every process makes the same weights, from the seed or the file", "cpu_ram_efficient_loading", "sync_module_states"),
+    *_fsdp_unused("each process makes the same weights, from the seed or the file", "cpu_ram_efficient_loading", "sync_module_states"),
     *_fsdp_unused("activations are computed again, not moved", "activation_checkpointing_offload"),
     Key(STAGE, "`plan.zero_stage`; 0 leaves it open", _deepspeed(_stage)),
     Key("deepspeed_config.offload_optimizer_device", "`plan.offload=optimizer` where it is cpu", _deepspeed(_offload("optimizer"))),
@@ -246,10 +246,10 @@ KEYS: list[Key] = [
     Key("deepspeed_config.gradient_clipping", "`clip`", _deepspeed(_clip)),
     Key(CONFIG_FILE, "`plan.strategy=deepspeed`, and the file's own keys as below", _deepspeed(_config_file)),
     *_deepspeed_unused("nothing is moved to a disk", "offload_optimizer_nvme_path", "offload_param_nvme_path"),
-    *_deepspeed_unused("a model is made whole, then sharded", "zero3_init_flag"),
-    *_deepspeed_unused("the finished model is always saved whole", "zero3_save_16bit_model"),
+    *_deepspeed_unused("each process makes the full model, then shards it", "zero3_init_flag"),
+    *_deepspeed_unused("the finished model is always saved unsharded", "zero3_save_16bit_model"),
     *_deepspeed_unused("the repeated blocks of a model are found", "deepspeed_moe_layer_cls_names"),
-    *_deepspeed_unused("machines meet at --rendezvous: run the same command on each", "deepspeed_multinode_launcher", "deepspeed_hostfile",
+    *_deepspeed_unused("machines find each other through --rendezvous: run the same command on each", "deepspeed_multinode_launcher", "deepspeed_hostfile",
                        "deepspeed_inclusion_filter", "deepspeed_exclusion_filter"),
     *unused_keys("processes share the data only: no tensor, context or sequence parallelism", "parallelism_config.*"),
     *unused_keys("there is no Megatron-LM here; fsdp and deepspeed share a model (plan.strategy)", "megatron_lm_config.*"),

@@ -25,7 +25,7 @@ from drivetrain.settings import coerce
 STAGE = "zero_optimization.stage"
 MICRO_BATCH, ACCUMULATION, GLOBAL_BATCH = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 NOTHING_SHARDED = "nothing is sharded: the plan replicates the model by itself"
-OWN_SCALE = "the scale of fp16's loss is chosen and kept by the engine"
+OWN_SCALE = "the engine chooses fp16's loss scale"
 OWN_OPTIMIZER = "a task's own optimizer() sets it"
 OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd"}
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -62,7 +62,7 @@ def _passed_to_deepspeed(key: str) -> Key:
     def rule(value: Any, values: Values) -> Destination | str:
         return Destination("pins", "deepspeed_config", nested(key, value)) if zero_stage(values) else NOTHING_SHARDED
 
-    return Key(key, "`plan.deepspeed_config`, as it stands", rule)
+    return Key(key, "`plan.deepspeed_config`, unchanged", rule)
 
 
 def offload_of(optimizer: Any, param: Any, stage: int) -> str:
@@ -191,7 +191,7 @@ KEYS: list[Key] = [
     Key("zero_optimization.offload_param.device", "`plan.offload=all` where it is cpu, at stage 3", _offload("param")),
     Key("zero_optimization.cpu_offload", "`plan.offload=optimizer`", _offload("optimizer")),
     Key("zero_optimization.cpu_offload_param", "`plan.offload=all`, at stage 3", _offload("param")),
-    *unused_keys("what is moved to a GPU's host lies in pinned memory anyway", "zero_optimization.offload_optimizer.pin_memory",
+    *unused_keys("offloaded state is always in pinned memory", "zero_optimization.offload_optimizer.pin_memory",
             "zero_optimization.offload_param.pin_memory", "zero_optimization.cpu_offload_use_pin_memory"),
     *unused_keys("nothing is moved to a disk", "zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path", "aio.*"),
     *unused_keys("runs write checkpoints and the finished model in a form of their own", "zero_optimization.load_from_fp32_weights",
