@@ -31,7 +31,7 @@ from drivetrain.runs import Run
 from drivetrain.task import Task
 from drivetrain.tasks.vision.nets import SmallCNN, mlp
 from drivetrain.watch.files import MetricsFile, TensorBoard
-from drivetrain.watch.pulse import Heart, open_page
+from drivetrain.watch.heartbeat import HeartbeatWriter, open_heartbeat_page
 
 
 class Bench(Task):
@@ -110,7 +110,7 @@ def compare(net: str, steps: int, block: int) -> dict[str, list[float]]:
         run, task = Run(folder), Bench(net=net, steps=steps)
         plan = choose(task.settings(), detect(), device="cpu", world_size=1, local_procs=1)
         turns = Turns(ByHand(net, steps), block)
-        heart = Heart(open_page())
+        heart = HeartbeatWriter(open_heartbeat_page())
         observer = Observers([MetricsFile(run), TensorBoard(Path(folder) / "tensorboard"), heart, turns])
         training = Training(task, plan, run, Group(0, 1, torch.device("cpu")), observer, False)
         training.execution.step.moment = heart.moment  # turns are taken between steps

@@ -26,14 +26,15 @@ from drivetrain.plan import Plan
 from drivetrain.processes import forkserver
 from drivetrain.processes.job import TrainJob
 from drivetrain.runs import Run
-from drivetrain.supervise import Policy, Supervisor, local_place, supervised, usage
-from drivetrain.supervise.attempt import Attempt, Ended, Place, _Worker
-from drivetrain.supervise.judges import Judge
-from drivetrain.supervise.nursery import Child, Nursery
+from drivetrain.supervise import RestartPolicy, Supervisor, WorkerPlacement, local_placement, supervised, usage
+from drivetrain.supervise.attempt import Attempt
+from drivetrain.supervise.ending import JobEnd, Worker
+from drivetrain.supervise.fork_server import ForkServer, WorkerProcess
+from drivetrain.supervise.hang_detector import HangDetector, WatchedRank
 from drivetrain.supervise.scratch import Scratch, sweep
-from drivetrain.supervise.verdict import Rank, Watchman, judge
+from drivetrain.supervise.verdicts import LocalVerdicts, find_hang
 from drivetrain.task_ref import find_task
-from drivetrain.watch.pulse import NUMBER, Beat, Heart, Pulse, open_page
+from drivetrain.watch.heartbeat import PHASE_INDEX, HeartbeatReader, HeartbeatWriter, WorkerHeartbeat, open_heartbeat_page
 from drivetrain.watch.screen import Screen
 from tests.command import good
 from tests.patience import until
@@ -112,29 +113,29 @@ def test_whatever_ends_without_a_result_is_started_anew(folder: Path) -> None:
 
 def attempt(tmp_path: Path, *ends: tuple[int, dict[str, Any] | None]) -> Attempt:
     """Workers that ended in this order, each with its code and its result."""
-    place = Place(0, len(ends), len(ends), ("", 0))
+    place = WorkerPlacement(0, len(ends), len(ends), ("", 0))
     made = Attempt(
         TrainJob(run=str(tmp_path), task=find_task("digits"), settings={}, plan=Plan(), folder="."),
         tmp_path / "job.json",
         place,
         Screen(quiet=True),
-        Watchman(),
-        Judge(),
+        HangDetector(),
+        LocalVerdicts(),
         False,
     )
     for rank in range(len(ends)):
-        page = open_page()
-        made.workers.append(_Worker(rank, Child(), Pulse(page), None, -1))
+        page = open_heartbeat_page()
+        made.workers.append(Worker(rank, WorkerProcess(), HeartbeatReader(page), None, -1))
     return made
 
 
 def end(made: Attempt, rank: int, code: int, said: dict[str, Any] | None = None) -> None:
-    made.workers[rank].child.code, made.workers[rank].said = code, said
-    made._note_ends(Nursery.__new__(_Quiet))
+    made.workers[rank].process.code, made.workers[rank].result = code, said
+    made._note_ends(ForkServer.__new__(_Quiet))
 
 
-class _Quiet(Nursery):
-    lost = ""
+class _Quiet(ForkServer):
+    end_message = ""
 
 
 GLOO = {"outcome": "infra", "message": "another process of this run was lost: Connection closed by peer", "lost_peer": True, "final": False}
@@ -149,13 +150,13 @@ def test_the_rank_that_died_first_is_named(tmp_path: Path) -> None:
     slow.kill()  # ranks 0 and 1 are in a long step, and say nothing
     end(slow, 0, -9)
     end(slow, 1, -9)
-    assert slow.ended().message.startswith("worker 2 was killed by SIGKILL (see ") and slow.ended().lost
+    assert slow.end().message.startswith("worker 2 was killed by SIGKILL (see ") and slow.end().lost
 
     two = attempt(tmp_path, *[(0, None)] * 3)
     end(two, 1, -signal.SIGSEGV)
     end(two, 0, -signal.SIGABRT)  # at the loss of its peer
     end(two, 2, 201, GLOO)
-    assert "worker 1 was killed by SIGSEGV" in two.ended().message
+    assert "worker 1 was killed by SIGSEGV" in two.end().message
 
 
 def test_the_cause_is_named_and_not_what_the_others_say_of_it(tmp_path: Path) -> None:
@@ -163,17 +164,17 @@ def test_the_cause_is_named_and_not_what_the_others_say_of_it(tmp_path: Path) ->
     end(made, 2, 201, LOADER)
     end(made, 0, 201, GLOO)
     end(made, 1, 201, GLOO)
-    assert made.ended().message == LOADER["message"] and made.ended().lost
+    assert made.end().message == LOADER["message"] and made.end().lost
 
     made = attempt(tmp_path, *[(0, None)] * 2)
     end(made, 1, -9)
     end(made, 0, 1, ERROR)  # raised in the user's lines, when a peer was gone
-    assert made.ended().outcome is Outcome.INFRA and "worker 1 was killed" in made.ended().message
+    assert made.end().outcome is Outcome.INFRA and "worker 1 was killed" in made.end().message
 
     made = attempt(tmp_path, *[(0, None)] * 2)
     end(made, 0, 1, ERROR)
     end(made, 1, -signal.SIGABRT)
-    assert made.ended().outcome is Outcome.USER_ERROR and made.ended().message == ERROR["message"]
+    assert made.end().outcome is Outcome.USER_ERROR and made.end().message == ERROR["message"]
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 200, 130])
@@ -182,8 +183,8 @@ def test_an_end_without_a_result_is_a_death_whatever_its_code(code: int, tmp_pat
     end(made, 0, 0, FINE)
     end(made, 1, code)
     made._watch()
-    assert made._end_by < time.monotonic() + 1, "the others are not waited for"
-    ended = made.ended()
+    assert made._kill_at < time.monotonic() + 1, "the others are not waited for"
+    ended = made.end()
     assert ended.outcome is Outcome.INFRA and ended.lost and f"worker 1 ended with code {code} and without a result" in ended.message
 
 
@@ -198,13 +199,13 @@ def test_a_worker_that_cannot_be_forked_is_told(tmp_path: Path, monkeypatch: pyt
     with monkeypatch.context() as patch:
         patch.setattr(forkserver.os, "fork", fails)
         forkserver._fork({}, [], [], theirs)
-    nursery = Nursery.__new__(Nursery)
-    nursery._socket, nursery.handle, nursery.lost = ours, ours.fileno(), ""
+    fork_server = ForkServer.__new__(ForkServer)
+    fork_server._socket, fork_server.handle, fork_server.end_message = ours, ours.fileno(), ""
     made = attempt(tmp_path, (0, None))
-    nursery._children = [made.workers[0].child]
-    nursery.listen(lambda handle: None)
-    made._note_ends(nursery)
-    ended = made.ended()
+    fork_server._children = [made.workers[0].process]
+    fork_server.read_events(lambda handle: None)
+    made._note_ends(fork_server)
+    ended = made.end()
     assert ended.lost and ended.message == f"worker 0 could not be started: {os.strerror(errno.EAGAIN)}"
     ours.close()
     theirs.close()
@@ -222,7 +223,7 @@ def test_a_start_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Screen, "line", lambda self, label, text: said.append(f"{label} {text}"))
     tries = iter([OSError(errno.EAGAIN, "Resource temporarily unavailable"), OSError(errno.EMFILE, "Too many open files"), None])
 
-    def start(self: Supervisor) -> Nursery:
+    def start(self: Supervisor) -> ForkServer:
         if (error := next(tries)) is not None:
             raise error
         raise _Started
@@ -230,9 +231,12 @@ def test_a_start_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.M
     class _Started(Exception):
         pass
 
-    monkeypatch.setattr(Supervisor, "_nursery", start)
+    monkeypatch.setattr(Supervisor, "_get_fork_server", start)
     job = TrainJob(run=str(run.path), task=find_task("digits"), settings={}, plan=plan, folder=".")
-    with supervised(job, plan, local_place(1), Screen(quiet=True), [], policy=Policy(restarts=3)) as supervisor, pytest.raises(_Started):
+    with (
+        supervised(job, plan, local_placement(1), Screen(quiet=True), [], policy=RestartPolicy(restarts=3)) as supervisor,
+        pytest.raises(_Started),
+    ):
         supervisor.run()
     assert said == [
         "restart the workers could not be started: Resource temporarily unavailable; starting anew from the beginning",
@@ -242,10 +246,10 @@ def test_a_start_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_process_that_forks_is_named_when_it_dies(tmp_path: Path) -> None:
-    nursery = Nursery(dict(os.environ), tmp_path / "log")
-    nursery._process.kill()
-    nursery.listen(lambda handle: None)
-    assert nursery.lost.startswith("the process that forks the workers was killed by SIGKILL") and not nursery.alive
+    fork_server = ForkServer(dict(os.environ), tmp_path / "log")
+    fork_server._process.kill()
+    fork_server.read_events(lambda handle: None)
+    assert fork_server.end_message.startswith("the process that forks the workers was killed by SIGKILL") and not fork_server.is_alive
 
 
 # --- what is left behind ---
@@ -289,13 +293,13 @@ def test_half_written_checkpoints_go_when_the_disk_can_be_written_again(tmp_path
 
 def test_folders_of_attempts_go_when_the_disk_can_be_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = TrainJob(run=str(tmp_path), task=find_task("digits"), settings={}, plan=Plan(), folder=".")
-    monkeypatch.setattr(Attempt, "run", lambda self, nursery: None)
-    monkeypatch.setattr(Attempt, "ended", lambda self: Ended(Outcome.OK))
-    monkeypatch.setattr(Supervisor, "_nursery", lambda self: None)
-    with supervised(job, Plan(), local_place(1), Screen(quiet=True), []) as supervisor:
+    monkeypatch.setattr(Attempt, "run", lambda self, fork_server: None)
+    monkeypatch.setattr(Attempt, "end", lambda self: JobEnd(Outcome.OK))
+    monkeypatch.setattr(Supervisor, "_get_fork_server", lambda self: None)
+    with supervised(job, Plan(), local_placement(1), Screen(quiet=True), []) as supervisor:
         with monkeypatch.context() as patch:
-            patch.setattr("drivetrain.supervise.shutil.rmtree", lambda path, ignore_errors: None)
-            supervisor.once()
+            patch.setattr("drivetrain.supervise.attempt_folder.shutil.rmtree", lambda path, ignore_errors: None)
+            supervisor.run_attempt()
         assert list(tmp_path.glob(".attempt-*"))
     assert not list(tmp_path.glob(".attempt-*"))
 
@@ -311,21 +315,21 @@ WAYS = {
 
 
 @pytest.fixture
-def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rank]]:
+def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WatchedRank]]:
     """Starts a process that does something for good, and answers as a rank does that is silent since long ago."""
-    monkeypatch.setattr(usage, "WINDOW", 0.5)
+    monkeypatch.setattr(usage, "WINDOW_SECONDS", 0.5)
     (tmp_path / "endless.py").write_text("while True: pass\n")
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(way: str, place: str, longest: float = 0.0, silent: float = 30.0) -> Rank:
+    def start(way: str, place: str, longest: float = 0.0, silent: float = 30.0) -> WatchedRank:
         answers = tmp_path / f"stacks-{len(started)}"
         begin = f"import sys; from drivetrain.processes.stack_dumps import dump_stacks_on_signal; dump_stacks_on_signal(open({str(answers)!r}, 'a')); print(1, flush=True)\n"
         code = begin + WAYS[way].format(folder=str(tmp_path))
         started.append(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True))
         stdout = started[-1].stdout
         assert stdout is not None and stdout.readline()
-        beat = Beat(1, NUMBER[place], time.monotonic() - silent, longest, 0.2)
-        return Rank(len(started) - 1, started[-1].pid, beat, answers, lambda: beat)
+        beat = WorkerHeartbeat(1, PHASE_INDEX[place], time.monotonic() - silent, longest, 0.2)
+        return WatchedRank(len(started) - 1, started[-1].pid, beat, answers, lambda: beat)
 
     yield start
     for process in started:
@@ -337,38 +341,40 @@ def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 @pytest.mark.parametrize("place", ["fetch", "metrics"])
-def test_a_hang_at_a_place_that_was_not_seen_yet_has_a_verdict(place: str, stuck: Callable[..., Rank]) -> None:
-    rank, watchman = stuck("sleeps", place), Watchman(floor=0.2)
-    assert watchman.limit(rank.beat) == 3600 and watchman.quiet_limit(rank.beat) == 2.0, "with 30 s: five minutes"
-    assert Watchman(30).quiet_limit(rank.beat._replace(slowest=200.0)) == 600, "scaled by what was seen"
+def test_a_hang_at_a_place_that_was_not_seen_yet_has_a_verdict(place: str, stuck: Callable[..., WatchedRank]) -> None:
+    rank, hang_detector = stuck("sleeps", place), HangDetector(min_limit=0.2)
+    assert hang_detector.limit(rank.heartbeat) == 3600 and hang_detector.idle_limit(rank.heartbeat) == 2.0, "with 30 s: five minutes"
+    assert HangDetector(30).idle_limit(rank.heartbeat._replace(slowest=200.0)) == 600, "scaled by what was seen"
     begun = time.monotonic()
-    verdict = until(lambda: judge(watchman.look([rank]) or [], whole=True), "a verdict", 60)
+    verdict = until(lambda: find_hang(hang_detector.check([rank]) or [], all_ranks=True), "a verdict", 60)
     assert verdict.ranks == [0] and "rank 0 hangs in step 1" in verdict.message and time.monotonic() - begun > 2
 
 
-def test_what_computes_at_a_place_that_was_not_seen_yet_is_not_hung(stuck: Callable[..., Rank]) -> None:
+def test_what_computes_at_a_place_that_was_not_seen_yet_is_not_hung(stuck: Callable[..., WatchedRank]) -> None:
     ranks = [stuck("spins", "metrics"), stuck("waits for a child", "fetch"), stuck("sleeps", "begin")]
-    watchman, deadline = Watchman(floor=0.2), time.monotonic() + 6
+    hang_detector, deadline = HangDetector(min_limit=0.2), time.monotonic() + 6
     while time.monotonic() < deadline:
-        assert not watchman.look(ranks), "one computes, another's child does, the third has not begun its first step"
+        assert not hang_detector.check(ranks), "one computes, another's child does, the third has not begun its first step"
         time.sleep(0.2)
 
 
-def test_what_imports_is_not_hung_while_it_gets_on(stuck: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drivetrain.supervise.verdict.AGAIN", 0.5)
+def test_what_imports_is_not_hung_while_it_gets_on(stuck: Callable[..., WatchedRank], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drivetrain.supervise.hang_detector.STACKS_SECONDS", 0.5)
     importing, spinning = stuck("imports", "take", longest=0.1), stuck("spins", "take", longest=0.1)
-    watchman, deadline = Watchman(floor=0.5), time.monotonic() + 6
+    hang_detector, deadline = HangDetector(min_limit=0.5), time.monotonic() + 6
     while time.monotonic() < deadline:
-        assert judge(watchman.look([importing]) or [], whole=True) is None
+        assert find_hang(hang_detector.check([importing]) or [], all_ranks=True) is None
         time.sleep(0.2)
-    assert until(lambda: judge(watchman.look([spinning]) or [], whole=True), "a verdict", 60).ranks == [1], "a loop at one line"
+    assert until(lambda: find_hang(hang_detector.check([spinning]) or [], all_ranks=True), "a verdict", 60).ranks == [1], (
+        "a loop at one line"
+    )
     os.kill(importing.pid, signal.SIGSTOP)
-    assert until(lambda: judge(watchman.look([importing]) or [], whole=True), "a verdict", 60).ranks == [0]
+    assert until(lambda: find_hang(hang_detector.check([importing]) or [], all_ranks=True), "a verdict", 60).ranks == [0]
 
 
 def test_a_pulse_tells_the_slowest_of_all_places() -> None:
-    page = open_page()
-    pulse, heart = Pulse(page), Heart(page)
+    page = open_heartbeat_page()
+    pulse, heart = HeartbeatReader(page), HeartbeatWriter(page)
     heart.moment("start")
     time.sleep(0.05)
     heart.moment("step")

@@ -14,16 +14,16 @@ from drivetrain.engine.state import checkpoint
 from drivetrain.engine.state.checkpoint import CheckpointWriter
 from drivetrain.plan import HOST_SYNC_REASON, Plan
 from drivetrain.runs import Run
-from drivetrain.watch.pulse import PARTS
-from drivetrain.watch.spent import Spent
+from drivetrain.watch.heartbeat import PARTS
+from drivetrain.watch.time_breakdown import TimeBreakdown
 from tests.command import TASK, bad, drivetrain, good, write_task
 from tests.launching import free_port
 
 HEALTHY = {"compute": 8.0, "data": 0.5, "optimizer": 0.5, "loop": 0.2, "communication": 0.3, "evaluation": 0.5}
 
 
-def spent(*ranks: dict[str, float], steps: int = 100) -> Spent:
-    return Spent([dict.fromkeys(PARTS, 0.0) | rank for rank in ranks], steps)
+def spent(*ranks: dict[str, float], steps: int = 100) -> TimeBreakdown:
+    return TimeBreakdown([dict.fromkeys(PARTS, 0.0) | rank for rank in ranks], steps)
 
 
 # --- where the time goes ---

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain.supervise.judges import HERE, Leading, Reporting
-from drivetrain.supervise.verdict import Sight, Verdict
+from drivetrain.supervise.verdicts import LEADER, LeaderVerdicts, MemberVerdicts, RankReport, Verdict
 from tests.hangs import write
 from tests.launching import Started, events, free_port, info, run, start
 from tests.patience import until
@@ -122,9 +121,9 @@ def spent(folder: Path) -> dict[str, Any]:
 # --- when a verdict is given ---------------------------------------------------------------------
 
 
-def seen(rank: int, **other: Any) -> Sight:
+def seen(rank: int, **other: Any) -> RankReport:
     """A rank that has waited in a collective for longer than its limit."""
-    sight = Sight(
+    sight = RankReport(
         rank,
         7,
         "summing gradients over ranks",
@@ -150,7 +149,7 @@ class Room:
         self.asked = 0
         self.told: list[Verdict] = []
         self.excluded: list[Any] = []
-        self.judge = Leading(lambda: ["b", "c"], self._ask, self.told.append, self.excluded.append, answer_seconds=30.0)
+        self.verdicts = LeaderVerdicts(lambda: ["b", "c"], self._ask, self.told.append, self.excluded.append, answer_seconds=30.0)
 
     def _ask(self) -> None:
         self.asked += 1
@@ -158,54 +157,54 @@ class Room:
 
 def test_no_verdict_while_a_machine_has_its_reasons() -> None:
     room = Room()
-    room.judge.hear("b", [seen(1)])
-    assert room.judge([seen(0)]) is None, "of c nothing is heard: it may be saving"
-    room.judge.hear("c", [seen(2, over=False, waits=False)])
-    assert room.judge([seen(0)]) is None and not room.told, "c is not over its limit"
-    room.judge.hear("c", [seen(2, since=120.0)])
-    room.judge.hear("b", [])
-    assert room.judge([seen(0)]) is None, "b goes on"
+    room.verdicts.receive("b", [seen(1)])
+    assert room.verdicts([seen(0)]) is None, "of c nothing is heard: it may be saving"
+    room.verdicts.receive("c", [seen(2, over=False, waits=False)])
+    assert room.verdicts([seen(0)]) is None and not room.told, "c is not over its limit"
+    room.verdicts.receive("c", [seen(2, since=120.0)])
+    room.verdicts.receive("b", [])
+    assert room.verdicts([seen(0)]) is None, "b goes on"
 
 
 def test_all_must_have_waited_at_one_time() -> None:
     room = Room()
-    room.judge.hear("b", [seen(1, line="task.py:3 in loss", users=True)])
-    room.judge.hear("c", [seen(2)])
-    assert room.judge([seen(0)]) is None, "b and c may have gone on since they were seen"
-    room.judge.hear("b", [seen(1, line="task.py:3 in loss", users=True)])
-    room.judge.hear("c", [seen(2)])
-    verdict = room.judge(None)
+    room.verdicts.receive("b", [seen(1, line="task.py:3 in loss", users=True)])
+    room.verdicts.receive("c", [seen(2)])
+    assert room.verdicts([seen(0)]) is None, "b and c may have gone on since they were seen"
+    room.verdicts.receive("b", [seen(1, line="task.py:3 in loss", users=True)])
+    room.verdicts.receive("c", [seen(2)])
+    verdict = room.verdicts(None)
     assert verdict is not None and verdict.ranks == [1] and room.told == [verdict]
     assert "ranks 0, 2 wait in all_reduce" in verdict.message
 
 
 def test_others_are_asked_what_they_wait_in(monkeypatch: pytest.MonkeyPatch) -> None:
     room = Room()
-    room.judge.hear("b", [seen(1, waits=False, line="task.py:3 in loss", where=" at task.py:3 in loss")])
-    assert room.judge([]) is None and room.judge.asks and room.asked == 1
-    assert room.judge([seen(0, over=False)]) is None and not room.judge.asks and room.asked == 1
-    monkeypatch.setattr("drivetrain.supervise.judges.time.monotonic", lambda at=room.judge._due: at + 1)
-    verdict = room.judge([])
+    room.verdicts.receive("b", [seen(1, waits=False, line="task.py:3 in loss", where=" at task.py:3 in loss")])
+    assert room.verdicts([]) is None and room.verdicts.wants_reports and room.asked == 1
+    assert room.verdicts([seen(0, over=False)]) is None and not room.verdicts.wants_reports and room.asked == 1
+    monkeypatch.setattr("drivetrain.supervise.verdicts.time.monotonic", lambda at=room.verdicts._decide_at: at + 1)
+    verdict = room.verdicts([])
     assert verdict is not None, "c does not answer"
     assert "rank 1 hangs in step 7" in verdict.message and "rank 0 waits in all_reduce" in verdict.message
-    assert HERE in room.judge._reports
+    assert LEADER in room.verdicts._latest
 
 
 def test_a_machine_that_does_not_say_what_its_ranks_do_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader's rank waits beyond its limit, b has its reasons, and of c there are only beats."""
     room = Room()
-    assert room.judge([seen(0)]) is None and room.asked == 1
-    room.judge.hear("b", [seen(1, over=False, waits=False)])
-    now = room.judge._asked
-    monkeypatch.setattr("drivetrain.supervise.judges.time.monotonic", lambda: now + 29)
-    assert room.judge([seen(0)]) is None and not room.excluded
-    monkeypatch.setattr("drivetrain.supervise.judges.time.monotonic", lambda: now + 31)
-    assert room.judge([seen(0)]) is None and room.excluded == ["c"]
+    assert room.verdicts([seen(0)]) is None and room.asked == 1
+    room.verdicts.receive("b", [seen(1, over=False, waits=False)])
+    now = room.verdicts._requested_at
+    monkeypatch.setattr("drivetrain.supervise.verdicts.time.monotonic", lambda: now + 29)
+    assert room.verdicts([seen(0)]) is None and not room.excluded
+    monkeypatch.setattr("drivetrain.supervise.verdicts.time.monotonic", lambda: now + 31)
+    assert room.verdicts([seen(0)]) is None and room.excluded == ["c"]
 
 
 def test_what_is_seen_is_reported_and_taken_back() -> None:
     told: list[list[int]] = []
-    judge = Reporting(lambda sights: told.append([s.rank for s in sights]))
+    verdicts = MemberVerdicts(lambda sights: told.append([s.rank for s in sights]))
     for sights in ([], [seen(1)], None, [], [], None):
-        assert judge(sights) is None
+        assert verdicts(sights) is None
     assert told == [[1], []]

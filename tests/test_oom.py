@@ -18,7 +18,7 @@ from drivetrain.outcomes import Outcome
 from drivetrain.plan import Plan
 from drivetrain.processes.job import TrainJob
 from drivetrain.recipe import load
-from drivetrain.supervise import local_place, run_workers
+from drivetrain.supervise import local_placement, run_workers
 from drivetrain.watch.screen import Screen
 from tests.command import TASK, bad, good, write_task
 from tests.command import drivetrain as command
@@ -76,7 +76,7 @@ def test_a_plan_without_a_profile_is_made_again(folder: Path, monkeypatch: pytes
         return better
 
     job = make_job(TrainJob, recipe, opened.run, hurried)
-    ended = run_workers(job, hurried, local_place(1), Screen(quiet=True), [], replan=replan)
+    ended = run_workers(job, hurried, local_placement(1), Screen(quiet=True), [], replan=replan)
     assert ended.outcome is Outcome.OK and asked == [1]
     assert kinds("hurried") == ["oom", "replanned", "restarted"] * 2
     assert plan("hurried")["micro_batch"] == 10, "after the better plan, halving goes on"

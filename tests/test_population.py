@@ -31,7 +31,7 @@ from drivetrain.processes.job import PopulationJob, PopulationMember
 from drivetrain.processes.population import programs, train_population
 from drivetrain.recipe import Recipe, make
 from drivetrain.runs import Run, read_lines
-from drivetrain.supervise import Ended
+from drivetrain.supervise import JobEnd
 from drivetrain.task_ref import find_task, instantiate
 from drivetrain.tasks.rl.envs import Env
 from drivetrain.tasks.rl.envs.cartpole import CartPoleEnv
@@ -191,7 +191,7 @@ SEARCH = ["learning_rate=1e-4..1e-2,log", "gamma=0.9..0.999"]
 
 
 def begin(
-    monkeypatch: pytest.MonkeyPatch, trials: int, size: int, search: list[str], worker: Callable[..., Ended] | None = None, **given: Any
+    monkeypatch: pytest.MonkeyPatch, trials: int, size: int, search: list[str], worker: Callable[..., JobEnd] | None = None, **given: Any
 ) -> Any:
     """Returns the tuner of a small study whose worker is this process."""
     recipe = make(find_task("cartpole"), {}, {k: v for k, v in SMALL.items() if k != "best"} | given, {})
@@ -212,12 +212,12 @@ def begin(
     return PopulationTuner(TunerSettings(recipe, GOAL, trials, [[]]), place, study, Table(Screen(quiet=True), space, GOAL.metric), way)
 
 
-def here(job: PopulationJob, plan: Any, place: Any, screen: Any, gpus: list[str], most: int = 99) -> Ended:
+def here(job: PopulationJob, plan: Any, place: Any, screen: Any, gpus: list[str], most: int = 99) -> JobEnd:
     """Does a worker's job; more than `most` trials at once are out of memory."""
     if max(len(group) for group in programs(job.members, VARYING, job.size)) > most:
-        return Ended(Outcome.OOM, "out of memory")
+        return JobEnd(Outcome.OOM, "out of memory")
     train_population(job, CPU, lambda kind, value: replay(screen, kind, json.loads(json.dumps(value))), False)
-    return Ended(Outcome.OK)
+    return JobEnd(Outcome.OK)
 
 
 def journal() -> list[tuple[str, int]]:
@@ -253,7 +253,7 @@ def test_the_sampler_gets_results_after_each_generation(folder: Path, monkeypatc
 def test_a_finished_trial_is_never_lost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tuner dies after one of two shapes was trained: that one is kept, the other is trained anew."""
 
-    def dies(job: PopulationJob, plan: Any, place: Any, screen: Any, gpus: list[str]) -> Ended:
+    def dies(job: PopulationJob, plan: Any, place: Any, screen: Any, gpus: list[str]) -> JobEnd:
         groups = list(programs(job.members, VARYING, job.size))
         assert len(groups) == 2
         here(replace(job, members=groups[0]), plan, place, screen, gpus)
@@ -281,7 +281,7 @@ def test_a_finished_trial_is_never_lost(folder: Path, monkeypatch: pytest.Monkey
 def test_out_of_memory_halves_the_generation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
 
-    def short(job: PopulationJob, *rest: Any) -> Ended:
+    def short(job: PopulationJob, *rest: Any) -> JobEnd:
         sizes.append(job.size)
         return here(job, *rest, most=1)
 
@@ -293,9 +293,9 @@ def test_out_of_memory_halves_the_generation(folder: Path, monkeypatch: pytest.M
 def test_a_worker_that_is_always_killed_ends_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starts = []
 
-    def killed(*job: Any) -> Ended:
+    def killed(*job: Any) -> JobEnd:
         starts.append(1)
-        return Ended(Outcome.INFRA, "worker 0 was killed by SIGKILL")
+        return JobEnd(Outcome.INFRA, "worker 0 was killed by SIGKILL")
 
     with pytest.raises(Problem, match="SIGKILL"):
         begin(monkeypatch, 2, 2, SEARCH, killed).run()
@@ -303,7 +303,7 @@ def test_a_worker_that_is_always_killed_ends_it(folder: Path, monkeypatch: pytes
 
 
 def test_trials_that_cannot_be_a_population_leave_no_folders(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuner = begin(monkeypatch, 2, 2, SEARCH, lambda *job: Ended(Outcome.USAGE, "its own loss()"))
+    tuner = begin(monkeypatch, 2, 2, SEARCH, lambda *job: JobEnd(Outcome.USAGE, "its own loss()"))
     with pytest.raises(NoPopulation, match="its own loss"):
         tuner.run()
     assert not list(Path("study/trials").iterdir()) and len(tuner.study.unfinished()) == 2

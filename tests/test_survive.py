@@ -19,10 +19,11 @@ import torch
 from drivetrain.engine.log.observe import Observers
 from drivetrain.processes.procfs import process_state
 from drivetrain.runs import Run
-from drivetrain.supervise import Policy
-from drivetrain.supervise.stacks import read
-from drivetrain.supervise.verdict import UNKNOWN, Rank, Watchman, judge
-from drivetrain.watch.pulse import NUMBER, Beat, Heart, Pulse, open_page
+from drivetrain.supervise import RestartPolicy
+from drivetrain.supervise.hang_detector import UNKNOWN_LIMIT_SECONDS, HangDetector, WatchedRank
+from drivetrain.supervise.stacks import parse_stack
+from drivetrain.supervise.verdicts import find_hang
+from drivetrain.watch.heartbeat import PHASE_INDEX, HeartbeatReader, HeartbeatWriter, WorkerHeartbeat, open_heartbeat_page
 from tests.command import COMMAND, drivetrain, environment, good, write_task
 from tests.killing import left_over
 from tests.patience import Stopwatch, until
@@ -111,16 +112,16 @@ def test_a_time_limit_leaves_a_run_that_can_go_on(folder: Path) -> None:
 
 
 def test_the_pulse_costs_next_to_nothing() -> None:
-    page = open_page()
-    pulse, heart = Pulse(page), Heart(page)
-    assert Heart.moment is not None and Observers([heart]).watches
+    page = open_heartbeat_page()
+    pulse, heart = HeartbeatReader(page), HeartbeatWriter(page)
+    assert HeartbeatWriter.moment is not None and Observers([heart]).watches
     begun = time.perf_counter()
     for _ in range(10_000):
         for name in ("step", "take", "backward", "update"):
             heart.moment(name)
     cost = (time.perf_counter() - begun) / 10_000
     assert cost < 50e-6, f"{1e6 * cost:.1f} us a step"
-    assert pulse.read().step == 10_000 and pulse.read().place == NUMBER["update"]
+    assert pulse.read().step == 10_000 and pulse.read().phase == PHASE_INDEX["update"]
 
 
 def test_a_hang_in_the_second_step_is_found(folder: Path) -> None:
@@ -148,11 +149,11 @@ def test_who_is_stopped_is_not_asked_before_its_time(tmp_path: Path) -> None:
     try:
         sleepers[0].send_signal(signal.SIGSTOP)
         until(lambda: process_state(sleepers[0].pid) == "T", "a stopped process")
-        watchman, now = Watchman(floor=10), time.monotonic()
-        beats = [Beat(3, NUMBER["step"], now - ago, 0.1) for ago in (9.5, 10.5)]
-        ranks = [Rank(i, p.pid, b, tmp_path / "stacks", lambda b=b: b) for i, (p, b) in enumerate(zip(sleepers, beats, strict=True))]  # type: ignore[misc]
-        assert watchman.look(ranks) is None and process_state(sleepers[0].pid) == "T"
-        verdict = until(lambda: judge(watchman.look(ranks) or [], whole=True), "a verdict")
+        hang_detector, now = HangDetector(min_limit=10), time.monotonic()
+        beats = [WorkerHeartbeat(3, PHASE_INDEX["step"], now - ago, 0.1) for ago in (9.5, 10.5)]
+        ranks = [WatchedRank(i, p.pid, b, tmp_path / "stacks", lambda b=b: b) for i, (p, b) in enumerate(zip(sleepers, beats, strict=True))]  # type: ignore[misc]
+        assert hang_detector.check(ranks) is None and process_state(sleepers[0].pid) == "T"
+        verdict = until(lambda: find_hang(hang_detector.check(ranks) or [], all_ranks=True), "a verdict")
         assert verdict.ranks == [0] and "rank 0 is stopped (state T) in step 3" in verdict.message
     finally:
         for sleeper in sleepers:
@@ -161,8 +162,8 @@ def test_who_is_stopped_is_not_asked_before_its_time(tmp_path: Path) -> None:
 
 
 def test_a_pulse_is_never_half_written() -> None:
-    page = open_page()
-    pulse, heart = Pulse(page), Heart(page)
+    page = open_heartbeat_page()
+    pulse, heart = HeartbeatReader(page), HeartbeatWriter(page)
     begun = time.monotonic()
     writer = os.fork()
     while writer == 0:
@@ -177,27 +178,32 @@ def test_a_pulse_is_never_half_written() -> None:
 
 
 def test_limits_are_learnt() -> None:
-    watchman = Watchman(floor=30)
-    assert watchman.limit(Beat(1, NUMBER["take"], 0.0, 0.0)) == UNKNOWN, "what was not seen yet"
-    assert watchman.limit(Beat(5, NUMBER["take"], 0.0, 0.1)) == 30
-    assert watchman.limit(Beat(5, NUMBER["take"], 0.0, 9.0)) == 90
-    again = Watchman(30, first={"take": 1.0, "fetched": 20.0})
-    assert again.limit(Beat(1, NUMBER["take"], 0.0, 0.0)) == 120 and again.limit(Beat(1, NUMBER["fetched"], 0.0, 0.0)) == 200
-    assert again.limit(Beat(1, NUMBER["compile"], 0.0, 0.0)) == UNKNOWN, "a compiler may have to begin anew"
-    assert again.limit(Beat(2, NUMBER["take"], 0.0, 0.1)) == 30
+    hang_detector = HangDetector(min_limit=30)
+    assert hang_detector.limit(WorkerHeartbeat(1, PHASE_INDEX["take"], 0.0, 0.0)) == UNKNOWN_LIMIT_SECONDS, "what was not seen yet"
+    assert hang_detector.limit(WorkerHeartbeat(5, PHASE_INDEX["take"], 0.0, 0.1)) == 30
+    assert hang_detector.limit(WorkerHeartbeat(5, PHASE_INDEX["take"], 0.0, 9.0)) == 90
+    again = HangDetector(30, first_step={"take": 1.0, "fetched": 20.0})
+    assert (
+        again.limit(WorkerHeartbeat(1, PHASE_INDEX["take"], 0.0, 0.0)) == 120
+        and again.limit(WorkerHeartbeat(1, PHASE_INDEX["fetched"], 0.0, 0.0)) == 200
+    )
+    assert again.limit(WorkerHeartbeat(1, PHASE_INDEX["compile"], 0.0, 0.0)) == UNKNOWN_LIMIT_SECONDS, "a compiler may have to begin anew"
+    assert again.limit(WorkerHeartbeat(2, PHASE_INDEX["take"], 0.0, 0.1)) == 30
 
 
 def test_the_first_step_is_no_measure() -> None:
-    page = open_page()
-    pulse, heart = Pulse(page), Heart(page)
+    page = open_heartbeat_page()
+    pulse, heart = HeartbeatReader(page), HeartbeatWriter(page)
     for name in ("start", "step", "take"):
         heart.moment(name)
-    assert pulse.first() == {}
+    assert pulse.first_step_seconds() == {}
     time.sleep(0.05)  # compiles
     for name in ("backward", "update", "step", "take"):
         heart.moment(name)
     assert pulse.read().longest > 0.04, "all that is known of what comes"
-    assert pulse.first().keys() == {"step", "take", "backward", "update"} and 0.04 < pulse.first()["take"] < 1, "for the next start to know"
+    assert pulse.first_step_seconds().keys() == {"step", "take", "backward", "update"} and 0.04 < pulse.first_step_seconds()["take"] < 1, (
+        "for the next start to know"
+    )
     for name in ("backward", "update", "step", "take"):
         heart.moment(name)
     assert 0 < pulse.read().longest < 0.04
@@ -221,7 +227,7 @@ def test_what_takes_its_time_is_no_hang(folder: Path) -> None:
 
 
 def test_pauses_grow() -> None:
-    assert [Policy(9).pause(n) for n in range(1, 9)] == [0, 0.5, 1, 2, 4, 8, 16, 30]
+    assert [RestartPolicy(9).pause_seconds(n) for n in range(1, 9)] == [0, 0.5, 1, 2, 4, 8, 16, 30]
 
 
 def test_stacks_are_read() -> None:
@@ -230,9 +236,9 @@ def test_stacks_are_read() -> None:
         f'Current thread 0x2 (most recent call first):\n  File "{TORCH}/distributed/distributed_c10d.py", line 9 in all_reduce\n'
         '  File "/home/me/task.py", line 12 in loss\n'
     )
-    stack = read(text)
-    assert stack.waits and stack.operation == "all_reduce" and str(stack.users) == "task.py:12 in loss"
-    assert not read("").frames and read("").text == "no answer"
+    stack = parse_stack(text)
+    assert stack.is_waiting and stack.operation == "all_reduce" and str(stack.users_line) == "task.py:12 in loss"
+    assert not parse_stack("").frames and parse_stack("").text == "no answer"
 
 
 @pytest.mark.parametrize("procs", [pytest.param(1, marks=pytest.mark.system), 2])

@@ -22,7 +22,7 @@ from drivetrain.project import package_of
 from drivetrain.recipe import Recipe, make
 from drivetrain.runs import Run, find
 from drivetrain.settings_reader.live import class_text, settings_of_class
-from drivetrain.supervise import Ended
+from drivetrain.supervise import JobEnd
 from drivetrain.task import Task
 from drivetrain.task_ref import TaskRef, find_task, instantiate
 from drivetrain.watch.screen import Screen
@@ -116,7 +116,7 @@ def _find(run: Run | str | os.PathLike[str]) -> Run:
     return run if isinstance(run, Run) else find(run)
 
 
-def _checked(run: Run, ended: Ended) -> Run:
+def _checked(run: Run, ended: JobEnd) -> Run:
     """Returns the run; raises what a failed or interrupted command shows."""
     raise_failure(ended, run)
     if ended.interrupted and ended.outcome is not Outcome.OK:

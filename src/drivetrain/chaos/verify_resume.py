@@ -99,7 +99,7 @@ class Verification:
         from drivetrain.launch.opening import open_run, record_start
         from drivetrain.launch.planning import plan_run
         from drivetrain.processes.job import VerifyJob, to_json
-        from drivetrain.supervise import local_place, run_workers
+        from drivetrain.supervise import local_placement, run_workers
         from drivetrain.watch.screen import Screen
 
         folder = self.folder / name
@@ -119,7 +119,7 @@ class Verification:
             _run_until_killed([to_json(job), machine.procs, machine.gpus], folder / "killed.json")
             if detail is not Detail.NONE:
                 fingerprint.rename(folder / "before.jsonl")
-        ended = run_workers(job, plan, local_place(machine.procs), Screen(quiet=True), machine.gpus)
+        ended = run_workers(job, plan, local_placement(machine.procs), Screen(quiet=True), machine.gpus)
         raise_failure(ended, Run(opened.run.path))
         return folder
 
@@ -155,12 +155,12 @@ def _allowed(recipe: Recipe, **values: Any) -> dict[str, Any]:
 KILLED_FRONT_END = """
 import json, sys
 from drivetrain.processes.job import from_json
-from drivetrain.supervise import local_place, run_workers
+from drivetrain.supervise import local_placement, run_workers
 from drivetrain.watch.screen import Screen
 
 values, procs, gpus = json.load(open(sys.argv[1]))
 job = from_json(values)
-print(run_workers(job, job.plan, local_place(procs), Screen(quiet=True), gpus).message)
+print(run_workers(job, job.plan, local_placement(procs), Screen(quiet=True), gpus).message)
 """
 
 

@@ -14,7 +14,7 @@ from drivetrain.cli.runs import evaluation_metrics, format_metric
 from drivetrain.launch.report import bottleneck
 from drivetrain.runs import Run, rows_backwards
 from drivetrain.terminal import one_line
-from drivetrain.watch.spent import Spent
+from drivetrain.watch.time_breakdown import TimeBreakdown
 
 NUM_EVENTS = 5
 
@@ -56,7 +56,7 @@ def _facts(found: Run, info: dict[str, Any]) -> dict[str, Any]:
 def _time_breakdown(found: Run) -> dict[str, Any] | None:
     """Returns where the run's time went, or None if it was not recorded."""
     try:
-        spent = Spent(**json.loads(found.time_breakdown_path.read_text()))
+        spent = TimeBreakdown(**json.loads(found.time_breakdown_path.read_text()))
         return spent.to_json() | {"shares": spent.shares, "bottleneck": bottleneck(found, spent), "sentence": spent.sentence()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None

@@ -13,11 +13,11 @@ from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.recipe import Recipe
 from drivetrain.runs import Run
-from drivetrain.supervise import Ended
+from drivetrain.supervise import JobEnd
 from drivetrain.watch.screen import Screen
 
 
-def finish(opened: OpenedRun, recipe: Recipe, plan: Plan, ended: Ended, screen: Screen) -> None:
+def finish(opened: OpenedRun, recipe: Recipe, plan: Plan, ended: JobEnd, screen: Screen) -> None:
     """Writes and shows how the run ended. Of a start that was refused nothing stays: a new directory goes, an old run is as it was."""
     if ended.outcome is Outcome.USAGE and discard(opened):
         return
@@ -28,7 +28,7 @@ def finish(opened: OpenedRun, recipe: Recipe, plan: Plan, ended: Ended, screen: 
     report_end(opened.run, ended, screen)
 
 
-def record_end(run: Run, recipe: Recipe, plan: Plan, ended: Ended) -> None:
+def record_end(run: Run, recipe: Recipe, plan: Plan, ended: JobEnd) -> None:
     """Writes the outcome into run.json and the events; of a finished run also task.json and summary.txt."""
     try:
         run.update(**runs.stop_info(ended.outcome, ended.message))
@@ -45,7 +45,7 @@ def record_end(run: Run, recipe: Recipe, plan: Plan, ended: Ended) -> None:
         run.log_event("finished" if ended.outcome is Outcome.OK else "stopped", outcome=str(ended.outcome), message=ended.message[:500])
 
 
-def _model_card(recipe: Recipe, ended: Ended) -> dict[str, Any]:
+def _model_card(recipe: Recipe, ended: JobEnd) -> dict[str, Any]:
     return {
         "format": runs.FORMAT, "task": recipe.task.label, "class": recipe.task.class_name,
         "settings": recipe.settings, "step": ended.result["facts"]["weights_step"], "steps": ended.result["step"],
@@ -53,12 +53,12 @@ def _model_card(recipe: Recipe, ended: Ended) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def exit_code(ended: Ended) -> int:
+def exit_code(ended: JobEnd) -> int:
     """Returns 130 for Ctrl-C, as shells expect; else the outcome's code."""
     return 130 if ended.interrupted and ended.outcome is not Outcome.OK else ended.outcome.code
 
 
-def raise_failure(ended: Ended, run: Run) -> None:
+def raise_failure(ended: JobEnd, run: Run) -> None:
     """Raises a failed run's message as a Problem; does nothing if the run is finished, preempted or interrupted."""
     if ended.outcome in (Outcome.OK, Outcome.PREEMPTED) or ended.interrupted:
         return

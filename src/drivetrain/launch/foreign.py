@@ -24,7 +24,7 @@ from drivetrain.processes.job import Job, from_json, to_json
 from drivetrain.processes.worker import StopFlag, work
 from drivetrain.recipe import Recipe
 from drivetrain.runs import Run, record_plan
-from drivetrain.supervise import Ended, record_shortage
+from drivetrain.supervise import JobEnd, record_out_of_memory
 from drivetrain.task_ref import TaskRef
 from drivetrain.watch.screen import Screen
 
@@ -42,7 +42,7 @@ class _PlanRecorder(Observer):
         record_plan(self.run, facts)
 
 
-def train_in_launcher(recipe: Recipe, request: Request, screen: Screen, launcher: str) -> tuple[Run, Ended]:
+def train_in_launcher(recipe: Recipe, request: Request, screen: Screen, launcher: str) -> tuple[Run, JobEnd]:
     """Trains on this process's rank, with all the others that the launcher started."""
     world_size, local_world_size = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if request.procs is not None and request.procs != world_size:
@@ -61,12 +61,12 @@ def train_in_launcher(recipe: Recipe, request: Request, screen: Screen, launcher
     if "problem" in answer:
         raise Problem(answer["problem"] if group.is_main else "rank 0 said why", Outcome(answer["outcome"]))
     if "finished" in answer:
-        return Run(answer["finished"]), Ended(Outcome.OK)
+        return Run(answer["finished"]), JobEnd(Outcome.OK)
     job = from_json(answer["job"])
     run = Run(job.run)
     result = _work(job, answer["code"], recipe, run, group, screen, stop)
     screen.close()
-    ended = Ended(Outcome(result["outcome"]), result.get("message", ""), result)
+    ended = JobEnd(Outcome(result["outcome"]), result.get("message", ""), result)
     if opened is not None:
         finish(opened, recipe, job.plan, ended, screen)
     return run, ended
@@ -142,10 +142,10 @@ def _work(job: Job, code: str, recipe: Recipe, run: Run, group: Group, screen: S
     except Problem as problem:
         result = {"outcome": problem.outcome, "message": str(problem)}
     if result.get("smaller"):  # any rank records it: others may wait for this one until the launcher ends them
-        record_shortage(run, result["smaller"])
+        record_out_of_memory(run, result["smaller"])
     result = _share_cause(result, group)
     if group.is_main and result.get("smaller"):
-        record_shortage(run, result["smaller"])
+        record_out_of_memory(run, result["smaller"])
     return result
 
 

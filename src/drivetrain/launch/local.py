@@ -17,33 +17,33 @@ from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.recipe import Recipe
 from drivetrain.runs import Run
-from drivetrain.supervise import Ended, local_place, run_workers
+from drivetrain.supervise import JobEnd, local_placement, run_workers
 from drivetrain.watch.screen import Screen
 
 
 def train_locally(
     recipe: Recipe, request: Request, machine: LocalMachine, screen: Screen, store_task: Callable[[Run], Recipe] | None = None
-) -> tuple[Run, Ended]:
+) -> tuple[Run, JobEnd]:
     """Opens the run, plans, trains and records the end. `store_task` writes a task without a file into the run, and returns the
     recipe that has it there."""
     opened = open_run(recipe, request)
     if opened.is_finished:
         report_already_finished(opened.run, screen)
-        return opened.run, Ended(Outcome.OK)
+        return opened.run, JobEnd(Outcome.OK)
     with locked(opened):
         stored = store_task(opened.run) if store_task is not None else recipe
         plan = plan_run(stored, request, cluster_of(machine), opened.previous, screen)
         return opened.run, _train_opened(recipe, request, opened, machine, plan, screen)
 
 
-def resume_locally(run: Run, recipe: Recipe, request: Request, screen: Screen) -> tuple[Run, Ended]:
+def resume_locally(run: Run, recipe: Recipe, request: Request, screen: Screen) -> tuple[Run, JobEnd]:
     """Goes on with a run, with the recipe that it recorded."""
     if request.nodes > 1:
         raise Problem("resume runs on one machine: on several, repeat the train command with its --nodes and --name on each")
     opened = continue_run(recipe, run, run.read())
     if opened.is_finished:
         report_already_finished(run, screen)
-        return run, Ended(Outcome.OK)
+        return run, JobEnd(Outcome.OK)
     with locked(opened):
         machine = _as_before(detect_machine(request), request, opened)
         plan = plan_run(recipe, request, cluster_of(machine), opened.previous, screen)
@@ -62,8 +62,8 @@ def _as_before(machine: LocalMachine, request: Request, opened: OpenedRun) -> Lo
     return replace(machine, procs=procs, gpus=machine.gpus[:procs])
 
 
-def _train_opened(recipe: Recipe, request: Request, opened: OpenedRun, machine: LocalMachine, plan: Plan, screen: Screen) -> Ended:
-    place = local_place(machine.procs)
+def _train_opened(recipe: Recipe, request: Request, opened: OpenedRun, machine: LocalMachine, plan: Plan, screen: Screen) -> JobEnd:
+    place = local_placement(machine.procs)
     report_start(recipe, machine, plan, screen, opened.note)
     record_start(opened, recipe, plan, machine)
     opened.run.log_event("started", world_size=place.world_size, device=plan.device)

@@ -21,11 +21,11 @@ from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.recipe import Recipe
 from drivetrain.runs import Run
-from drivetrain.supervise import Ended, Place, Supervisor, supervised
+from drivetrain.supervise import JobEnd, Supervisor, WorkerPlacement, supervised
 from drivetrain.watch.screen import Screen
 
 
-def train_on_nodes(recipe: Recipe, request: Request, machine: LocalMachine, own_plan: Plan, screen: Screen) -> tuple[Run, Ended]:
+def train_on_nodes(recipe: Recipe, request: Request, machine: LocalMachine, own_plan: Plan, screen: Screen) -> tuple[Run, JobEnd]:
     """Joins the other machines and trains with them. `own_plan` is the plan that this machine made by itself."""
     assert request.rendezvous is not None, "check_request asks for it"
     identity = recipe.identity()
@@ -43,11 +43,11 @@ def train_on_nodes(recipe: Recipe, request: Request, machine: LocalMachine, own_
 # --- a member ----------------------------------------------------------------------------------
 
 
-def _follow(member: Member, recipe: Recipe, request: Request, machine: LocalMachine, own_plan: Plan, screen: Screen) -> tuple[Run, Ended]:
+def _follow(member: Member, recipe: Recipe, request: Request, machine: LocalMachine, own_plan: Plan, screen: Screen) -> tuple[Run, JobEnd]:
     """Takes part in the leader's attempts until the run has ended."""
     run = Run("")
 
-    def make_supervisor(start: StartAttempt, place: Place) -> Supervisor:
+    def make_supervisor(start: StartAttempt, place: WorkerPlacement) -> Supervisor:
         nonlocal run
         run = _own_run(start.run, request)
         job = make_train_job(recipe, run, start.plan, request)
@@ -68,9 +68,9 @@ def _own_run(name: str, request: Request) -> Run:
 # --- the leader --------------------------------------------------------------------------------
 
 
-def _lead(leader: Leader, recipe: Recipe, request: Request, machine: LocalMachine, screen: Screen) -> tuple[Run, Ended]:
+def _lead(leader: Leader, recipe: Recipe, request: Request, machine: LocalMachine, screen: Screen) -> tuple[Run, JobEnd]:
     """Opens the run, leads its attempts, and tells the members how it ended."""
-    ended = Ended(Outcome.INFRA, "the machine that led the run stopped")
+    ended = JobEnd(Outcome.INFRA, "the machine that led the run stopped")
     try:
         members = leader.wait_for_members()
         opened = open_run(recipe, request)
@@ -78,13 +78,13 @@ def _lead(leader: Leader, recipe: Recipe, request: Request, machine: LocalMachin
         with locked(opened):
             if opened.is_finished:
                 report_already_finished(opened.run, screen)
-                ended = Ended(Outcome.OK)
+                ended = JobEnd(Outcome.OK)
             else:
                 ended, plan = _lead_opened(leader, members, opened, recipe, request, machine, screen)
                 finish(opened, recipe, plan, ended, screen)
             return opened.run, ended
     except Problem as problem:
-        ended = Ended(problem.outcome, str(problem))
+        ended = JobEnd(problem.outcome, str(problem))
         raise
     finally:
         leader.end_run(ended.outcome, ended.message)
@@ -92,7 +92,7 @@ def _lead(leader: Leader, recipe: Recipe, request: Request, machine: LocalMachin
 
 def _lead_opened(
     leader: Leader, members: Membership, opened: OpenedRun, recipe: Recipe, request: Request, machine: LocalMachine, screen: Screen
-) -> tuple[Ended, Plan]:
+) -> tuple[JobEnd, Plan]:
     """Leads attempts until the run has ended; returns the plan of the last one with it."""
 
     def plan_attempt(members: Membership) -> Plan:
@@ -105,7 +105,7 @@ def _lead_opened(
                 opened.run.update(plan=plan.to_json())
         return plan
 
-    place = Place(0, machine.procs, members.world_size, ("", 0))
+    place = WorkerPlacement(0, machine.procs, members.world_size, ("", 0))
     plan = plan_run(recipe, request, cluster_of(machine, members.world_size, members.nodes), opened.previous, screen)
     report_start(recipe, machine, plan, screen, opened.note)
     record_start(opened, recipe, plan, machine)
@@ -113,11 +113,11 @@ def _lead_opened(
     folder = opened.previous["folder"] if opened.previous else None
     job = make_train_job(recipe, opened.run, plan, request, folder)
     with supervised(job, plan, place, screen, machine.gpus, request.verbose, policy=request.policy) as supervisor:
-        supervisor.leads = True
+        supervisor.is_leader = True
         try:
             ended = rendezvous.lead(leader, supervisor, members, plan_attempt, _name_for_members(opened.run))
         except Problem as problem:  # lost machines did not come back
-            ended = Ended(problem.outcome, str(problem), {"step": opened.run.last_checkpoint_step})
+            ended = JobEnd(problem.outcome, str(problem), {"step": opened.run.last_checkpoint_step})
     return ended, supervisor.plan
 
 

@@ -12,9 +12,9 @@ from drivetrain.outcomes import Outcome
 from drivetrain.plan import Plan
 from drivetrain.recipe import Recipe
 from drivetrain.runs import Run
-from drivetrain.supervise import Ended
+from drivetrain.supervise import JobEnd
 from drivetrain.watch.screen import Screen, duration, number, size
-from drivetrain.watch.spent import Spent
+from drivetrain.watch.time_breakdown import TimeBreakdown
 
 
 def shown(run: Run) -> str:
@@ -45,7 +45,7 @@ def report_already_finished(run: Run, screen: Screen) -> None:
     screen.line("run", f"{run.name} is finished (a fresh one: --name NAME; more epochs: drivetrain resume {run.name} epochs=N)")
 
 
-def report_end(run: Run, ended: Ended, screen: Screen) -> None:
+def report_end(run: Run, ended: JobEnd, screen: Screen) -> None:
     result = ended.result
     if ended.outcome is Outcome.OK:
         _report_success(run, ended, screen)
@@ -56,7 +56,7 @@ def report_end(run: Run, ended: Ended, screen: Screen) -> None:
         screen.line("stopped", f"at once; go on with: drivetrain resume {run.name}")
 
 
-def _report_success(run: Run, ended: Ended, screen: Screen) -> None:
+def _report_success(run: Run, ended: JobEnd, screen: Screen) -> None:
     metrics, facts = ended.result["metrics"], ended.result["facts"]
     if metrics:
         weights = f"; {weights_text(facts)}" if facts["best"] else ""
@@ -73,7 +73,7 @@ def weights_text(facts: dict[str, Any]) -> str:
     return f"weights of step {facts['weights_step']:,}" + (f", the best by {facts['best']}" if facts["best"] else "")
 
 
-def bottleneck(run: Run, spent: Spent | None) -> str:
+def bottleneck(run: Run, spent: TimeBreakdown | None) -> str:
     """Returns what slowed a run down and what would help; empty if nothing did."""
     if spent is None:
         return ""

@@ -11,7 +11,7 @@ from drivetrain.names import check_folder, check_name
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
 from drivetrain.processes.job import Diagnostics
-from drivetrain.supervise import Policy
+from drivetrain.supervise import RestartPolicy
 
 Verb = Literal["train", "resume"]
 Planner = Literal["auto", "table", "off"]
@@ -72,9 +72,9 @@ class Request:
         return self.min_nodes or self.nodes, self.nodes
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> RestartPolicy:
         """What is done about a lost or hung process."""
-        return Policy(self.restarts, self.hang_after)
+        return RestartPolicy(self.restarts, self.hang_after)
 
     @property
     def deadline(self) -> float | None:

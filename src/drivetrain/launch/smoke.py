@@ -18,11 +18,11 @@ from drivetrain.outcomes import Outcome
 from drivetrain.processes.job import SmokeJob
 from drivetrain.processes.smoke import SMOKE_BATCH, SMOKE_STEPS
 from drivetrain.recipe import Recipe
-from drivetrain.supervise import Ended, local_place, run_workers
+from drivetrain.supervise import JobEnd, local_placement, run_workers
 from drivetrain.watch.screen import Screen
 
 
-def train_smoke(recipe: Recipe, request: Request, screen: Screen) -> Ended:
+def train_smoke(recipe: Recipe, request: Request, screen: Screen) -> JobEnd:
     """Trains a few steps on a few samples, saves, resumes and evaluates. Raises Problem if anything fails."""
     machine = detect_machine(request)
     cluster, request = cluster_of(machine), replace(request, planner="off")  # a few samples need no plan
@@ -39,7 +39,7 @@ def train_smoke(recipe: Recipe, request: Request, screen: Screen) -> Ended:
         job = make_job(
             SmokeJob, recipe, opened.run, plan, max_samples=SMOKE_STEPS * batch, full_global_batch=full_batch, full_plan=full_plan
         )
-        ended = run_workers(job, plan, local_place(machine.procs), screen, machine.gpus, request.verbose)
+        ended = run_workers(job, plan, local_placement(machine.procs), screen, machine.gpus, request.verbose)
         raise_failure(ended, opened.run)
         if ended.outcome is Outcome.OK:
             screen.line("smoke", "train, save, resume and eval work; nothing was kept")

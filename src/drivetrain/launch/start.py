@@ -18,11 +18,11 @@ from drivetrain.launch.request import Request
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.recipe import Recipe
 from drivetrain.runs import Run
-from drivetrain.supervise import Ended
+from drivetrain.supervise import JobEnd
 from drivetrain.watch.screen import Screen
 
 
-def train(recipe: Recipe, request: Request, screen: Screen, launcher: str | None = None) -> tuple[Run, Ended]:
+def train(recipe: Recipe, request: Request, screen: Screen, launcher: str | None = None) -> tuple[Run, JobEnd]:
     """Trains one recipe, in a new run or in one that goes on. `launcher` is the one that started this process as a worker."""
     if launcher is not None:
         return train_in_launcher(recipe, request, screen, launcher)
@@ -36,14 +36,14 @@ def train(recipe: Recipe, request: Request, screen: Screen, launcher: str | None
     return train_locally(recipe, request, machine, screen)
 
 
-def resume(run: Run, recipe: Recipe, request: Request, screen: Screen, launcher: str | None = None) -> tuple[Run, Ended]:
+def resume(run: Run, recipe: Recipe, request: Request, screen: Screen, launcher: str | None = None) -> tuple[Run, JobEnd]:
     """Goes on with a run, with the recipe that it recorded."""
     if launcher is not None:
         return train_in_launcher(recipe, replace(request, run_dir=str(run.path)), screen, launcher)
     return resume_locally(run, recipe, request, screen)
 
 
-def train_stages(recipes: list[Recipe], request: Request, screen: Screen, launcher: str | None = None) -> tuple[Run, Ended]:
+def train_stages(recipes: list[Recipe], request: Request, screen: Screen, launcher: str | None = None) -> tuple[Run, JobEnd]:
     """Trains one run after another, each from the weights of the one before; finished ones are not trained again. Returns the last
     run that was trained; raises Problem if one fails."""
     assert recipes, "a recipe has at least one stage"

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from drivetrain.launch.report import weights_text
 from drivetrain.plan import Plan
 from drivetrain.recipe import Recipe
-from drivetrain.supervise import Ended
+from drivetrain.supervise import JobEnd
 from drivetrain.watch.screen import duration, size
 
 
-def summary(recipe: Recipe, plan: Plan, ended: Ended) -> str:
+def summary(recipe: Recipe, plan: Plan, ended: JobEnd) -> str:
     """Returns the text: the task's own lines and metrics, then what every run has."""
     facts = ended.result["facts"]
     rows = {

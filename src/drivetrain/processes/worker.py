@@ -100,13 +100,13 @@ def _observer(job: TaskJob, group: Group, screen: Observer, stop: StopFlag, obse
     from drivetrain.engine.log.observe import Observers
     from drivetrain.watch.deadline import Deadline
     from drivetrain.watch.files import MetricsFile, TensorBoard
-    from drivetrain.watch.profile import Profile
+    from drivetrain.watch.profile import StepProfiler
 
     run = Run(job.run)
     members: list[Observer] = [MetricsFile(run), TensorBoard(run.path / "tensorboard"), screen] if group.is_main else []
     if isinstance(job, TrainJob) and group.is_main:
         if job.diagnostics.profile:
-            members.append(Profile(run, job.diagnostics.profile, screen.notice, group.device.type == "cuda"))
+            members.append(StepProfiler(run, job.diagnostics.profile, screen.notice, group.device.type == "cuda"))
         if job.end:  # a stop that one rank asks for, all ranks obey
             members.append(Deadline(job.end, stop.timer()))
     return Observers([*members, *observers, *injectors(run)])
@@ -188,10 +188,10 @@ def _join_and_work(job: Job, folder: Path, event_pipe: int, page: int, stop: Sto
     from drivetrain.engine.group import join_group
     from drivetrain.engine.log.deviceclock import DeviceClock
     from drivetrain.processes.stack_dumps import dump_collectives_on_request
-    from drivetrain.watch.pulse import PARTS, Heart
+    from drivetrain.watch.heartbeat import PARTS, HeartbeatWriter
     from drivetrain.watch.screen import Wire
 
-    wire, heart = Wire(event_pipe), Heart(page)
+    wire, heartbeat = Wire(event_pipe), HeartbeatWriter(page)
     if int(os.environ["WORLD_SIZE"]) > 1:
         dump_collectives_on_request(folder, int(os.environ["RANK"]))
     try:
@@ -203,8 +203,8 @@ def _join_and_work(job: Job, folder: Path, event_pipe: int, page: int, stop: Sto
         result = {"outcome": Outcome.INFRA, "lost_peer": True, "message": message}
     else:
         if group.device_counters:
-            heart.device = DeviceClock(len(PARTS))
-        result = work(job, group, wire, stop, [heart])
+            heartbeat.device = DeviceClock(len(PARTS))
+        result = work(job, group, wire, stop, [heartbeat])
     wire.send("result", result)
     return result
 

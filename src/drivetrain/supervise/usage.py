@@ -9,9 +9,9 @@ from pathlib import Path
 
 from drivetrain.processes.procfs import descendants
 
-WINDOW = 5.0  # seconds over which it is measured
-BUSY_CPU = 0.01  # of a core: what waits, polls now and then, or has idle threads stays below
-BUSY_BYTES = 16 << 10  # a second
+WINDOW_SECONDS = 5.0  # over which usage is measured
+BUSY_CPU_SHARE = 0.01  # of a core: a process that waits, polls now and then, or has idle threads stays below
+BUSY_BYTES_PER_SECOND = 16 << 10
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Usage:
 
 
 def usage_of(pid: int) -> Usage | None:
-    """Of a process and all its children so far; None where the kernel does not say."""
+    """Returns the usage of a process and all its descendants so far; None where the kernel does not say."""
     ticks = num_bytes = 0
     for one in (pid, *descendants(pid)):
         try:
@@ -36,7 +36,7 @@ def usage_of(pid: int) -> Usage | None:
 
 
 @dataclass
-class _Seen:
+class _Measurement:
     pid: int
     at: float
     usage: Usage | None
@@ -44,25 +44,26 @@ class _Seen:
 
 
 @dataclass
-class Busy:
-    """Knows when each rank, or a process that it started, last did something."""
+class BusyTimes:
+    """When each rank, or a process that it started, last did something."""
 
-    _seen: dict[int, _Seen] = field(default_factory=dict)
+    _measurements: dict[int, _Measurement] = field(default_factory=dict)
 
-    def last(self, rank: int, pid: int, now: float) -> float:
-        """The end of the last window in which it was busy; it counts as busy until it was measured."""
-        seen = self._seen.get(rank)
-        if seen is not None and seen.pid == pid and now - seen.at < WINDOW:
-            return seen.busy_until
+    def last_busy(self, rank: int, pid: int, now: float) -> float:
+        """Returns the end of the last window in which a rank was busy; it counts as busy until it is measured."""
+        before = self._measurements.get(rank)
+        if before is not None and before.pid == pid and now - before.at < WINDOW_SECONDS:
+            return before.busy_until
         usage = usage_of(pid)
-        idle = seen is not None and seen.pid == pid and not _moved(seen.usage, usage, now - seen.at)
-        self._seen[rank] = _Seen(pid, now, usage, seen.busy_until if idle and seen is not None else now)
-        return self._seen[rank].busy_until
+        is_idle = before is not None and before.pid == pid and not _is_busy(before.usage, usage, now - before.at)
+        busy_until = before.busy_until if is_idle and before is not None else now
+        self._measurements[rank] = _Measurement(pid, now, usage, busy_until)
+        return busy_until
 
 
-def _moved(before: Usage | None, now: Usage | None, seconds: float) -> bool:
+def _is_busy(before: Usage | None, now: Usage | None, seconds: float) -> bool:
     if before is None or now is None:
-        return True  # it cannot be known
-    # Either way: what a child has used goes when it ends, until its parent asks for it.
+        return True  # unknown
+    # Changes in both directions count: a child's usage disappears when it ends, until its parent waits for it.
     cpu, num_bytes = abs(now.cpu_seconds - before.cpu_seconds), abs(now.num_bytes - before.num_bytes)
-    return cpu >= BUSY_CPU * seconds or num_bytes >= BUSY_BYTES * seconds
+    return cpu >= BUSY_CPU_SHARE * seconds or num_bytes >= BUSY_BYTES_PER_SECOND * seconds

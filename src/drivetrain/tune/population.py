@@ -18,7 +18,7 @@ from drivetrain.processes.job import PopulationJob, PopulationMember
 from drivetrain.processes.population import PopulationRules, load_rules, programs
 from drivetrain.recipe import Recipe
 from drivetrain.runs import Lock, Run
-from drivetrain.supervise import Ended, handled, local_place, run_workers
+from drivetrain.supervise import JobEnd, handling_signals, local_placement, run_workers
 from drivetrain.task_ref import BUILT_IN, find_task
 from drivetrain.tune.folder import StudyFolder
 from drivetrain.tune.space import Space
@@ -106,7 +106,7 @@ class PopulationContext:
     plan: Callable[[Recipe], Plan]
     record: Callable[[Recipe, Run, Plan], None]
     """Writes run.json, and copies the task's code."""
-    conclude: Callable[[Run, Recipe, Plan, Ended], None]
+    conclude: Callable[[Run, Recipe, Plan, JobEnd], None]
     """Writes how the run ended."""
 
 
@@ -148,7 +148,7 @@ class PopulationTuner(Tuner):
     def run(self) -> bool:
         waiting = self.study.unfinished()
         try:
-            with handled(self._on_signal):
+            with handling_signals(self._on_signal):
                 while not self.num_signals:
                     missing = self.settings.trials - len(self.study.trials())
                     if not waiting and missing <= 0:
@@ -172,7 +172,7 @@ class PopulationTuner(Tuner):
             self.members[member.number] = member
             self.running[member.number] = member, member.request
         plan = next(iter(self.members.values())).plan
-        ended = run_workers(self._job(plan), plan, local_place(1), _WorkerScreen(self), self.context.gpus)
+        ended = run_workers(self._job(plan), plan, local_placement(1), _WorkerScreen(self), self.context.gpus)
         unfinished = [proposal for proposal in generation if proposal.number in self.members]
         self.num_signals += ended.stopped
         if unfinished and not self.num_signals:
@@ -181,7 +181,7 @@ class PopulationTuner(Tuner):
             self._close(ended.message or "the population was stopped before its end")
         return [replace(p, reported=self.reported.get(p.number, p.reported)) for p in unfinished]
 
-    def _prepare_retry(self, ended: Ended, num_unfinished: int) -> None:
+    def _prepare_retry(self, ended: JobEnd, num_unfinished: int) -> None:
         """Decides, after a generation that did not finish, how it is trained again; raises if it is not."""
         largest = max(map(len, programs(self._job_members(), self.varying, self.size)))
         if ended.outcome is Outcome.OOM and largest > 1:
@@ -194,7 +194,7 @@ class PopulationTuner(Tuner):
         else:
             self._give_up(ended)
 
-    def _give_up(self, ended: Ended) -> None:
+    def _give_up(self, ended: JobEnd) -> None:
         if ended.message.startswith("best="):
             metric = self.settings.goal.metric
             raise Problem(f"{metric} cannot be optimised ({ended.message}): choose another with --metric", ended.outcome)
@@ -233,7 +233,7 @@ class PopulationTuner(Tuner):
                 self.study.report(number, member.reported, value)
         self.table.show([self._progress()])
 
-    def on_end(self, number: int, ended: Ended) -> None:
+    def on_end(self, number: int, ended: JobEnd) -> None:
         member = self.members.pop(number)
         self.context.conclude(member.run, member.recipe, member.plan, ended)
         member.close()
@@ -281,7 +281,7 @@ class _WorkerScreen(Screen):
         self._tuner.on_row(value["trial"], value["row"])
 
     def member_end(self, value: dict[str, Any]) -> None:
-        self._tuner.on_end(value["trial"], Ended(Outcome(value["outcome"]), value["message"], value["result"]))
+        self._tuner.on_end(value["trial"], JobEnd(Outcome(value["outcome"]), value["message"], value["result"]))
 
     def notice(self, text: str) -> None:
         is_stopping = text.startswith("stopping after this step")  # after a Ctrl-C; but a population has nothing to save

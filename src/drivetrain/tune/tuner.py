@@ -11,7 +11,7 @@ from drivetrain.launch.request import Request
 from drivetrain.outcomes import Problem
 from drivetrain.recipe import Recipe
 from drivetrain.settings import Length
-from drivetrain.supervise import handled
+from drivetrain.supervise import handling_signals
 from drivetrain.tune import folder as folders
 from drivetrain.tune.folder import Goal, StudyFolder
 from drivetrain.tune.space import as_text
@@ -70,7 +70,7 @@ class Tuner:
         waiting = self.study.unfinished()
         num_asked = len(self.study.trials())
         try:
-            with handled(self._on_signal):
+            with handling_signals(self._on_signal):
                 while self.running or (not self.num_signals and (waiting or num_asked < self.settings.trials)):
                     while self.free_slots and not self.num_signals and (waiting or num_asked < self.settings.trials):
                         if not waiting:

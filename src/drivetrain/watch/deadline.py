@@ -1,4 +1,4 @@
-"""A time limit: asks for a stop so early that the step under way and a save still fit, as long as they were seen to take."""
+"""A time limit: requests a stop so early that the step under way and a save still fit, as long as they were seen to take."""
 
 from __future__ import annotations
 
@@ -7,40 +7,44 @@ from collections.abc import Callable
 
 from drivetrain.engine.log.observe import Observer
 
-LEAST = 2.0
-"""Seconds that are kept in any case: processes take time to end."""
-UNSEEN, AT_MOST = 0.05, 60.0  # of the time that is left, and seconds: what is kept for a save before one was seen
-STEPS, SAVES = 3, 2  # that may still be to do: several processes agree first; a save may be under way already
+MIN_SECONDS = 2.0
+"""Seconds that are reserved in any case: processes take time to end."""
+UNSEEN_SAVE_SHARE, MAX_UNSEEN_SAVE_SECONDS = 0.05, 60.0  # of the time left: reserved for a save before one was seen
+NUM_STEPS, NUM_SAVES = 3, 2  # that may still be to do: several processes agree first; a save may be under way already
 BETWEEN_STEPS = ("epoch", "collect", "choose", "compile", "evaluate", "saving")
 
 
 class Deadline(Observer):
     def __init__(self, end: float, stop_at: Callable[[float], None]) -> None:
-        """`end` is in seconds since the epoch; `stop_at` is told when to ask for a stop, each time that is known better."""
+        """`end` is in seconds since the epoch; `stop_at` gets the time of the stop, each time that is known better."""
         self._end, self._stop_at = end, stop_at
-        self._for_a_save = min(AT_MOST, UNSEEN * max(0.0, end - time.time()))
-        self._step = self._save = 0.0
-        self._began: float | None = None
-        self._saving: float | None = None
-        self._steps = 0
-        self._arm()
+        self._save_reserve = min(MAX_UNSEEN_SAVE_SECONDS, UNSEEN_SAVE_SHARE * max(0.0, end - time.time()))
+        self._longest_step = self._longest_save = 0.0
+        self._step_began: float | None = None
+        self._save_began: float | None = None
+        self._num_steps = 0
+        self._set_timer()
 
     def moment(self, name: str) -> None:
         if name == "step":
-            now = time.monotonic()
-            self._steps += 1
-            if self._began is not None and self._steps > 2 and now - self._began > self._step:  # the first sets things up
-                self._step = now - self._began
-                self._arm()
-            self._began = now
+            self._take_step()
         elif name in BETWEEN_STEPS:
-            self._began = None
+            self._step_began = None
         elif name == "save":
-            self._saving = time.monotonic()
-        elif name == "published" and self._saving is not None:
-            self._save = max(self._save, time.monotonic() - self._saving)
-            self._for_a_save = SAVES * self._save
-            self._arm()
+            self._save_began = time.monotonic()
+        elif name == "published" and self._save_began is not None:
+            self._longest_save = max(self._longest_save, time.monotonic() - self._save_began)
+            self._save_reserve = NUM_SAVES * self._longest_save
+            self._set_timer()
 
-    def _arm(self) -> None:
-        self._stop_at(self._end - LEAST - STEPS * self._step - self._for_a_save)
+    def _take_step(self) -> None:
+        now = time.monotonic()
+        self._num_steps += 1
+        is_measured = self._step_began is not None and self._num_steps > 2  # the first step sets things up
+        if is_measured and self._step_began is not None and now - self._step_began > self._longest_step:
+            self._longest_step = now - self._step_began
+            self._set_timer()
+        self._step_began = now
+
+    def _set_timer(self) -> None:
+        self._stop_at(self._end - MIN_SECONDS - NUM_STEPS * self._longest_step - self._save_reserve)

@@ -26,7 +26,7 @@ from drivetrain.launch.rendezvous.member import Member
 from drivetrain.launch.rendezvous.messages import Hello, InvalidMessage, StartAttempt, ToLeader, ToMember, decode, encode
 from drivetrain.outcomes import Outcome
 from drivetrain.plan import Plan
-from drivetrain.watch.spent import Spent
+from drivetrain.watch.time_breakdown import TimeBreakdown
 from tests.launching import free_port
 from tests.patience import until
 
@@ -317,7 +317,7 @@ def test_one_invalid_message_excludes_its_sender_and_nothing_else(
             rogue.send(messages.HangReport(0, []))
         until(lambda: observed.leader._peers[0].link.fault, "a queue that is full")
     else:
-        rogue.send(messages.TimeSpent(Spent.unknown(ranks=3)))
+        rogue.send(messages.TimeSpent(TimeBreakdown.unknown(ranks=3)))
     until(lambda: observed.leader.check(supervisor) or supervisor.aborted, "an attempt that ends")  # type: ignore[arg-type, func-returns-value]
     assert supervisor.aborted == ["the machine rogue was lost"]
     assert [kind for kind, _ in observed.events] == ["machine-lost"] and observed.noticed("lost rogue: ")

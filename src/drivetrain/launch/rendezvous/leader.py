@@ -31,10 +31,9 @@ from drivetrain.launch.rendezvous.messages import (
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.processes.job import Diagnostics
-from drivetrain.supervise import Ended, Place, Supervisor
-from drivetrain.supervise.judges import Leading
-from drivetrain.supervise.verdict import Verdict
-from drivetrain.watch.spent import Spent
+from drivetrain.supervise import JobEnd, Supervisor, WorkerPlacement
+from drivetrain.supervise.verdicts import LeaderVerdicts, Verdict
+from drivetrain.watch.time_breakdown import TimeBreakdown
 
 EXTRA_WAIT_SECONDS = 3.0  # for further machines, once there are enough for an attempt
 END_REPORT_SECONDS = 10.0  # for members to report how an attempt ended for them
@@ -86,13 +85,13 @@ class Leader:
         self._members: Membership | None = None
         self._attempt, self._attempt_started = 0, 0.0
         self._ends: dict[Peer, AttemptEnded] = {}
-        self._time_spent: dict[Peer, Spent] = {}
+        self._time_spent: dict[Peer, TimeBreakdown] = {}
         self._lost: dict[str, float] = {}
         """Machines that took part and were lost, and when."""
         self._num_exclusions: Counter[str] = Counter()
         self._is_growing = False
         """Whether the attempt is being stopped so that another machine can take part."""
-        self.judge = self._make_judge()
+        self.verdicts = self._make_verdicts()
         self.listener = Listener(server, self.token.secret, self._admit, self.notice).start()
 
     # --- who is connected ---
@@ -189,8 +188,8 @@ class Leader:
 
     # --- an attempt ---
 
-    def _make_judge(self) -> Leading:
-        return Leading(
+    def _make_verdicts(self) -> LeaderVerdicts:
+        return LeaderVerdicts(
             self._unfinished_peers,
             lambda: self._send_to_all(ReportNow(self._attempt)),
             self._send_verdict,
@@ -198,11 +197,11 @@ class Leader:
             self.answer_seconds,
         )
 
-    def start_attempt(self, run: str, plan: Plan, diagnostics: Diagnostics) -> Place:
+    def start_attempt(self, run: str, plan: Plan, diagnostics: Diagnostics) -> WorkerPlacement:
         """Sends each member its ranks in the next attempt; returns the leader's own."""
         assert self._members is not None
         self._attempt, self._attempt_started, self._ends, self._is_growing = self._attempt + 1, time.monotonic(), {}, False
-        self.judge = self._make_judge()
+        self.verdicts = self._make_verdicts()
         address = self.config.address[0]
         with socket.socket() as probe:  # torch's own store, at another port in each attempt
             probe.bind((address, 0))
@@ -212,7 +211,7 @@ class Leader:
             peer.first_rank = first
             peer.link.send(StartAttempt(self._attempt, first, peer.procs, world_size, master, run, plan, diagnostics))
             first += peer.procs
-        return Place(0, self.procs, world_size, master, self.config.interface)
+        return WorkerPlacement(0, self.procs, world_size, master, self.config.interface)
 
     def check(self, supervisor: Supervisor) -> None:
         """Called while an attempt runs: aborts it if a machine was lost or has failed, and stops it after a step if another one came."""
@@ -254,14 +253,14 @@ class Leader:
         elif isinstance(message, HangReport) and message.attempt == self._attempt:
             if any(sight.rank not in peer.ranks for sight in message.sights):
                 return False
-            self.judge.hear(peer, message.sights)
+            self.verdicts.receive(peer, message.sights)
         return True
 
-    def merge_time_breakdown(self, own: Spent) -> Spent:
+    def merge_time_breakdown(self, own: TimeBreakdown) -> TimeBreakdown:
         """Returns the time breakdown of all ranks, in their order."""
         assert self._members is not None
         for peer in self._members.peers:
-            own = own.beside(self._time_spent.get(peer) or Spent.unknown(peer.procs))
+            own = own.beside(self._time_spent.get(peer) or TimeBreakdown.unknown(peer.procs))
         return own
 
     def _unfinished_peers(self) -> list[Peer]:
@@ -279,7 +278,7 @@ class Leader:
     def _exclude_silent(self, peer: Any) -> None:
         self.exclude(peer, f"it did not say within {self.answer_seconds:.0f} s what its ranks wait for")
 
-    def combine_ends(self, ended: Ended) -> Ended:
+    def combine_ends(self, ended: JobEnd) -> JobEnd:
         """Returns how the attempt ended for all: the cause, if one machine knows it and the others only lost a connection."""
         assert self._members is not None
         if ended.outcome not in (Outcome.OK, Outcome.PREEMPTED):
@@ -292,7 +291,7 @@ class Leader:
         for peer in self._members.peers:  # also of those that have disconnected since
             self._read_messages(peer)
         ends = [
-            Ended(e.outcome, e.message, {"smaller": None if e.smaller is None else asdict(e.smaller)}, lost=e.lost)
+            JobEnd(e.outcome, e.message, {"smaller": None if e.smaller is None else asdict(e.smaller)}, lost=e.lost)
             for e in self._ends.values()
         ]
         causes = [end for end in ends if not end.lost and end.outcome not in (Outcome.OK, Outcome.PREEMPTED)]
@@ -319,21 +318,25 @@ class Leader:
             self.token.delete_file()
 
 
-def lead(leader: Leader, supervisor: Supervisor, first: Membership, plan_attempt: Callable[[Membership], Plan], run: str) -> Ended:
+def lead(leader: Leader, supervisor: Supervisor, first: Membership, plan_attempt: Callable[[Membership], Plan], run: str) -> JobEnd:
     """Runs attempt after attempt, on the machines that are connected, until the run has ended."""
     members = first
     leader.answer_seconds = START_TIMEOUT_SECONDS + supervisor.policy.hang_after
     while True:
         plan = plan_attempt(members)
-        supervisor.use(plan, leader.start_attempt(run, plan, supervisor.diagnostics))
-        supervisor.look, supervisor.judge, supervisor.all_time = lambda: leader.check(supervisor), leader.judge, leader.merge_time_breakdown
-        ended = leader.combine_ends(supervisor.once())
+        supervisor.prepare_attempt(plan, leader.start_attempt(run, plan, supervisor.diagnostics))
+        supervisor.on_poll, supervisor.verdicts, supervisor.merge_time_breakdown = (
+            lambda: leader.check(supervisor),
+            leader.verdicts,
+            leader.merge_time_breakdown,
+        )
+        ended = leader.combine_ends(supervisor.run_attempt())
         if ended.outcome is Outcome.PREEMPTED and not supervisor.stopped and leader.has_next_attempt():
             why = "other machines; "
         else:
-            again = supervisor.again(ended)
+            again = supervisor.restart_reason(ended)
             if again is None:
                 return ended
             why = again
         members = leader.wait_for_members(lambda: supervisor.stopped)
-        supervisor.announce(why, ended.outcome)
+        supervisor.report_restart(why, ended.outcome)

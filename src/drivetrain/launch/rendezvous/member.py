@@ -30,10 +30,9 @@ from drivetrain.launch.rendezvous.messages import (
 )  # fmt: skip
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
-from drivetrain.supervise import Ended, Place, Supervisor
-from drivetrain.supervise.judges import Reporting
-from drivetrain.supervise.verdict import Sight
-from drivetrain.watch.spent import Spent
+from drivetrain.supervise import JobEnd, Supervisor, WorkerPlacement
+from drivetrain.supervise.verdicts import MemberVerdicts, RankReport
+from drivetrain.watch.time_breakdown import TimeBreakdown
 
 STALLED_SECONDS = 10.0  # after which a supervisor that did not call check() counts as stalled: heartbeats no longer name its attempt
 
@@ -124,19 +123,19 @@ class Member:
             if stopped():
                 return RunEnded(Outcome.PREEMPTED, "")
 
-    def start_attempt(self, start: StartAttempt) -> Place:
+    def start_attempt(self, start: StartAttempt) -> WorkerPlacement:
         """Returns this machine's ranks in an attempt, which its heartbeats name from now on."""
         self._attempt, self._last_check = start.attempt, time.monotonic()
-        return Place(start.first_rank, start.local_procs, start.world_size, start.master, self.interface)
+        return WorkerPlacement(start.first_rank, start.local_procs, start.world_size, start.master, self.interface)
 
     def check(self, supervisor: Supervisor, attempt: int) -> None:
         """Called while an attempt runs: aborts it if the leader says so, or is lost."""
         self._last_check = time.monotonic()
         while (message := self.link.receive(0)) is not None:
             if isinstance(message, ReportNow) and message.attempt == attempt:
-                supervisor.judge.asks = True
+                supervisor.verdicts.wants_reports = True
             elif isinstance(message, HangVerdict) and message.attempt == attempt:
-                supervisor.convict(message.verdict)
+                supervisor.end_hung(message.verdict)
             elif isinstance(message, Abort) and message.attempt == attempt:
                 supervisor.abort("the machines meet anew")
             elif isinstance(message, (StartAttempt, RunEnded)):
@@ -146,13 +145,13 @@ class Member:
         if not self.link.is_alive:
             supervisor.abort(f"the machine at {self.config.where} was lost")
 
-    def report_time_breakdown(self, spent: Spent) -> None:
+    def report_time_breakdown(self, spent: TimeBreakdown) -> None:
         self.link.send(TimeSpent(spent))
 
-    def report(self, attempt: int, sights: list[Sight]) -> None:
+    def report(self, attempt: int, sights: list[RankReport]) -> None:
         self.link.send(HangReport(attempt, sights))
 
-    def report_end(self, attempt: int, ended: Ended) -> None:
+    def report_end(self, attempt: int, ended: JobEnd) -> None:
         self._attempt = 0
         values: dict[str, Any] | None = ended.result.get("smaller")
         smaller = None if values is None else strict.read(SmallerPlan, values)
@@ -160,8 +159,10 @@ class Member:
 
 
 def follow(
-    member: Member, make_supervisor: Callable[[StartAttempt, Place], Supervisor], adapt: Callable[[Plan], Plan] = lambda plan: plan
-) -> Ended:
+    member: Member,
+    make_supervisor: Callable[[StartAttempt, WorkerPlacement], Supervisor],
+    adapt: Callable[[Plan], Plan] = lambda plan: plan,
+) -> JobEnd:
     """Takes part in attempt after attempt, as the leader starts them; returns how the run ended. `adapt` replaces the parts of the
     leader's plan that each machine decides by itself."""
     supervisor: Supervisor | None = None
@@ -173,15 +174,15 @@ def follow(
         while True:
             message = member.wait(stopped)
             if isinstance(message, RunEnded):
-                return Ended(message.outcome, message.message)
+                return JobEnd(message.outcome, message.message)
             place, plan = member.start_attempt(message), adapt(message.plan)
             if supervisor is None:
                 supervisor = make_supervisor(replace(message, plan=plan), place)
-            supervisor.use(plan, place, message.diagnostics)
-            supervisor.look = partial(member.check, supervisor, message.attempt)
-            supervisor.judge = Reporting(partial(member.report, message.attempt))
-            supervisor.all_time = member.report_time_breakdown
-            ended = supervisor.once()
+            supervisor.prepare_attempt(plan, place, message.diagnostics)
+            supervisor.on_poll = partial(member.check, supervisor, message.attempt)
+            supervisor.verdicts = MemberVerdicts(partial(member.report, message.attempt))
+            supervisor.merge_time_breakdown = member.report_time_breakdown
+            ended = supervisor.run_attempt()
             member.report_end(message.attempt, ended)
             if supervisor.stopped:
                 return ended

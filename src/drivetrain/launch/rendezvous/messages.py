@@ -11,9 +11,9 @@ from drivetrain import strict
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.processes.job import Diagnostics
-from drivetrain.supervise.verdict import Sight, Verdict
-from drivetrain.watch.pulse import PARTS
-from drivetrain.watch.spent import Spent
+from drivetrain.supervise.verdicts import RankReport, Verdict
+from drivetrain.watch.heartbeat import PARTS
+from drivetrain.watch.time_breakdown import TimeBreakdown
 
 MACHINE_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,252}")
 
@@ -55,7 +55,7 @@ class TimeSpent:
     """What the sender's ranks spent their time on so far."""
 
     kind: ClassVar = "time-spent"
-    spent: Spent
+    spent: TimeBreakdown
 
     def __post_init__(self) -> None:
         _require(all(rank.keys() == set(PARTS) for rank in self.spent.ranks), "time spent on unknown parts")
@@ -67,7 +67,7 @@ class HangReport:
 
     kind: ClassVar = "hang-report"
     attempt: int
-    sights: list[Sight]
+    sights: list[RankReport]
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class AttemptEnded:
     lost: bool
     stopped: bool
     smaller: SmallerPlan | None = None
-    spent: Spent | None = None
+    spent: TimeBreakdown | None = None
 
     def __post_init__(self) -> None:
         if self.spent is not None:

@@ -1,0 +1,266 @@
+"""The supervisor of a job: attempt after attempt, until the job has ended for good."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import FrameType
+
+from drivetrain.outcomes import Outcome, Problem
+from drivetrain.plan import Plan
+from drivetrain.processes.job import Diagnostics, Job, TrainJob, write
+from drivetrain.runs import Run, write_atomic
+from drivetrain.supervise.attempt import PLAN_RECORDING_JOBS, Attempt, WorkerPlacement
+from drivetrain.supervise.attempt_folder import AttemptFolders
+from drivetrain.supervise.ending import JobEnd
+from drivetrain.supervise.fork_server import ForkServer
+from drivetrain.supervise.hang_detector import HangDetector
+from drivetrain.supervise.placement import local_placement
+from drivetrain.supervise.restarts import RestartCount, RestartPolicy, plan_after_oom
+from drivetrain.supervise.verdicts import LocalVerdicts, Verdict
+from drivetrain.watch.screen import Screen
+from drivetrain.watch.time_breakdown import TimeBreakdown
+
+SECRETS = {"DRIVETRAIN_TOKEN", "DRIVETRAIN_TOKEN_FILE"}  # for the command itself; a task's code needs none
+TIME_BREAKDOWN_SECONDS = 5.0  # between two writes of the time breakdown
+WORKER_DEFAULTS = {  # unless the user sets them. NVML: torch must not initialise the driver where forks come from, when asked for GPUs
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "KINETO_LOG_LEVEL": "5", "TORCH_FR_BUFFER_SIZE": "200",
+}  # fmt: skip
+PASSING_ERRORS = {
+    errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO,
+}  # fmt: skip
+"""Errors of a start that succeeds once the machine has room again: processes, memory, handles, disk."""
+
+
+class Supervisor:
+    def __init__(
+        self, job: Job, plan: Plan, place: WorkerPlacement, screen: Screen, gpus: list[str], verbose: bool,
+        replan: Callable[[], Plan] | None, policy: RestartPolicy,
+    ) -> None:  # fmt: skip
+        self.job, self.plan, self.place, self.screen, self.gpus, self.verbose = job, plan, place, screen, gpus, verbose
+        self.replan, self.policy = replan, policy
+        self.run_dir = Run(job.run)
+        self.is_leader = place.local_procs == place.world_size
+        """Whether it decides what comes after an attempt; with several machines one of them does, for all."""
+        self.on_poll: Callable[[], object] = lambda: None
+        """Called several times a second while an attempt runs."""
+        self.verdicts = LocalVerdicts()
+        """Decides who hangs; another one where there are several machines."""
+        self.merge_time_breakdown: Callable[[TimeBreakdown], TimeBreakdown | None] = lambda own: own
+        """Returns where the time of all machines goes, given this one's; None where another machine records that."""
+        self.attempt: Attempt | None = None
+        self.fork_server: ForkServer | None = None
+        self.num_interrupts, self.stopped = 0, False
+        self._folders = AttemptFolders(self.run_dir, isinstance(job, PLAN_RECORDING_JOBS))
+        self._restarts = RestartCount(self.run_dir)
+        self._earlier_time, self._time_written_at = TimeBreakdown([], 0), time.monotonic()
+        self._first_step, self._has_first_step = self._read_first_step(), False
+
+    def run(self) -> JobEnd:
+        while True:
+            end = self.run_attempt()
+            reason = self.restart_reason(end)
+            if reason is None:
+                return end
+            self.report_restart(reason, end.outcome)
+            if isinstance(self.job, TrainJob) and end.outcome not in (Outcome.OOM, Outcome.NAN):
+                self.plan = Plan.from_json(self.run_dir.read()["plan"])  # with what the first steps decided
+            self.prepare_attempt(self.plan, local_placement(self.place.local_procs))
+
+    @property
+    def diagnostics(self) -> Diagnostics:
+        return self.job.diagnostics if isinstance(self.job, TrainJob) else Diagnostics()
+
+    def prepare_attempt(self, plan: Plan, place: WorkerPlacement, diagnostics: Diagnostics | None = None) -> None:
+        """Sets the plan, the placement and, where given, the diagnostics of the next attempt."""
+        if diagnostics is not None and isinstance(self.job, TrainJob):
+            self.job = replace(self.job, diagnostics=diagnostics)
+        if self.diagnostics.nan_step:  # nothing inside a CUDA graph can be checked
+            plan = replace(plan, capture="off", compile="off", reasons=plan.reasons | {"capture": "pinned"})
+        self.plan, self.place = plan, place
+        self.job = replace(self.job, plan=plan)
+
+    def run_attempt(self) -> JobEnd:
+        try:
+            end = self._attempt()
+        except OSError as error:
+            if error.errno not in PASSING_ERRORS:
+                raise
+            why = f"the workers could not be started: {error.strerror}{f' ({error.filename})' if error.filename else ''}"
+            end = JobEnd(Outcome.INFRA, why, spent=self._earlier_time, lost=True)
+        return replace(end, interrupted=self.num_interrupts > 0, stopped=self.stopped)
+
+    def _attempt(self) -> JobEnd:
+        with self._folders.open() as folder:
+            file = folder / "job.json"
+            write(replace(self.job, scratch=self._folders.scratch), file)
+            hang_detector, self._has_first_step = HangDetector(self.policy.hang_after, self._first_step), False
+            self.attempt = Attempt(self.job, file, self.place, self.screen, hang_detector, self.verdicts, self.verbose)
+            self.attempt.on_poll, self.attempt.on_verdict = self._on_poll, self._record_hang
+            if self.stopped:
+                return JobEnd(Outcome.PREEMPTED, result={"step": self.run_dir.last_checkpoint_step})
+            self.attempt.run(self._get_fork_server())
+            end = self.attempt.end()
+        self._earlier_time = self._time_breakdown()
+        return replace(end, spent=self._earlier_time)
+
+    # --- while an attempt runs ---
+
+    def _on_poll(self) -> None:
+        self.on_poll()
+        self._write_time_breakdown()
+        self._write_first_step()
+
+    @property
+    def steps_taken(self) -> int:
+        """Steps of the attempt under way, without its first."""
+        return self.attempt.time_breakdown().steps if self.attempt else 0
+
+    def abort(self, reason: str) -> None:
+        """Ends the attempt under way at once: what it needs is gone."""
+        if self.attempt is not None:
+            self.attempt.abort(reason)
+
+    def end_hung(self, verdict: Verdict) -> None:
+        """Ends the attempt under way at once: the leader has found who hangs."""
+        if self.attempt is not None:
+            self.attempt.end_hung(verdict)
+
+    def regroup(self) -> None:
+        """Ends the attempt under way after a step, saved."""
+        if self.attempt is not None:
+            self.attempt.stop()
+
+    def _time_breakdown(self) -> TimeBreakdown:
+        assert self.attempt is not None
+        return self._earlier_time + self.attempt.time_breakdown()
+
+    def _write_time_breakdown(self) -> None:
+        """Writes where the time goes into the run, for `status`."""
+        if isinstance(self.job, TrainJob) and time.monotonic() > self._time_written_at + TIME_BREAKDOWN_SECONDS:
+            self._time_written_at = time.monotonic()
+            if (breakdown := self.merge_time_breakdown(self._time_breakdown())) is not None:
+                with contextlib.suppress(OSError):
+                    write_atomic(self.run_dir.time_breakdown_path, json.dumps(breakdown.to_json()) + "\n")
+
+    def _read_first_step(self) -> dict[str, float]:
+        """Returns how long first steps took on this machine, in this run's earlier starts, by phase."""
+        with contextlib.suppress(OSError, ValueError):
+            return {str(phase): float(seconds) for phase, seconds in json.loads(self.run_dir.first_steps_path.read_text()).items()}
+        return {}
+
+    def _write_first_step(self) -> None:
+        """Writes how long the first step took: the limit of the next start's first step."""
+        if self._has_first_step or not isinstance(self.job, TrainJob) or self.attempt is None:
+            return
+        if not (first_step := self.attempt.first_step_seconds()):
+            return
+        self._has_first_step = True
+        self._first_step |= {phase: max(seconds, self._first_step.get(phase, 0.0)) for phase, seconds in first_step.items()}
+        with contextlib.suppress(OSError):
+            write_atomic(self.run_dir.first_steps_path, json.dumps(self._first_step) + "\n")
+
+    def _record_hang(self, verdict: Verdict) -> None:
+        """Reports who hangs; the leader writes the stacks into the run."""
+        if not self.is_leader:
+            self.screen.line("hang", verdict.message)
+            return
+        number = sum(event["event"] == "hang" for event in self.run_dir.events()) + 1
+        path = self.run_dir.log_path(0).with_name(f"hang-{number}.txt")
+        with contextlib.suppress(OSError):
+            path.write_text(f"{verdict.message}\n\n{verdict.evidence}")
+        self.run_dir.log_event("hang", ranks=verdict.ranks, step=verdict.step, line=verdict.line, detail=verdict.message)
+        self.screen.line("hang", f"{verdict.message} (stacks: {path})")
+
+    # --- the fork server ---
+
+    def _get_fork_server(self) -> ForkServer:
+        """Returns the fork server; a new one where it has ended, or the workers' environment has changed."""
+        own = {name: value for name, value in os.environ.items() if name not in SECRETS}
+        environment = WORKER_DEFAULTS | self.plan.env | own | {"PYTHONUNBUFFERED": "1"}
+        if self.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
+        if self.fork_server is not None and not (self.fork_server.is_alive and self.fork_server.environment == environment):
+            self.fork_server.close()
+            self.fork_server = None
+        if self.fork_server is None:
+            self.fork_server = ForkServer(environment, self.run_dir.log_path(self.place.first_rank))
+        return self.fork_server
+
+    def close(self) -> None:
+        if self.fork_server is not None:
+            self.fork_server.close()
+        self._folders.close()
+
+    # --- restarts ---
+
+    def restart_reason(self, end: JobEnd) -> str | None:
+        """Returns why another attempt is made, and sets its plan; None where this was the end."""
+        if end.outcome is Outcome.OOM and isinstance(self.job, PLAN_RECORDING_JOBS):
+            return self._reason_after_oom(end)
+        if not self.is_leader or self.stopped:
+            return None  # the processes of other machines are the leader's to start
+        diagnostics = self.diagnostics
+        if end.outcome is Outcome.NAN and diagnostics.find_nan and not diagnostics.nan_step:
+            steps = [event["step"] for event in self.run_dir.events() if event["event"] == "nan"]
+            self.prepare_attempt(self.plan, self.place, replace(diagnostics, nan_step=steps[-1] if steps else sys.maxsize))
+            return f"{end.message.splitlines()[0]} Every module is looked at now; "
+        if not end.lost or not self.policy.restarts:
+            return None
+        num_without_progress = self._restarts.add()
+        if num_without_progress > self.policy.restarts:
+            self.screen.notice(f"given up: {self.policy.restarts} fresh starts brought no new checkpoint (--restarts N)")
+            return None
+        self._pause(self.policy.pause_seconds(num_without_progress))
+        if self.stopped:
+            return None
+        return f"{end.message.partition(chr(10))[0].partition(' (see ')[0]}; " if end.outcome is Outcome.INFRA else ""
+
+    def _reason_after_oom(self, end: JobEnd) -> str | None:
+        new_plan = None
+        if self.replan is not None and not self.stopped:
+            try:
+                new_plan, self.replan = self.replan(), None
+            except Problem as problem:
+                end.message = str(problem)
+                return None
+        may_restart = self.is_leader and not self.stopped
+        planned = plan_after_oom(self.run_dir, self.plan, new_plan, end.result.get("smaller"), may_restart)
+        if planned is None:
+            return None
+        self.plan, sentence = planned
+        return f"{sentence}; "
+
+    def report_restart(self, why: str, outcome: Outcome) -> None:
+        """Shows and records that another attempt begins."""
+        steps = self.run_dir.checkpoint_steps()
+        label = "plan" if outcome == Outcome.OOM else "restart"
+        self.screen.line(label, f"{why}starting anew from {f'step {steps[-1]:,}' if steps else 'the beginning'}")
+        self.run_dir.log_event("restarted", step=steps[-1] if steps else 0, why=str(outcome))
+
+    def _pause(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not self.stopped and time.monotonic() < deadline:
+            time.sleep(min(0.1, max(0.0, deadline - time.monotonic())))
+
+    # --- signals ---
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.stopped = True
+        if number == signal.SIGINT:
+            self.num_interrupts += 1
+            if self.num_interrupts > 1:
+                if self.attempt is not None:
+                    self.attempt.kill()
+                return
+        if self.attempt is not None:
+            self.attempt.stop()
+        if number == signal.SIGINT and not (self.attempt is not None and self.attempt.left_before_start):
+            self.screen.notice("stopping after this step and saving (Ctrl-C again ends at once)")
