@@ -34,7 +34,7 @@ def summary(recipe: Recipe, plan: Plan, ended: JobEnd) -> str:
 
 def _metric_rows(train: Mapping[str, float], test: Mapping[str, float]) -> dict[str, str]:
     """Returns the evaluation's metrics, each after its mean over the last epoch of training if that was logged; the loss comes last."""
-    rows = {}
+    rows: dict[str, str] = {}
     for name in [name for name in test or train if name != "loss"]:
         title = name.replace("_", " ").title()
         rows |= {f"{kind} {title}": _text(name, values[name]) for kind, values in (("Training", train), ("Test", test)) if name in values}
