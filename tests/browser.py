@@ -1,4 +1,4 @@
-"""A real browser, driven by web/browser.mjs; and the page's server beside it."""
+"""A real browser, controlled through web/browser.mjs, and a server for the page."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class Browser:
         self.process = subprocess.Popen(["node", "browser.mjs"], cwd=web, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def __call__(self, **command: Any) -> Any:
-        """One of browser.mjs's commands."""
+        """Sends a command to browser.mjs; returns its answer."""
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
-        said = json.loads(self.process.stdout.readline())
-        assert "error" not in said, said["error"]
-        return said["answer"]
+        reply = json.loads(self.process.stdout.readline())
+        assert "error" not in reply, reply["error"]
+        return reply["answer"]
 
     def until(self, code: str, seconds: float = 120) -> Any:
-        """What JavaScript gives, as soon as it gives something."""
+        """Waits until JavaScript code gives a true value; returns it."""
         end = time.monotonic() + seconds
-        while not (found := self(run=code)):
+        while not (value := self(run=code)):
             assert time.monotonic() < end, f"never: {code}; the page says: {self(run='document.body.innerText')}"
             time.sleep(0.05)
-        return found
+        return value
 
     def close(self) -> None:
         assert self.process.stdin
@@ -43,7 +43,7 @@ class Browser:
 
 @contextlib.contextmanager
 def served(files: play.Site) -> Iterator[str]:
-    """The address of a site, while it is served."""
+    """Serves a site; yields its address."""
     with play.server(files) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}/"

@@ -1,4 +1,4 @@
-"""Run the real command as users do, in child processes."""
+"""Runs the `drivetrain` command in child processes, as users do."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def write_task(name: str = "small.py", change: tuple[str, str] = ("", ""), text:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The machine's environment without what a launcher or an earlier test left in it."""
+    """Returns this process's environment without variables of launchers or earlier tests."""
     clean = {
         k: v
         for k, v in os.environ.items()
@@ -71,14 +71,14 @@ def drivetrain(*words: str, seconds: float = 500, **extra: str) -> subprocess.Co
 
 
 def good(*words: str, **extra: Any) -> str:
-    """The output of a command that must succeed."""
+    """Runs a command that must succeed; returns its output."""
     done = drivetrain(*words, **extra)
     assert done.returncode == 0, f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
 def bad(*words: str, code: int = 2, lines: int = 2, **extra: Any) -> str:
-    """The message of a command that must fail, short and without a traceback."""
+    """Runs a command that must fail with a short message and no traceback; returns the message."""
     done = drivetrain(*words, **extra)
     assert done.returncode == code, f"ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     message = done.stderr.strip()

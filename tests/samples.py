@@ -1,4 +1,4 @@
-"""Small tasks that exercise one part of the contracts each, and a short way to train them."""
+"""Small tasks, each of which exercises one part of the contracts, and functions to train them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Loaded(Plain):
 
 
 class Tokens(Plain):
-    """A mean over something else than samples: each sample has another number of tokens."""
+    """A mean over tokens instead of samples: samples have different numbers of tokens."""
 
     def train_data(self) -> Any:
         x, y = blobs(self.samples)
@@ -131,7 +131,7 @@ class Tokens(Plain):
 
 
 class Parts(Plain):
-    """Several parts with counts of their own, and a figure that is only logged."""
+    """A loss with several parts, each with its own count, and a metric that is only logged."""
 
     def train_data(self) -> Any:
         x, y = blobs(self.samples)
@@ -154,7 +154,7 @@ class Parts(Plain):
 
 
 class Walkers(Source):
-    """Groups that walk on from epoch to epoch: what is collected depends on their state and on the model."""
+    """Groups whose state continues from epoch to epoch: the collected data depends on it and on the model."""
 
     groups, passes = 6, 2
 
@@ -192,7 +192,7 @@ class Walk(Plain):
 
 
 class CountingSGD(torch.optim.SGD):
-    """Keeps a count in its parameter group, and knows nothing of fused kernels."""
+    """Counts steps in its parameter groups and has no fused kernel."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -202,7 +202,7 @@ class CountingSGD(torch.optim.SGD):
 
 
 class OwnOptimizer(Plain):
-    """Two groups with rates of their own, an optimizer with state in its groups, and a schedule."""
+    """Two parameter groups with different learning rates, an optimizer with state in its groups, and a schedule."""
 
     kind: str = "rmsprop"
 
@@ -215,7 +215,7 @@ class OwnOptimizer(Plain):
 
 
 class InPlace(Parts):
-    """Changes its batch in place: doing so twice would show."""
+    """Changes its batch in place, so doing it twice changes the result."""
 
     def augment(self, batch: Any, rand: Any) -> Any:
         batch["x"].add_(rand.normal(4))
@@ -234,7 +234,7 @@ class Double(Plain):
 
 
 class Bag:
-    """A batch of a class of its own, as other libraries have them."""
+    """A batch class, as other libraries have them."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.x, self.y = x, y
@@ -244,7 +244,7 @@ class Bag:
 
 
 class Odd(Plain):
-    """A sparse embedding, an LSTM, tied weights, a frozen part, an unused one, and batches of a class of their own."""
+    """A sparse embedding, an LSTM, tied weights, a frozen module, an unused one, and batches of a custom class."""
 
     learning_rate: float = 0.02
 
@@ -298,7 +298,7 @@ class Gamble(Walk):
 
 
 class Taught(Plain):
-    """A teacher that follows the net by a moving average, kept up in the forward pass."""
+    """A teacher that is a moving average of the net, updated in the loss."""
 
     def model(self) -> nn.Module:
         return nn.ModuleDict({"net": super().model(), "teacher": super().model().requires_grad_(False)})
@@ -317,7 +317,7 @@ class Taught(Plain):
 
 
 class RankLogs(Plain):
-    """Rank 0 alone keeps something in Python."""
+    """Only rank 0 counts calls in a Python attribute."""
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         if os.environ.get("RANK") == "0":
@@ -326,7 +326,7 @@ class RankLogs(Plain):
 
 
 class DerivedAdamW(torch.optim.AdamW):
-    """Derived from a fused optimizer: what is set on it for the kernel may never reach that."""
+    """A subclass of a fused optimizer that deletes the attributes its kernel reads."""
 
     def step(self, closure: Any = None) -> Any:
         for name in ("grad_scale", "found_inf"):
@@ -344,7 +344,7 @@ class Derived(Plain):
 
 
 class Stretching(Walkers):
-    """Collects columns of another width, and in another order, each epoch."""
+    """Collects columns of different width and order in each epoch."""
 
     def collect(self, model: nn.Module, rand: Any, total: Any) -> Tensors:
         found = super().collect(model, rand, total)
@@ -363,7 +363,7 @@ class Stretched(Walk):
 
 
 class Exploding(Plain):
-    """The loss is too large for fp16 in some steps, and not a number from step 9 on where `bad` says so."""
+    """The loss is `spike` times larger, and NaN from call number `bad` on if that is not 0."""
 
     spike: float = 1.0
     bad: int = 0

@@ -1,4 +1,4 @@
-"""The command line: fast, torch-free before it must be, and with errors that name the fix."""
+"""The command line: it starts fast, imports torch late, and its errors name the fix."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def test_the_front_end_never_imports_torch(words: list[str], folder: Path) -> No
 
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["train", "small.py", "--help"]])
 def test_help_answers_within_150_ms(words: list[str], folder: Path) -> None:
-    """Of the processor's time: what other programs have of it must not decide."""
+    """Measured in CPU time, so that other programs do not matter."""
     write_task()
     script = Path(sys.executable).with_name("drivetrain")
-    compiled = environment(PYTHONPYCACHEPREFIX=str(folder / "compiled"), PYTHONDONTWRITEBYTECODE="")  # as after the first time
+    compiled = environment(PYTHONPYCACHEPREFIX=str(folder / "compiled"), PYTHONDONTWRITEBYTECODE="")  # as from the second start on
 
-    def once() -> float:
+    def cpu_seconds() -> float:
         before = os.times()
         subprocess.run([script, *words], capture_output=True, check=True, env=compiled)
         after = os.times()
         return after.children_user + after.children_system - before.children_user - before.children_system
 
-    times = [once()]
+    times = [cpu_seconds()]
     while len(times) < 40 and min(times) >= 0.150:
-        times.append(once())
+        times.append(cpu_seconds())
     assert min(times) < 0.150, f"{min(times) * 1000:.0f} ms"
 
 
@@ -133,7 +133,7 @@ SOURCE = {
 
 
 @pytest.mark.parametrize("case", SOURCE)
-def test_a_task_with_a_fault_is_told_which(case: str, folder: Path) -> None:
+def test_a_faulty_task_is_refused_with_its_fault(case: str, folder: Path) -> None:
     change, expected, code = SOURCE[case]
     write_task(change=change)
     assert expected in bad("train", "small.py", "epochs=1", code=code)
@@ -157,7 +157,7 @@ def test_several_tasks_in_a_file_need_a_name(folder: Path) -> None:
 
 
 def test_run_directories(folder: Path) -> None:
-    """The same command goes on or says it is finished; another recipe is refused; a changed file too."""
+    """The same command resumes or says that the run is finished; another recipe and a changed file are refused."""
     write_task()
     good("train", "small.py", "--name", "a", "steps=3")
     assert "a is finished" in good("train", "small.py", "--name", "a", "steps=3")
@@ -190,7 +190,7 @@ def test_a_run_in_use_is_refused_with_the_pid(folder: Path) -> None:
     assert "killed" in good("status", "a")
 
 
-def test_a_read_only_folder_is_said(folder: Path) -> None:
+def test_a_read_only_folder_is_refused(folder: Path) -> None:
     if os.geteuid() == 0:
         # root may write anywhere: a file where the folder should be is as unwritable
         Path("runs").write_text("")
@@ -200,7 +200,7 @@ def test_a_read_only_folder_is_said(folder: Path) -> None:
         assert "cannot make the run directory" in bad("train", "digits")
 
 
-def test_ctrl_c_leaves_a_run_that_goes_on(folder: Path) -> None:
+def test_ctrl_c_leaves_a_resumable_run(folder: Path) -> None:
     write_task()
     front = subprocess.Popen([*COMMAND, "train", "small.py", "epochs=100000"], stdout=subprocess.PIPE, text=True, env=environment())
     until(lambda: any(Path("runs").glob("*/metrics.jsonl")), "steps", of=front)
@@ -292,7 +292,7 @@ def test_runs_status_logs_rm_and_prune(folder: Path) -> None:
     assert not Path("runs/a").exists()
 
 
-def test_stages_begin_from_the_one_before_and_are_not_repeated(folder: Path) -> None:
+def test_stages_start_from_the_previous_one_and_are_not_repeated(folder: Path) -> None:
     write_task()
     Path("two.yaml").write_text(
         "task: small.py\nsteps: 4\nstages:\n  - name: pretrain\n    learning_rate: 0.02\n  - name: finetune\n    learning_rate: 0.0\n    weight_decay: 0\n"
@@ -305,14 +305,14 @@ def test_stages_begin_from_the_one_before_and_are_not_repeated(folder: Path) -> 
     assert again.count("is finished") == 2
 
 
-def test_loader_workers_leave_with_the_run(folder: Path) -> None:
+def test_loader_workers_end_with_the_run(folder: Path) -> None:
     write_task(change=('return datasets.digits("train")', "return list(zip(*datasets.digits('train')[:]))"))
     good("train", "small.py", "plan.workers=2", "steps=5", "--name", "a")
     assert not _alive("runs/a")
 
 
 @pytest.mark.system  # a minute; a verify-resume that says yes is in tests/rl
-def test_verify_resume_tells_the_truth(folder: Path) -> None:
+def test_verify_resume_finds_what_does_not_repeat_or_resume(folder: Path) -> None:
     # A task whose own types allow no None: the proof's settings must not be refused by them.
     write_task(change=("hidden: int = 32", "best: str = 'accuracy'\n    patience: int = 2\n    hidden: int = 32"))
     assert "bit-equal" in good("verify-resume", "small.py", "--steps", "6")
@@ -332,7 +332,7 @@ def test_verify_resume_tells_the_truth(folder: Path) -> None:
 
 
 def test_a_front_end_killed_at_the_start_leaves_no_worker(folder: Path) -> None:
-    """Also before its workers could ask the kernel to die with it."""
+    """Also before its workers have asked the kernel to end them with it."""
     write_task(change=("def model(self):", "def model(self):\n        import time; time.sleep(90)"))
     for delay in (0.0, 0.05, 0.2):
         front = subprocess.Popen([*COMMAND, "train", "small.py", "-q", "--name", f"k{delay}"], env=environment())
@@ -344,7 +344,7 @@ def test_a_front_end_killed_at_the_start_leaves_no_worker(folder: Path) -> None:
         until(lambda child=child: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text(), "its end", 30)
 
 
-def test_what_was_logged_and_saved_before_a_failure_is_kept(folder: Path) -> None:
+def test_logs_and_checkpoints_before_a_failure_stay(folder: Path) -> None:
     text = "x, y = batch\n        self._n = getattr(self, '_n', 0) + 1\n        if self._n == 15: raise ValueError('enough')\n        return F.cross"
     write_task(change=("x, y = batch\n        return F.cross", text))
     done = drivetrain("train", "small.py", "save_every=10", "--name", "a")
@@ -355,7 +355,7 @@ def test_what_was_logged_and_saved_before_a_failure_is_kept(folder: Path) -> Non
     assert Path("runs/a/checkpoints/step-00000010").is_dir()
 
 
-def test_a_mistaken_resume_leaves_the_run_as_it_was(folder: Path) -> None:
+def test_a_refused_resume_does_not_change_the_run(folder: Path) -> None:
     write_task()
     good("train", "small.py", "steps=8", "--name", "a")
     before = Path("runs/a/run.json").read_text()
@@ -383,7 +383,7 @@ def test_resume_without_flags_takes_as_many_processes_as_before(folder: Path) ->
     assert "single process" in good("resume", "a", "steps=8", "--procs", "1")
 
 
-def test_faults_in_user_code_are_not_called_ours(folder: Path) -> None:
+def test_errors_in_user_code_are_not_called_faults_of_drivetrain(folder: Path) -> None:
     rows = ('return datasets.digits("train")', "return [(x, int(y), None) for x, y in zip(*datasets.digits('train')[:])]")
     cases = {
         "collating": rows,
@@ -470,16 +470,16 @@ def test_user_warnings_and_prints_reach_the_screen(folder: Path) -> None:
 
 
 def _alive(run: str) -> list[int]:
-    """Worker processes of a run, by the folder they hold files open in."""
-    found = []
-    where = str(Path(run).resolve())
+    """Returns the processes that have files of a run open or its folder in their environment."""
+    pids = []
+    folder = str(Path(run).resolve())
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             try:
-                if any(os.readlink(f).startswith(where) for f in (process / "fd").iterdir()) or where in (process / "environ").read_text(
+                if any(os.readlink(f).startswith(folder) for f in (process / "fd").iterdir()) or folder in (process / "environ").read_text(
                     errors="replace"
                 ):
-                    found.append(int(process.name))
+                    pids.append(int(process.name))
             except OSError:
                 continue
-    return [p for p in found if p != os.getpid()]
+    return [p for p in pids if p != os.getpid()]

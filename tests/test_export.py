@@ -1,4 +1,4 @@
-"""`export`: ONNX that gives torch's numbers, whatever the number of rows; what cannot be exported is refused by name."""
+"""`export`: ONNX graphs give torch's numbers for any number of rows; models that cannot be exported are refused by name."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def one(finished: Path, folder: Path) -> Path:
     return Path("runs/one")
 
 
-def test_a_users_model_as_its_task_calls_it(one: Path) -> None:
+def test_a_users_model_is_exported_as_metrics_calls_it(one: Path) -> None:
     card = json.loads(Path("a folder/export.json").read_text())
     assert card["graphs"]["model"]["inputs"] == [{"name": "input", "dtype": "float32", "shape": ["rows", 8, 8]}]
     model = drivetrain.load("runs/one")
@@ -106,7 +106,7 @@ def test_every_file_has_its_sha256(one: Path) -> None:
         weights_of(str(weights))
 
 
-def test_a_place_that_cannot_be_written(one: Path) -> None:
+def test_an_unwritable_folder_is_refused(one: Path) -> None:
     Path("file").write_text("")
     for out, why in (
         ("file/deep", "file is a file: name a folder"),
@@ -158,7 +158,7 @@ class Result:
 
 
 class Net(nn.Module):
-    """A module whose forward is handed to it."""
+    """A module with a given forward."""
 
     def __init__(self, forward: Callable[..., Any], **parts: nn.Module) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Net(nn.Module):
 
 
 class Odd(Task):
-    """A task whose model is called in a way of its own."""
+    """A task with a given way to call its model."""
 
     call = staticmethod(lambda model, x: model(x))
     samples = None
@@ -190,8 +190,8 @@ def exported(folder: Path, net: Net, **members: Any) -> WrittenGraph:
     return write_graph(name, graph, folder)
 
 
-def shapes(puts: Any) -> dict[str, Any]:
-    return {put.name: (put.dtype, put.shape) for put in puts}
+def shapes(specs: Any) -> dict[str, Any]:
+    return {spec.name: (spec.dtype, spec.shape) for spec in specs}
 
 
 def test_dicts_keywords_whole_numbers_and_nested_results_have_names(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ class Batch:
     ],
     ids=["branch", "operator", "dropout", "sampling", "no tensors", "complex", "number", "object", "method", "lengths"],
 )  # fmt: skip
-def test_what_cannot_be_exported_is_said_in_two_lines(net: Net, members: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_an_unexportable_model_is_refused_in_two_lines(net: Net, members: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(Problem, match=said) as caught:
         exported(tmp_path, net, **members)
     assert len(str(caught.value).splitlines()) <= 2
@@ -282,7 +282,7 @@ def test_what_cannot_be_exported_is_said_in_two_lines(net: Net, members: dict[st
     ],
     ids=["list", "path", "no inputs", "rows"],
 )
-def test_exports_of_another_form_are_named(given: Any, said: str) -> None:
+def test_malformed_exports_are_refused(given: Any, said: str) -> None:
     with pytest.raises(Problem, match=said):
         graphs_of(type("Named", (Odd,), {"exports": lambda self, model: given})(), nn.Identity())
 
@@ -308,7 +308,7 @@ def test_a_classifier_takes_raw_images(folder: Path) -> None:
     ],
     ids=" ".join,
 )
-def test_a_world_is_played_by_its_graphs_alone(world: list[str], folder: Path) -> None:
+def test_the_graphs_of_an_environment_reproduce_it(world: list[str], folder: Path) -> None:
     """100 steps by ONNX alone, and the same by torch: the same states."""
     good("train", *world, *SMALL, "--name", "one")
     good("export", "one", "-q")
@@ -337,7 +337,7 @@ def test_a_world_is_played_by_its_graphs_alone(world: list[str], folder: Path) -
             np.testing.assert_allclose(told[f"next_{name}"], value.numpy(), atol=1e-4)
 
 
-@pytest.mark.system  # it takes its time
+@pytest.mark.system  # slow
 def test_a_limit_ends_an_episode(folder: Path) -> None:
     good("train", "bandit", *SMALL, "--name", "one")
     good("export", "one", "-q")
@@ -348,7 +348,7 @@ def test_a_limit_ends_an_episode(folder: Path) -> None:
     assert done.tolist() == [False, True]
 
 
-def test_what_cannot_be_exported_is_refused(folder: Path) -> None:
+def test_a_refused_export_writes_nothing(folder: Path) -> None:
     write_task(text=TASK + ODD, change=("return nn.Sequential(", "return Odd(self.hidden)\n        return nn.Sequential("))
     good("train", "small.py", "--name", "one", "-q")
     assert "model cannot be exported: small.py:" in bad("export", "one", code=2)
@@ -371,7 +371,7 @@ NOISY = """
 """
 
 
-@pytest.mark.system  # it takes its time
+@pytest.mark.system  # slow
 def test_a_graph_that_differs_from_torch_is_refused_and_nothing_is_left(folder: Path) -> None:
     """It gives other numbers each time; the graph before it is good, and of no use without it."""
     write_task(text=TASK + NOISY)
@@ -384,7 +384,7 @@ def test_a_graph_that_differs_from_torch_is_refused_and_nothing_is_left(folder: 
     assert not Path("files").exists()
 
 
-@pytest.mark.system  # it takes its time
+@pytest.mark.system  # slow
 def test_an_unfinished_runs_last_checkpoint(folder: Path) -> None:
     write_task()
     drivetrain_command("train", "small.py", "--name", "one", "-q", "save_every=5", DRIVETRAIN_FAULTS="kill@step:12")

@@ -1,4 +1,4 @@
-"""Malformed commands, recipes and plans: each ends with exit code 2 and a line or two that name the fix, and writes nothing."""
+"""Malformed commands, recipes and plans end with exit code 2 and one or two lines that name the fix, and write nothing."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_a_setting_whose_default_is_infinite_takes_infinity(folder: Path) -> Non
     assert recipe.load("plain.py", ["limit=5"])[0].settings["limit"] == 5.0
 
 
-def test_names_and_aliases_that_are_fine(folder: Path) -> None:
+def test_valid_names_and_aliases_are_accepted(folder: Path) -> None:
     write_task()
     Path("r.yaml").write_text(
         "task: small.py\nname: night 3/ablation-2.1_b\nplan: &p {micro_batch: 5}\nstages:\n- {name: a, plan: *p}\n- {name: b, plan: {<<: *p, threads: 1}}\n"

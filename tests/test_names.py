@@ -19,13 +19,13 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_users_own_cache_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_own_cache_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert private_cache("kernels") == tmp_path / "cache" / "drivetrain" / "kernels" == private_cache("kernels")
     assert private_cache("kernels").stat().st_mode & 0o777 == 0o700
 
 
-def test_in_a_shared_folder_only_what_is_private_is_taken(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_in_a_shared_folder_only_a_private_folder_is_used(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     usual = shared / f"drivetrain-{os.geteuid()}"
     assert private_cache("kernels") == private_cache("kernels") == usual / "kernels"
     usual.chmod(0o777)  # others could put their code there

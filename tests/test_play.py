@@ -1,4 +1,4 @@
-"""`play`: the page and its agents, served or written, and nothing else; what cannot be played is told why."""
+"""`play`: serves or writes the page and its agents and nothing else; refuses agents that cannot be played."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_page_and_its_agents_are_served(address: str) -> None:
             assert len(fetch(f"{address}{agent['folder']}/{graph['file']}")[2]) == graph["bytes"]
 
 
-def test_the_wasm_comes_packed_to_whom_can_unpack_it(address: str) -> None:
+def test_the_wasm_is_compressed_for_browsers_that_accept_gzip(address: str) -> None:
     _, headers, packed = fetch(f"{address}assets/{wasm()}", **{"Accept-Encoding": "gzip, br"})
     assert (headers["Content-Type"], headers["Content-Encoding"]) == ("application/wasm", "gzip")
     _, headers, plain = fetch(f"{address}assets/{wasm()}")
@@ -103,8 +103,8 @@ def test_nothing_else_is_served(address: str) -> None:
         ([], 403),
     ],
 )  # fmt: skip
-def test_a_name_of_somebody_elses_is_not_answered_to(hosts: list[str], status: int, address: str) -> None:
-    """A page of theirs whose name was made to lead here would else read everything."""
+def test_a_foreign_host_name_is_refused(hosts: list[str], status: int, address: str) -> None:
+    """DNS rebinding: otherwise another site's page could read everything."""
     where = address.split("/")[2]
     server = http.client.HTTPConnection(where, timeout=60)
     server.putrequest("GET", "/agents.json", skip_host=True)
@@ -141,7 +141,7 @@ def test_a_site_is_written_over_another_and_over_nothing_else(folder: Path) -> N
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run that was played once, and one that does not play."""
+    """A folder with a run that was played once, and one that cannot be played."""
     place = tmp_path_factory.mktemp("trained")
     before = Path.cwd()
     os.chdir(place)
@@ -180,7 +180,7 @@ def test_a_run_is_exported_when_it_is_first_played_and_when_it_has_changed(runs:
     assert not play.is_current(play.ExportedAgent("plays", exported.parent), Run(runs / "plays"))
 
 
-def test_what_cannot_be_played(runs: Path) -> None:
+def test_unplayable_runs_are_refused(runs: Path) -> None:
     assert "learns nothing that can be played" in bad("play", "other", "--out", "new")
     assert not list((runs / "other").rglob("*.onnx")) and not Path("new").exists()
     assert "there is no run 'nobody'" in bad("play", "nobody")
@@ -212,8 +212,8 @@ def test_a_broken_file_is_named(runs: Path) -> None:
     assert "export.json cannot be read" in bad("play", "plays", "--out", "site")
 
 
-def test_an_agent_beside_another_grids_world_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what the files themselves take and give; without onnxruntime, by what export.json tells."""
+def test_a_policy_beside_an_environment_of_another_grid_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compares the shapes in the files; without onnxruntime, those in export.json."""
     small, place = SnakeEnv(4, 10, 10), tmp_path / "snake"
     shutil.copytree(play.SHIPPED_AGENTS / "snake", place)
     agent = play.ExportedAgent("mine", place)
@@ -236,12 +236,12 @@ def test_an_agent_beside_another_grids_world_is_named(tmp_path: Path, monkeypatc
 
 
 def test_it_serves_until_ctrl_c(folder: Path) -> None:
-    def hear() -> None:
-        """What is started in the background of a script is deaf to Ctrl-C, and so are its children."""
+    def restore_sigint() -> None:
+        """Processes in the background of a script ignore SIGINT, and so do their children."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     command = [*COMMAND, "play", "snake", "--no-open"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(), preexec_fn=hear) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(), preexec_fn=restore_sigint) as process:
         assert process.stdout
         line = process.stdout.readline()
         url = re.search(r"http://127\.0\.0\.1:\d+/", line)

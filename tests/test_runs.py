@@ -1,4 +1,4 @@
-"""The run directory: what a name means, what is deleted, and readers that neither trip over foreign folders nor read all of a long file."""
+"""The run directory: names, deleting, and readers that survive broken folders and read only the end of a long file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLAN = {"world_size": 1, "nodes": 1, "device": "cpu", "precision": "fp32", "glob
 
 
 def make_run(path: str, status: str = "finished", rows: int = 3, **changes: Any) -> Run:
-    """A run directory as `train` leaves it."""
+    """Makes a run directory as `train` leaves it."""
     run = Run(Path(path))
     identity = {"task": "Small", "code": "", "settings": {}}
     recipe = {"task": {"path": "small.py", "label": "small"}, "identity": identity, "settings": {}, "pins": {}}
@@ -37,7 +37,7 @@ def make_run(path: str, status: str = "finished", rows: int = 3, **changes: Any)
 
 @pytest.fixture
 def ask(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command in this process; gives what it prints, or its error after `error: `."""
+    """Returns a function that runs a command in this process and returns its output, or its error after `error: `."""
 
     def call(*words: str) -> str:
         capsys.readouterr()
@@ -68,7 +68,7 @@ def test_only_a_runs_own_name_deletes_it(name: str, ask: Callable[..., str]) -> 
     assert ask("status", name).startswith("error: there is no run"), "a verb that only reads takes no such name either"
 
 
-def test_rm_shows_what_goes_and_asks(ask: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rm_shows_the_runs_and_asks(ask: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     make_run("runs/a")
     make_run("runs/b", status="stopped", outcome="nan")
     for stage in ("1-pretrain", "2-finetune", "10-last"):
@@ -115,7 +115,7 @@ def test_links_and_folders_that_hold_more_are_not_deleted(ask: Callable[..., str
     assert Path("elsewhere/big/run.json").is_file(), "what a link within a run leads to stays"
 
 
-def test_what_is_in_use_is_not_deleted(ask: Callable[..., str]) -> None:
+def test_a_run_in_use_is_not_deleted(ask: Callable[..., str]) -> None:
     make_run("runs/a")
     study = Path("runs/search")
     make_run("runs/search/trials/trial-0001")
@@ -182,7 +182,7 @@ def test_one_broken_folder_does_not_hide_the_others(kind: str, ask: Callable[...
     assert not Path("runs/odd").exists()
 
 
-def test_status_takes_odd_rows(ask: Callable[..., str]) -> None:
+def test_status_reads_odd_rows(ask: Callable[..., str]) -> None:
     run = make_run("runs/a", status="stopped", outcome="nan", message="\n")
     rows = [{"step": 4, "epoch": 1, "train/loss": None, "samples_per_second": None, "eval/accuracy": None}, {"step": "five"}, [1]]
     with open(run.metrics_path, "a") as file:
@@ -198,7 +198,7 @@ def test_status_takes_odd_rows(ask: Callable[..., str]) -> None:
     assert "accuracy not a number" in ask("runs")
 
 
-def test_prune_leaves_what_is_no_checkpoint(ask: Callable[..., str]) -> None:
+def test_prune_deletes_only_checkpoints(ask: Callable[..., str]) -> None:
     run = make_run("runs/a")
     for name in ("step-00000001", ".step-00000002", "mine"):
         (run.checkpoints / name).mkdir(parents=True)
@@ -212,17 +212,17 @@ def test_prune_leaves_what_is_no_checkpoint(ask: Callable[..., str]) -> None:
     assert left == [".DS_Store", "mine", "step-00000007", "step-00000009", "step-notes.txt"]
 
 
-def test_names_that_no_file_system_takes_are_said_in_a_line(folder: Path) -> None:
+def test_names_that_are_too_long_are_refused_in_one_line(folder: Path) -> None:
     long = "x" * 300
     assert "File name too long" in bad("train", "digits", "--run-dir", long)
     assert "File name too long" in bad("tune", "digits", "--search", "learning_rate=0.1..0.2", "--run-dir", long)
 
 
-# --- the weights that are kept -----------------------------------------------------------------
+# --- the final weights -----------------------------------------------------------------
 
 
-def test_all_speak_of_the_weights_that_are_kept(folder: Path) -> None:
-    """With `best` those are not the last ones: every figure of a finished run is theirs, and says so."""
+def test_all_verbs_and_files_show_the_metrics_of_the_final_weights(folder: Path) -> None:
+    """With `best` those are not the weights of the last step."""
     write_task()
     text = good("train", "small.py", "--name", "a", "steps=6", "eval_every=1", "best=min:accuracy")
     evaluated = {row["step"]: row for row in read_lines(Path("runs/a/metrics.jsonl"))}
@@ -254,7 +254,7 @@ def test_all_speak_of_the_weights_that_are_kept(folder: Path) -> None:
 
 
 class Counted:
-    """Counts the bytes that are read of files."""
+    """Counts the bytes that are read from files."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bytes = 0
@@ -280,7 +280,7 @@ class Counted:
 
 
 def long_file(path: Path, rows: int, eval_every: int = 1000) -> int:
-    """Rows as a training logs them; gives the file's size."""
+    """Writes rows as a training does; returns the file's size."""
     row = '{"step": %d, "epoch": 1, "time": 1.5, "train/loss": 0.25, "samples_per_second": 1000.0%s}\n'
     with open(path, "w") as file:
         for first in range(1, rows + 1, 1000):
@@ -311,7 +311,7 @@ def test_readers_and_resume_read_only_the_end_of_a_long_file(ask: Callable[..., 
 
 
 @pytest.mark.parametrize("block", [3, 64, 1 << 16])
-def test_lines_come_backwards_whatever_their_length(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_any_length_are_read_backwards(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "BLOCK_BYTES", block)
     for text in (b"", b"\n", b"a", b"a\n", b"a\nbb", b"a\n\nbb\r\nccc\x0bd\n" + b"x" * 500 + b"\nlast\n"):
         path = tmp_path / "file"
@@ -337,12 +337,12 @@ CUTS = {
 
 
 @pytest.mark.parametrize("case", CUTS)
-def test_a_resume_cuts_what_it_will_repeat(case: str, tmp_path: Path) -> None:
+def test_a_resume_deletes_the_rows_it_will_repeat(case: str, tmp_path: Path) -> None:
     before, step, after = CUTS[case]
     path = tmp_path / "metrics.jsonl"
     path.write_text(before)
     number = path.stat().st_ino
-    for _ in range(2):  # the second time as after a kill right behind the first
+    for _ in range(2):  # the second time: as after a kill directly after the first
         last = truncate_rows(path, step)
         assert path.read_text() == after
         assert last == (json.loads(after.splitlines()[-1])["step"] if after else 0)
@@ -350,7 +350,7 @@ def test_a_resume_cuts_what_it_will_repeat(case: str, tmp_path: Path) -> None:
     assert truncate_rows(tmp_path / "none" / "metrics.jsonl", 3) == 0
 
 
-def test_who_follows_a_file_sees_a_cut_even_where_it_has_grown_since(tmp_path: Path) -> None:
+def test_a_follower_notices_a_truncation_even_if_the_file_has_grown_since(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     follower = Follower(path)
     assert not follower.was_truncated() and list(follower.new_lines()) == []

@@ -1,4 +1,4 @@
-"""What reaches a terminal from files, peers and tasks holds no code that the terminal would obey."""
+"""Text from files, other nodes and tasks is stripped of control codes before it reaches the terminal."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_codes_are_stripped_and_text_stays(case: str) -> None:
+def test_control_codes_are_removed_and_text_stays(case: str) -> None:
     assert printable(HOSTILE[case]) == one_line(HOSTILE[case]) == "name"
 
 
-def test_lines_tabs_and_letters_of_all_languages_stay() -> None:
+def test_newlines_tabs_and_all_scripts_stay() -> None:
     text = "läuft\tgut\n日本語 🙂"
     assert printable(text) == text
     assert one_line("10 %\r 50 %\r100 %\r\n") == "100 %"
@@ -73,14 +73,14 @@ def test_a_screen_shows_only_plain_text(monkeypatch: pytest.MonkeyPatch) -> None
     assert shown.isprintable() and "name" in shown and "root shell" not in shown
 
 
-def test_a_quiet_screen_passes_nothing_on() -> None:
+def test_a_quiet_screen_prints_no_worker_output() -> None:
     stream = io.StringIO()
     screen = Screen(stream, quiet=True)
     screen.passed_on("UserWarning: something")
     assert stream.getvalue() == ""
 
 
-def test_a_foreign_runs_words_are_stripped(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_codes_in_a_run_directory_are_removed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = folder / "runs" / "one"
     (run / "logs").mkdir(parents=True)
     text = "\x1b]0;x\x07\x1b[2Jname"

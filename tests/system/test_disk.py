@@ -1,4 +1,4 @@
-"""A full disk stops nothing but the save, and says so; with room again the run goes on exactly."""
+"""A full disk only prevents the save, with a message; with free space again the run resumes exactly."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_a_disk_that_fills_up(small_disk: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
-def test_a_disk_that_fills_up_with_the_parts_of_several_ranks(strategy: str, small_disk: Path) -> None:
-    """What all of them write is counted together."""
+def test_a_disk_that_fills_up_with_the_shards_of_several_ranks(strategy: str, small_disk: Path) -> None:
+    """The message counts the shards of all ranks."""
     if strategy == "deepspeed":
         pytest.importorskip("deepspeed")
     write_task(change=BIG)
