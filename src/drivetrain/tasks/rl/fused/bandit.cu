@@ -1,4 +1,4 @@
-// Two states, two levers, as envs/bandit.py has it.
+// The contextual bandit of envs/bandit.py.
 #define WORLD
 struct World {
     static constexpr int CHANCES = 1, LIMIT = 100;

@@ -1,4 +1,4 @@
-// A pole on a cart, as envs/cartpole.py has it.
+// The pole on a cart of envs/cartpole.py.
 #define WORLD
 struct World {
     static constexpr int CHANCES = 4, LIMIT = 500;

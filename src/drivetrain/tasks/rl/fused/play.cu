@@ -1,6 +1,6 @@
-// Playing: from a policy and a world to samples with advantages. Compiled behind ppo.cu, and behind a world's rules.
+// Plays environments with a policy and makes samples with advantages. Compiled after ppo.cu and the rules of an environment.
 
-// --- chance: the engine's own keyed numbers ---
+// --- random numbers: the same as KeyedRand of the engine ---
 
 DEVICE u32 chance(u64 id, u64 place, u64 stream) {  // 24 bits
     u64 x = id * 0x94D049BB133111EBull + place * 0x9E3779B97F4A7C15ull + stream;
@@ -14,9 +14,9 @@ struct Luck {
 };
 
 enum { ENDED = 1, OVER = 2 };
-// Figures that the kernels of a collection hand on to the next.
+// Positions in `stats`: values that one kernel of a collection passes to the next. stepper.py uses MEAN, ACTOR_UNIT and RECENT.
 enum { COUNT, SUM, SQUARES, SCALE, MEAN, SPREAD, ACTOR_UNIT, CRITIC_UNIT, RECENT_RETURN, RECENT_LENGTH, RECENT_EXPLAINED, VALUE_SHARE, STATS };
-constexpr int PARTS = 8, FACTS = 8;  // a sample's facts in 32 bytes, which memory gives at once
+constexpr int PARTS = 8, FACTS = 8;  // the columns of a sample take 32 bytes, one memory transaction
 
 template <int N> DEVICE void sum_of_block(float (&v)[N], float* to) {  // in a fixed order
     __shared__ float part[32][N];
@@ -40,7 +40,7 @@ struct ActRoom {
     float logits[WARPS][16][OUT];
 };
 
-// An action from the policy's probabilities; lanes 0 to 15 have a row each.
+// Samples an action with the policy's probabilities; lanes 0 to 15 have a row each.
 DEVICE int choose(const float* logits, float draw, float& logp) {
     float most = logits[0], total = 0.f, reached = 0.f;
     int action = 0;
@@ -73,7 +73,7 @@ struct Play {
     float gamma;
 };
 
-// A warp plays 16 environments through all steps. Lanes 0 to 15 step them; all take part in the policy's products.
+// Each warp plays 16 environments through all steps. Lanes 0 to 15 step them; all lanes compute the policy's matrix products.
 extern "C" __global__ void play(Play a) {
     extern __shared__ __align__(16) unsigned char memory[];
     ActRoom& room = *(ActRoom*)memory;
@@ -127,11 +127,11 @@ extern "C" __global__ void play(Play a) {
 
 #endif
 
-// --- worlds that are tensor functions: the policy's and the bookkeeping's part of a step ---
+// --- environments of tensor functions: the policy, and the records of a step ---
 
 struct Draws { float* draws; const u64* stream; int envs, horizon, chances; };
 
-// All numbers that the steps and resets of a collection may use: [steps, environments, twice the chances].
+// Draws all random numbers that the steps and resets of a collection may use: [steps, environments, 2 * chances].
 extern "C" __global__ void __launch_bounds__(256) draw(Draws a) {
     const int each = 2 * a.chances;
     const long long i = blockIdx.x * 256ll + threadIdx.x, row = i / each;
@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(256) draw(Draws a) {
 }
 
 struct Act {
-    const float* now;  // what is seen: a row an environment
+    const float* now;  // observations: a row for each environment
     float *seen, *facts;
     long long* actions;
     const Weights* weights;
@@ -183,7 +183,7 @@ struct Book {
     float gamma;
 };
 
-// What a step brought, and which episodes are over.
+// Records the rewards of a step, and which episodes are done.
 extern "C" __global__ void __launch_bounds__(128) book(Book a) {
     const int env = blockIdx.x * 128 + threadIdx.x;
     float parts[PARTS] = {};
@@ -204,13 +204,13 @@ extern "C" __global__ void __launch_bounds__(128) book(Book a) {
 }
 
 struct Spread {
-    const float *partial, *spread, *recent;  // the state's rows, which are all the same
+    const float *partial, *spread, *recent;  // the state's rows, which are all equal
     float* stats;
     int blocks, scaled;
     float value_share;
 };
 
-// After playing: what rewards are divided by, and figures of the episodes that ended.
+// After playing: computes the scale of rewards, and the mean return and length of finished episodes.
 extern "C" __global__ void __launch_bounds__(32) after_play(Spread a) {
     double total[6] = {};
     for (int i = 0; i < 6; i++) {
@@ -229,7 +229,7 @@ struct Value {
     const float* seen;
     const Weights* weights;
     float* values;
-    const unsigned char* marks;  // given, only rows of episodes that were cut off
+    const unsigned char* marks;  // if not null, only rows of truncated episodes are computed
     int count;
 };
 struct ValueRoom {
@@ -237,7 +237,7 @@ struct ValueRoom {
     Seen seen[WARPS];
 };
 
-// What observations are worth.
+// Computes the values of observations.
 extern "C" __global__ void __launch_bounds__(THREADS) value(Value a) {
     extern __shared__ __align__(16) unsigned char memory[];
     ValueRoom& room = *(ValueRoom*)memory;
@@ -267,9 +267,9 @@ struct Judge {
     float gamma, decay;
 };
 
-// Generalised advantages, a thread an environment; memory is read and written 32 steps of an environment at a time.
+// Computes generalised advantages, one thread for each environment; memory is read and written for 32 steps of an environment at a time.
 extern "C" __global__ void __launch_bounds__(128) judge(Judge a) {
-    __shared__ float value[128][33], gains[128][33];  // gains: first the rewards
+    __shared__ float value[128][33], gains[128][33];  // gains: the rewards first, then the advantages
     __shared__ unsigned char marks[128][36];
     const int first = blockIdx.x * 128, env = first + threadIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const float per_scale = 1.f / a.stats[SCALE];
@@ -297,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(128) judge(Judge a) {
             if (step < end) {
                 float2* f = (float2*)(a.facts + ((long long)(first + row) * a.horizon + step) * FACTS + ADVANTAGE);
                 const float v = value[row][lane], g = gains[row][lane];
-                f[0] = make_float2(g, g + v), f[1] = make_float2(v, 1.f);  // the advantage as it is: who reads it takes the mean off
+                f[0] = make_float2(g, g + v), f[1] = make_float2(v, 1.f);  // the advantage is not normalised: `learn` subtracts the mean
             }
         __syncthreads();
     }
@@ -306,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(128) judge(Judge a) {
 
 struct Judged { const float* partial; float* stats; int blocks; };
 
-// How the gains of a collection are spread; of values, how much of the targets they explain.
+// Computes the mean and deviation of the advantages, and the explained variance of the values.
 extern "C" __global__ void __launch_bounds__(256) after_judging(Judged a) {
     float* stats = a.stats;
     __shared__ double part[8][5];
@@ -323,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(256) after_judging(Judged a) {
     const double spread = sqrt(fmax(total[2] / total[0] - mean * mean, 0.)), wide = sqrt(fmax(total[4] / total[0] - middle * middle, 0.));
     stats[MEAN] = mean, stats[SPREAD] = spread + 1e-8;
     stats[RECENT_EXPLAINED] = 1. - (spread / fmax(wide, 1e-8)) * (spread / fmax(wide, 1e-8));
-    // Gradients in 16 bits: a typical one in the middle of what they can tell, both ways far from their ends.
+    // Gradients have 16 bits: their scale puts a typical one in the middle of the range, far from overflow and underflow.
     stats[ACTOR_UNIT] = 1.f / 32.f, stats[CRITIC_UNIT] = fmax(sqrt(total[2] / total[0]), 1e-20) / 32.;
 }
 
@@ -334,7 +334,7 @@ struct Finish {
     int envs;
 };
 
-// What the next collection wants to know of this one.
+// Stores what the next collection needs of this one in the state.
 extern "C" __global__ void __launch_bounds__(256) finish(Finish a) {
     const int n = blockIdx.x * 256 + threadIdx.x;
     if (n >= a.envs) return;
@@ -345,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(256) finish(Finish a) {
 
 struct Shuffle { int* rows; const u64* streams; int envs, horizon, take; };
 
-// The order of samples in each pass: every environment's steps shuffled on their own, as `SourceFeed` does it; a warp an environment.
+// The order of samples in each pass: every environment's steps are shuffled separately, as by `SourceFeed`; one warp for each environment.
 extern "C" __global__ void __launch_bounds__(THREADS) shuffle(Shuffle a) {
     __shared__ u32 draws[WARPS][256];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, env = blockIdx.x * WARPS + warp, pass = blockIdx.y;

@@ -1,10 +1,10 @@
-// PPO for two small perceptrons, the actor and the critic, that fit on the chip: activations never leave it.
+// PPO for two small perceptrons, the actor and the critic. They fit on the chip: activations never leave it.
 //
-// Compiled for one shape: INPUTS numbers are seen, LAYERS hidden layers of WIDTH units (RELU or tanh), ACTIONS choices; and so
-// that RESIDENT blocks of `learn` share a processor. Every kernel takes one struct: pointers, then integers, then numbers.
-// Products have operands of 16 bits (11 of them digits, as tf32 has) and sums of 32; the first and the last layer, on which
-// probabilities and values hang, take theirs as two halves and so lose nothing. Sums over blocks are made in a fixed order,
-// so that the same samples give the same bits.
+// Compiled for one shape: INPUTS numbers in an observation, LAYERS hidden layers of WIDTH units (RELU or tanh), ACTIONS actions;
+// and so that RESIDENT blocks of `learn` fit on one multiprocessor. Every kernel takes one struct: pointers, then integers, then
+// floats. Matrix products have operands of 16 bits (11 bits of mantissa, as tf32) and sums of 32 bits. In the first and the last
+// layer, which decide the precision of probabilities and values, each operand is split into a 16-bit number and its remainder, so
+// that nothing is lost. Sums over blocks are made in a fixed order, so that the same samples give the same bits.
 
 typedef unsigned int u32;
 typedef unsigned short half;  // only stored and moved
@@ -12,28 +12,28 @@ typedef unsigned long long u64;
 #define DEVICE __device__ __forceinline__
 
 constexpr int up(int n, int to) { return (n + to - 1) / to * to; }
-constexpr bool TOGETHER = 3 * INPUTS + 1 <= 16;  // what is seen, the rest of its digits, and it again for the weights' rest: in one product
-constexpr int SEEN = TOGETHER ? 16 : up(INPUTS + 1, 16);  // what is seen, a one for the biases' gradients, padding
-constexpr bool PAIRED = ACTIONS <= 8;       // the head's weights and the rest of their digits are one operand
+constexpr bool TOGETHER = 3 * INPUTS + 1 <= 16;  // the observation, its remainder, and the observation again (for the weights' remainder) fit in one product
+constexpr int SEEN = TOGETHER ? 16 : up(INPUTS + 1, 16);  // the observation, a one for the biases' gradients, padding
+constexpr bool PAIRED = ACTIONS <= 8;       // the head's weights and their remainders are one operand
 constexpr int OUT = up(ACTIONS, 16), OUTS = up(ACTIONS, 8) / 8;
-constexpr int TILE = 64;                    // samples of a block at a time: 16 a warp
+constexpr int TILE = 64;                    // samples of a block at a time: 16 for each warp
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
-constexpr int PAD = 8;                      // halves behind a row, so that the rows of a block of 8 lie in different banks
-constexpr int BLOCKS = WIDTH / 16, MINE = up(BLOCKS, WARPS) / WARPS;  // of 16 units, and a warp's share of them
+constexpr int PAD = 8;                      // numbers after each row, so that the rows of a block of 8 are in different memory banks
+constexpr int BLOCKS = WIDTH / 16, MINE = up(BLOCKS, WARPS) / WARPS;  // blocks of 16 units, and the share of one warp
 constexpr int FIRST = WIDTH * INPUTS + WIDTH, HIDDEN = WIDTH * WIDTH + WIDTH;
 constexpr int BEFORE_HEAD = FIRST + (LAYERS - 1) * HIDDEN;
 constexpr int ACTOR = BEFORE_HEAD + ACTIONS * WIDTH + ACTIONS, CRITIC = BEFORE_HEAD + WIDTH + 1, SIZE = ACTOR + CRITIC;
-constexpr int SUMS = 8;                     // behind the gradients: loss, entropy, KL, clipped, value error, living
+constexpr int SUMS = 8;                     // after the gradients: loss, entropy, KL, clipped, value error, number of living samples
 constexpr int PER_BLOCK = SIZE + SUMS;
-constexpr float BEND = RELU ? 1.f : 2.885390082f;  // 2 / log 2: hidden layers are held times it, so that tanh takes powers of two at once
-enum { ACTION, LOGP, ADVANTAGE, TARGET, VALUE, ALIVE };  // a sample's facts, the first of rollout.FACTS
+constexpr float BEND = RELU ? 1.f : 2.885390082f;  // 2 / log 2: hidden layers are multiplied by it, so that tanh can use powers of two
+enum { ACTION, LOGP, ADVANTAGE, TARGET, VALUE, ALIVE };  // the first columns of a sample, as in COLUMNS of samples.py
 
 // --- numbers and matrices ---
 
 DEVICE u32 pack(float a, float b) { u32 r; asm("cvt.rn.satfinite.f16x2.f32 %0, %2, %1;" : "=r"(r) : "f"(a), "f"(b)); return r; }
 DEVICE half narrow(float a) { half r; asm("cvt.rn.satfinite.f16.f32 %0, %1;" : "=h"(r) : "f"(a)); return r; }
 DEVICE float widen(half a) { float r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(a)); return r; }
-DEVICE float rest(float a) { return a - widen(narrow(a)); }  // the digits that 16 bits do not hold
+DEVICE float rest(float a) { return a - widen(narrow(a)); }  // the remainder that 16 bits cannot represent
 DEVICE u32 times(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 DEVICE u32 at(const half* p) { return (u32)__cvta_generic_to_shared(p); }
 DEVICE float power2(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
@@ -57,7 +57,7 @@ DEVICE void multiply_anew(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {  /
         : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
 }
 
-// Do something COUNT times with operands of which the next ones are on their way meanwhile.
+// Calls `use` COUNT times; the operands of the next calls are loaded meanwhile.
 template <int COUNT, class Load, class Use> DEVICE void in_turn(Load load_one, Use use) {
     constexpr int AHEAD = COUNT < 3 ? COUNT : 3;
     u32 b[AHEAD][4];
@@ -96,7 +96,7 @@ template <int K, int N> DEVICE void backward(float (&z)[N / 8][4], const u32 (&a
         });
 }
 
-// Rows k..k+15 of a tile [samples x columns], turned: 16 of its columns as rows of an operand, or as columns of the other.
+// Loads rows k..k+15 of a tile [samples x columns], transposed: 16 of its columns as the rows of the first operand, or as the columns of the second.
 DEVICE void rows_of(u32 (&a)[4], const half* tile, int stride, int k, int column) {
     const int lane = threadIdx.x & 31, block = lane >> 3, row = lane & 7;
     load_turned(a, at(tile + (k * 16 + (block >> 1) * 8 + row) * stride + column + (block & 1) * 8));
@@ -106,7 +106,7 @@ DEVICE void columns_of(u32 (&b)[4], const half* tile, int stride, int k, int col
     load_turned(b, at(tile + (k * 16 + (block & 1) * 8 + row) * stride + column + (block >> 1) * 8));
 }
 
-// A warp's 16 rows of a tile, from the operand they are.
+// Stores an operand as a warp's 16 rows of a tile.
 template <int K> DEVICE void put(half* tile, const u32 (&a)[K / 16][4]) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -122,16 +122,16 @@ template <int K> DEVICE void put(half* tile, const u32 (&a)[K / 16][4]) {
     }
 }
 
-// --- the net ---
+// --- the network ---
 
-struct __align__(16) Weights {  // of one net, as products want them
+struct __align__(16) Weights {  // of one network, in the layout of the matrix products
     half first[WIDTH * (SEEN + PAD)], first_rest[TOGETHER ? 8 : WIDTH * (SEEN + PAD)];
     half hidden[LAYERS > 1 ? LAYERS - 1 : 1][WIDTH * (WIDTH + PAD)];
     half head[OUT * (WIDTH + PAD)], head_rest[PAIRED ? 8 : OUT * (WIDTH + PAD)];
     float bias[LAYERS][WIDTH], head_bias[OUT];
 };
 
-// Parameter number i of a net to its places. The others hold zeros from the beginning.
+// Writes parameter number i of a network to its positions. All other positions stay zero.
 DEVICE void place(Weights& w, int i, float v, int outputs) {
     if (i < WIDTH * INPUTS) {
         const int o = i / INPUTS, k = i % INPUTS;
@@ -158,7 +158,7 @@ DEVICE void place(Weights& w, int i, float v, int outputs) {
 
 struct Prepare { const float* parameters; Weights* weights; const u64* table; u64* streams; const int* turn; int width; };
 
-// Before an epoch: both nets' weights from their parameters, and the keys of its random numbers from a table.
+// Before an epoch: converts the parameters of both networks to `weights`, and copies the epoch's random keys from the table.
 extern "C" __global__ void __launch_bounds__(256) prepare(Prepare a) {
     const int i = blockIdx.x * 256 + threadIdx.x;
     if (i < a.width) a.streams[i] = a.table[*a.turn * a.width + i];
@@ -171,7 +171,7 @@ DEVICE void take_in(Weights& w, const Weights* from) {
     for (int i = threadIdx.x; i < sizeof(Weights) / 16; i += blockDim.x) ((uint4*)&w)[i] = ((const uint4*)from)[i];
 }
 
-// A layer begins with its bias.
+// Initialises a layer's sums with its bias.
 template <int N> DEVICE void begin(float (&z)[N / 8][4], const float* bias) {
     const int t = threadIdx.x & 3;
 #pragma unroll
@@ -181,8 +181,8 @@ template <int N> DEVICE void begin(float (&z)[N / 8][4], const float* bias) {
     }
 }
 
-// Activations as the next operand, and what gradients are multiplied by: without cancellation where tanh is saturated. The
-// next hidden layer's weights hold BEND times what they are; the slope makes up for it.
+// Computes the activations, as the next operand, and their slopes, which gradients are multiplied by; exact also where tanh is
+// saturated. The weights of the next hidden layer are multiplied by BEND; the slope is divided by it.
 template <int LAYER> DEVICE void activate(u32 (&h)[WIDTH / 16][4], u32 (&slope)[WIDTH / 16][4], const float (&z)[WIDTH / 8][4]) {
     constexpr float share = 4.f / (LAYER < LAYERS - 1 ? BEND : 1.f);
 #pragma unroll
@@ -202,11 +202,11 @@ template <int LAYER> DEVICE void activate(u32 (&h)[WIDTH / 16][4], u32 (&slope)[
         }
 }
 
-struct __align__(16) Seen {  // 16 rows of what is seen, and the rest of its digits where they do not go together
+struct __align__(16) Seen {  // 16 observations, and their remainders where they do not fit in one product
     half now[16 * (SEEN + PAD)], rest[TOGETHER ? 8 : 16 * (SEEN + PAD)];
 };
 
-// `row` gives the numbers of a row, for lanes 0 to 15.
+// Stores 16 observations; `row` is the one of this lane, for lanes 0 to 15.
 DEVICE void put_seen(Seen& seen, const float* row, bool there) {
     const int lane = threadIdx.x & 31;
     __syncwarp();
@@ -239,7 +239,7 @@ template <int LAYER, class Keep> DEVICE void run_hidden(u32 (&h)[WIDTH / 16][4],
     }
 }
 
-// All layers of 16 rows. Each hidden layer's activations are shown to `keep`; their slopes stay in registers.
+// Runs all layers for 16 rows. `keep` is called with each hidden layer's activations; their slopes stay in registers.
 template <class Keep>
 DEVICE void run_net(float (&y)[OUT / 8][4], u32 (&slope)[LAYERS][WIDTH / 16][4], const Weights& w, const Seen& seen, Keep keep) {
     const int lane = threadIdx.x & 31, block = lane >> 3, row = lane & 7, t = lane & 3;
@@ -343,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) learn(Learn a) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const float* f = now.facts[g + 8 * r];
-            alive[r] = f[ALIVE];  // 0 where there is no sample
+            alive[r] = f[ALIVE];  // 0 for padding rows without a sample
             known[r][0] = f[critic ? TARGET : ACTION], known[r][1] = f[critic ? VALUE : LOGP], known[r][2] = (f[ADVANTAGE] - mean) * per_spread;
         }
         room.coming[warp][turn ^ 1].fetch(a, next);
@@ -355,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) learn(Learn a) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             if (critic) {
-                const float value = y[0][2 * r], target = known[r][0], before = known[r][1];  // right in lanes with t = 0
+                const float value = y[0][2 * r], target = known[r][0], before = known[r][1];  // valid in lanes with t = 0
                 float error = (value - target) * (value - target), slope_of = 2.f * (value - target);
                 if (a.value_clip > 0.f) {
                     const float near = before + fminf(fmaxf(value - before, -a.value_clip), a.value_clip), other = (near - target) * (near - target);
@@ -388,7 +388,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) learn(Learn a) {
                 entropy = over_four(entropy);
                 const float moved = over_four(chosen) - known[r][1], ratio = power(moved), gain = known[r][2];
                 const float near = fminf(fmaxf(ratio, 1.f - a.ratio_clip), 1.f + a.ratio_clip);
-                const float pull = ratio * gain <= near * gain ? -ratio * gain : 0.f;  // where clipping does not stop it
+                const float pull = ratio * gain <= near * gain ? -ratio * gain : 0.f;  // 0 where the ratio is clipped
 #pragma unroll
                 for (int n = 0; n < OUTS; n++)
 #pragma unroll
@@ -408,10 +408,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) learn(Learn a) {
 #pragma unroll
             for (int n = 0; n < OUTS; n++) head_bias[n][0] += d[n][2 * r], head_bias[n][1] += d[n][2 * r + 1];
         }
-        // back through the layers, each warp its own rows
+        // backward through the layers; each warp has its own rows
         u32 e[OUT / 16][4];
 #pragma unroll
-        for (int n = 0; n < OUT / 8; n++) {  // twice where weights are paired with their rest, zeros behind the last
+        for (int n = 0; n < OUT / 8; n++) {  // twice if the weights are paired with their remainders; zeros after the last
             const int from = PAIRED ? 0 : n < OUTS ? n : 0;
             const bool zero = !PAIRED && n >= OUTS;
             e[n / 2][(n & 1) * 2] = zero ? 0 : pack(d[from][0], d[from][1]), e[n / 2][(n & 1) * 2 + 1] = zero ? 0 : pack(d[from][2], d[from][3]);
@@ -432,7 +432,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) learn(Learn a) {
             put<WIDTH>(room.d[l] + warp * 16 * (WIDTH + PAD), back);
         }
         __syncthreads();
-        // gradients of the weights, over all rows, each warp its own units
+        // gradients of the weights over all rows; each warp has its own units
 #pragma unroll
         for (int m = 0; m < MINE; m++) {
             const int unit16 = warp + m * WARPS;
@@ -471,7 +471,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) learn(Learn a) {
         }
         __syncthreads();
     }
-    // this block's sums
+    // write the sums of this block
     float* to = a.partial + (long long)blockIdx.x * PER_BLOCK + critic * ACTOR;
 #pragma unroll
     for (int m = 0; m < MINE; m++) {
@@ -503,7 +503,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) learn(Learn a) {
             }
         }
     }
-    // over the eight rows of lanes, then over the warps
+    // sum over the lanes, then over the warps
 #pragma unroll
     for (int i = 0; i < SUMS; i++) {
         for (int step = 16; step; step >>= 1) sums[i] += __shfl_xor_sync(~0u, sums[i], step);
@@ -534,7 +534,7 @@ struct AddUp {
     float beta1, beta2;
 };
 
-// The sums over all blocks, 32 columns a block, and of each 32 their squares; and what Adam's moments are divided by.
+// Sums the gradients over all blocks, 32 columns a block, with the sum of squares of each 32; computes Adam's bias corrections.
 extern "C" __global__ void __launch_bounds__(512) add_up(AddUp a) {
     __shared__ float part[16][32];
     const int lane = threadIdx.x & 31, column = blockIdx.x * 32 + lane, row = threadIdx.x >> 5;
@@ -559,15 +559,15 @@ extern "C" __global__ void __launch_bounds__(512) add_up(AddUp a) {
 struct Update {
     float *parameters, *mean, *square, *ledger;
     Weights* weights;
-    const float *gradients, *squares, *corrections, *rates, *recent;  // recent: return, length, explained variance, the value's weight
+    const float *gradients, *squares, *corrections, *rates, *recent;  // recent: return, length, explained variance, half the value weight
     const long long* step;  // the number of the epoch's first step
-    int number, many, width, figures, rows;                           // of this step in the epoch; and the ledger's form
+    int number, many, width, figures, rows;                           // number: of this step in the epoch; width, figures, rows: the shape of the metric ring
     float beta1, beta2, epsilon, decay, clip;
 };
 
-// Clip and Adam. The figures of the step go to its row of the ledger.
+// Clips the gradient and takes Adam's step. The step's metrics are written to its row of the metric ring.
 extern "C" __global__ void __launch_bounds__(256) update(Update a) {
-    float sum = 0.f;  // of all squares, by every warp
+    float sum = 0.f;  // of all squares; every warp computes it
     for (int i = threadIdx.x & 31; i < a.many; i += 32) sum += a.squares[i];
     for (int step = 16; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
     const long long now = *a.step + a.number;
@@ -594,7 +594,7 @@ extern "C" __global__ void __launch_bounds__(256) update(Update a) {
 
 struct Advance { long long* step; float* counts; int* turn; int counters, taken, turns; };
 
-// After an epoch: on to the next one's steps.
+// After an epoch: advances the counters to the next epoch's first step.
 extern "C" __global__ void __launch_bounds__(32) advance(Advance a) {
     for (int i = threadIdx.x; i < a.counters; i += 32) a.counts[i] += a.taken;
     if (threadIdx.x == 0) *a.step += a.taken, *a.turn = (*a.turn + 1) % a.turns;
