@@ -5,7 +5,7 @@
 With --gpu, on a GPU: see rl_gpu.py.
 
 Solved: the likeliest actions balance the pole for a mean of 475 steps or more in 100 fresh episodes of Gymnasium's own
-CartPole-v1, played off the clock after every few thousand steps. Stable-Baselines3 runs with its defaults on 8
+CartPole-v1, whose time does not count, after every few thousand steps. Stable-Baselines3 runs with its defaults on 8
 environments, and with the settings its zoo tuned for CartPole; ours as `drivetrain train cartpole` does.
 """
 
@@ -68,7 +68,7 @@ def judged(act: Callable[[Any], Any], seed: int) -> float:
 
 
 class Clock:
-    """Training's seconds, without those of the checks. It is true once the task is solved, which asks the engine to stop."""
+    """Measures the seconds of training, without the checks. It is true once the task is solved, which stops the engine."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.off, self.next = seed, 0.0, EVERY

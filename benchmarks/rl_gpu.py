@@ -42,7 +42,7 @@ SOLVED, EPISODES, CHECKED_EVERY = 475.0, 1000, 5
 
 
 class OwnEnv(CartPoleEnv):
-    """What a user would bring: the engine knows nothing of it but its three functions."""
+    """An environment as a user would write it: there are no kernels for it."""
 
 
 class Balance(Ppo):
@@ -53,7 +53,7 @@ class Balance(Ppo):
 
 
 class Clock(Observer):
-    """Reads the time, the GPU's work done, at some of the loop's turns."""
+    """Reads the time at some iterations of the loop, after the GPU has finished its work."""
 
     def __init__(self, at: list[int]) -> None:
         self.at, self.turn, self.times, self.notices = set(at), 0, list[float](), list[str]()

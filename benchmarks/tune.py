@@ -4,7 +4,7 @@
     python benchmarks/tune.py --quick                 # a small one, on any machine
 
 The clock runs around `drivetrain tune ...` as a user types it: Python's and torch's start, the proposals, all generations,
-the runs' folders and the pictures are in it. The speed of the training alone is told beside it, from the runs' own clocks.
+the runs' folders and the pictures are in it. The speed of the training alone is printed beside it, from the times in the runs' metrics.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WHOLE, QUICK = {"epochs": 214, "envs": ENVS}, {"epochs": 2, "envs": 64, "global_
 
 @dataclass(frozen=True)
 class Row:
-    """One study: seconds of the whole command, and of it those in which the generations were trained and judged."""
+    """One study: seconds of the whole command, and the part of them in which the generations were trained and evaluated."""
 
     trials: int
     population: int

@@ -1,4 +1,4 @@
-"""`tune`: what it finds, what it stops, and that nothing is lost or repeated, whoever dies."""
+"""`tune`: what it finds, what it stops early, and that nothing is lost or repeated after an interruption."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ STUDY = ["digits", "epochs=30", "--search", "learning_rate=1e-5..1e-1,log", "--s
 
 @pytest.fixture(scope="module")
 def studied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A small study of digits, and what it printed."""
+    """Runs a small study of digits; returns its folder and what it printed."""
     place = tmp_path_factory.mktemp("studied")
     done = subprocess.run(
         [*COMMAND, "tune", *STUDY, "--trials", "4", "--name", "s", "--json"], capture_output=True, text=True, env=environment(), cwd=place
@@ -84,7 +84,7 @@ def test_a_bad_trial_is_stopped_early_and_recorded(studied: tuple[Path, dict[str
         assert list((run / "checkpoints").glob("step-*"))
 
 
-def test_the_folder_tells_all(studied: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_holds_all_results(studied: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     place, result = studied
     monkeypatch.chdir(place)
     listed = next(line for line in good("runs").splitlines() if line.startswith("s "))
@@ -109,7 +109,7 @@ def test_the_best_recipe_trains_to_the_same_value(studied: tuple[Path, dict[str,
     assert max(values) == result["best"]["value"]
 
 
-def test_a_finished_study_says_so_and_others_are_refused_by_name(
+def test_a_finished_study_says_so_and_different_studies_are_refused(
     studied: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, _ = studied
@@ -124,7 +124,7 @@ def test_a_finished_study_says_so_and_others_are_refused_by_name(
     assert (place / "runs/s/study.journal").read_bytes() == before
 
 
-# --- who dies ----------------------------------------------------------------------------------
+# --- interruptions ----------------------------------------------------------------------------------
 
 
 WORDS = {"broken": ["epochs=4", "--search", RATE, "--metric", "accuracy", "--prune", "none", "--jobs", "2", "--name", "broken"]}
@@ -138,17 +138,17 @@ def rows_of(number: int) -> list[dict[str, Any]]:
     return list(read_lines(Path(f"runs/broken/trials/trial-{number:04d}/metrics.jsonl")))
 
 
-def told(states: str) -> list[dict[str, Any]]:
-    """The journal's records of an operation (5: a parameter, 6: a state)."""
-    return [row for row in read_lines(Path("runs/broken/study.journal")) if str(row["op_code"]) in states]
+def journal_rows(operations: str) -> list[dict[str, Any]]:
+    """Returns the journal's records of some operations (5: a parameter, 6: a state)."""
+    return [row for row in read_lines(Path("runs/broken/study.journal")) if str(row["op_code"]) in operations]
 
 
 def params() -> list[tuple[int, float]]:
-    return [(row["trial_id"], row["param_value_internal"]) for row in told("5")]
+    return [(row["trial_id"], row["param_value_internal"]) for row in journal_rows("5")]
 
 
-def ended_after(tuner: subprocess.Popen[bytes], number: int) -> int:
-    """Send a signal, and see that nothing the tuner started survives it."""
+def exit_code_after(tuner: subprocess.Popen[bytes], number: int) -> int:
+    """Sends a signal to the tuner, and checks that no process it started survives; returns the exit code."""
     family = psutil.Process(tuner.pid).children(recursive=True)
     assert len(family) >= 2
     tuner.send_signal(number)
@@ -170,18 +170,18 @@ def test_nothing_is_lost_or_repeated_when_the_tuner_dies(folder: Path) -> None:
     Path("slow").touch()
     tuner = begin("broken", 3)
     until(lambda: rows_of(0) and rows_of(1), "two trials at work", of=tuner)
-    assert ended_after(tuner, signal.SIGTERM) == 200, "the resumable code"
+    assert exit_code_after(tuner, signal.SIGTERM) == 200, "the exit code of a resumable run"
     assert json.loads(Path("runs/broken/tune.json").read_text())["status"] == "stopped"
     first = params()
-    assert len(first) == 2 and not told("6"), "both still wait to go on"
+    assert len(first) == 2 and not journal_rows("6"), "both can still be resumed"
 
     Path("slow").unlink()
     tuner = begin("broken", 3)
-    until(lambda: told("6"), "a finished trial", of=tuner)
+    until(lambda: journal_rows("6"), "a finished trial", of=tuner)
     Path("slow").touch()
     until(lambda: rows_of(2), "the third trial at work", of=tuner)
-    assert ended_after(tuner, signal.SIGKILL) == -9
-    finished = {row["trial_id"]: row["values"] for row in told("6")}
+    assert exit_code_after(tuner, signal.SIGKILL) == -9
+    finished = {row["trial_id"]: row["values"] for row in journal_rows("6")}
     kept = {n: Path(f"runs/broken/trials/trial-{n:04d}/run.json").read_bytes() for n in finished}
     second = params()
 
@@ -189,19 +189,19 @@ def test_nothing_is_lost_or_repeated_when_the_tuner_dies(folder: Path) -> None:
     result = json.loads(good("tune", "small.py", *WORDS["broken"], "--trials", "3", "--json"))
     assert [t["trial"] for t in result["trials"]] == [0, 1, 2]
     assert {t["state"] for t in result["trials"]} == {"finished"}
-    assert params() == second and second[:2] == first, "running trials went on with the parameters they had"
+    assert params() == second and second[:2] == first, "running trials were resumed with the same parameters"
     for number, text in kept.items():
-        assert Path(f"runs/broken/trials/trial-{number:04d}/run.json").read_bytes() == text, "a finished trial is not run again"
+        assert Path(f"runs/broken/trials/trial-{number:04d}/run.json").read_bytes() == text, "a finished trial is not trained again"
         assert [result["trials"][number]["value"]] == finished[number]
     for number in (0, 1, 2):
         steps = [row["step"] for row in rows_of(number)]
         assert steps == list(range(1, steps[-1] + 1)), "each step once"
     events = [e["event"] for e in read_lines(Path("runs/broken/trials/trial-0000/events.jsonl"))]
-    assert "resumed" in events, "it did not begin anew"
+    assert "resumed" in events, "it did not start again from the beginning"
 
 
 @pytest.mark.system  # it takes its time
-def test_a_killed_trial_is_started_again(folder: Path) -> None:
+def test_a_killed_trial_is_restarted(folder: Path) -> None:
     kill = "import os, pathlib\n        if not pathlib.Path('{0}').exists():\n            pathlib.Path('{0}').touch()\n            os.kill(int(os.environ['_DRIVETRAIN_FRONT']), 9)\n        "
     write_task(change=("return nn.Sequential", kill.format(folder / "killed") + "return nn.Sequential"))
     text = good("tune", "small.py", "epochs=1", "--search", RATE, "--metric", "accuracy", "--trials", "1", "--name", "k")
@@ -219,12 +219,12 @@ def test_a_trial_that_is_always_killed_fails(folder: Path, monkeypatch: pytest.M
     place = folders.open_folder("study", "digits", folders.identity(recipe, space, goal))
     study = Study(place.path, space, "min", "tpe", 0, "none", 1)
     assert Tuner(TunerSettings(recipe, goal, 1, [[]]), place, study, Table(Screen(quiet=True), space, goal.metric)).run()
-    assert len((folder / "starts").read_text().splitlines()) == 4, "three times again"
+    assert len((folder / "starts").read_text().splitlines()) == 4, "three restarts"
     (trial,) = study.trials()
     assert trial.state == "failed" and "SIGKILL" in trial.facts["message"]
 
 
-def test_three_failures_end_it_with_the_message(folder: Path) -> None:
+def test_three_failures_end_the_search_with_their_message(folder: Path) -> None:
     message = bad("tune", "digits", "plan.micro_batch=many", "--search", RATE, "--trials", "9", "--name", "f", lines=3)
     assert "the first 3 trials failed" in message and "micro_batch" in message
     assert len(list(Path("runs/f/trials").iterdir())) == 3
@@ -264,7 +264,7 @@ def test_a_folder_in_use_names_the_process(folder: Path) -> None:
         ([], {}, "nothing to search: say what, such as --search learning_rate="),
     ],
 )
-def test_a_search_that_cannot_be_names_the_fix(words: list[str], given: dict[str, str], said: str) -> None:
+def test_an_invalid_search_names_the_fix(words: list[str], given: dict[str, str], said: str) -> None:
     with pytest.raises(Problem) as problem:
         space_of(*words, **given)
     assert said in str(problem.value)
@@ -279,18 +279,18 @@ def test_the_command_lines_search_replaces_the_tasks() -> None:
     assert {name: d.text for name, d in space_of("hidden=8..64", task=own).items()} == {"hidden": "8..64"}
 
 
-def test_policies_say_themselves_what_is_searched(folder: Path) -> None:
+def test_ppo_tasks_declare_what_is_searched(folder: Path) -> None:
     words = ["cartpole", "epochs=3", "envs=8", "horizon=8", "global_batch=32", "eval_episodes=2", "--name", "own"]
     text = good("tune", *words, "--trials", "2")
     assert "(cartpole's own; --search replaces it)" in text and "eval_every=1ep, not 10ep" in text
     told = json.loads(Path("runs/own/tune.json").read_text())
     assert told["metric"] == "eval/return" and told["search"] == tune_facts(find_task("cartpole")).search
-    assert len(told["search"]) > 3 and all(name in VARYING for name in told["search"]), "a population can be made of them"
+    assert len(told["search"]) > 3 and all(name in VARYING for name in told["search"]), "they can be trained as a population"
     assert len([row for row in Run("runs/own/trials/trial-0000").rows() if "eval/return" in row]) == 3
     assert "entropy_weight=1e-4..3e-2,log" in good("tune", "bandit", "--help") and "gamma" not in tune_facts(find_task("bandit")).search
 
 
-def test_a_trial_is_judged_along_the_way_unless_somebody_says_when() -> None:
+def test_a_trial_is_evaluated_during_training_unless_eval_every_is_set() -> None:
     def every(task: str, **given: str) -> Any:
         return with_early_evaluations(make(find_task(task), {}, given))[0].settings["eval_every"]
 
@@ -300,12 +300,12 @@ def test_a_trial_is_judged_along_the_way_unless_somebody_says_when() -> None:
     assert with_early_evaluations(make(find_task("snake"), {}, {}))[0].origin["eval_every"] == "tune", "so best.yaml has it too"
 
 
-def test_a_task_may_say_what_is_searched(folder: Path) -> None:
+def test_a_task_may_declare_what_is_searched(folder: Path) -> None:
     write_task("plain.py", ("    hidden: int", '    search = {"hidden": "8|16"}\n    hidden: int'))
     assert tune_facts(find_task("plain.py")).search == {"hidden": "8|16"}
     assert "search" not in task_settings(find_task("plain.py"))
     write_task("derived.py", ("class Small(Task):", "from plain import Small as Base\n\n\nclass Small(Base):"))
-    assert tune_facts(find_task("derived.py:Small")).search == {"hidden": "8|16"}, "what only importing it can tell"
+    assert tune_facts(find_task("derived.py:Small")).search == {"hidden": "8|16"}, "only importing the file tells it"
     write_task("wrong.py", ("    hidden: int", '    search: str = "hidden"\n    hidden: int'))
     assert "search is what `tune` searches" in bad("train", "wrong.py", "--dry-run")
 
@@ -322,7 +322,7 @@ def test_mistakes_on_the_command_line(folder: Path) -> None:
     assert done.returncode == 2 and "pip install 'drivetrain[tune]'" in done.stderr
 
 
-def test_help_teaches(folder: Path) -> None:
+def test_help_shows_examples_and_settings(folder: Path) -> None:
     text = good("tune", "digits", "--help")
     assert "--search 'hidden=64|128|256'" in text and "Width of the hidden layer" in text
 
@@ -352,7 +352,7 @@ def test_each_trial_gets_its_share_of_the_machine(words: list[str], gpus: int, s
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random"])
-def test_the_same_seed_proposes_the_same_trials_also_after_an_interruption(folder: Path, sampler: str) -> None:
+def test_the_same_seed_proposes_the_same_trials_even_after_an_interruption(folder: Path, sampler: str) -> None:
     space = space_of(RATE, "hidden=16|64|128", "global_batch=8..64")
 
     def proposals(name: str, seed: int, interrupted: bool) -> list[dict[str, Any]]:
@@ -379,7 +379,7 @@ def test_the_same_seed_proposes_the_same_trials_also_after_an_interruption(folde
     assert len({p["learning_rate"] for p in unbroken}) == 14
 
 
-def test_a_study_is_asked_for_several_and_told_several(folder: Path) -> None:
+def test_a_study_proposes_several_trials_and_stores_several_results(folder: Path) -> None:
     space = space_of("hidden=16|64")
     study = Study(folder, space, "min", "random", 0, "none", 3)
     one, two, three = study.ask(3)

@@ -1,4 +1,4 @@
-"""Snake in plain Python, one environment at a time, written from guide 003's rules: slow, and easy to check by reading."""
+"""Snake in plain Python, one environment at a time, by the rules of guide 003: slow, and easy to check by reading."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
-WAYS = [(0, -1), (0, 1), (-1, 0), (1, 0)]  # up, down, left, right
+MOVES = [(0, -1), (0, 1), (-1, 0), (1, 0)]  # up, down, left, right
 OPPOSITE = [1, 0, 3, 2]
 Cell = tuple[int, int]
 
@@ -15,7 +15,7 @@ Cell = tuple[int, int]
 class Body:
     cells: list[Cell]
     """The head first."""
-    way: int
+    direction: int
     alive: bool = True
     grows: bool = False
 
@@ -29,16 +29,16 @@ class Game:
     snakes: list[Body] = field(default_factory=list)
     food: Cell = (0, 0)
 
-    def begin(self, chance: float) -> None:
+    def begin(self, random: float) -> None:
         w, h = self.width, self.height
-        places = [((w // 4, h // 4), 3), ((3 * w // 4, h // 4), 2), ((w // 4, 3 * h // 4), 3), ((3 * w // 4, 3 * h // 4), 2)]
-        self.snakes = [Body([place], way) for place, way in places[: self.agents]]
-        number = min(int(chance * w * h), w * h - 1)
+        starts = [((w // 4, h // 4), 3), ((3 * w // 4, h // 4), 2), ((w // 4, 3 * h // 4), 3), ((3 * w // 4, 3 * h // 4), 2)]
+        self.snakes = [Body([cell], direction) for cell, direction in starts[: self.agents]]
+        number = min(int(random * w * h), w * h - 1)
         self.food = number % w, number // w
 
-    def step(self, actions: list[int], chance: float) -> list[float]:
-        """Move everybody, settle collisions, feed; gives the rewards."""
-        played = [s.alive for s in self.snakes]
+    def step(self, actions: list[int], random: float) -> list[float]:
+        """Moves all snakes, resolves collisions, places food; returns the rewards."""
+        was_alive = [s.alive for s in self.snakes]
         before = [self._distance(s) for s in self.snakes]
         outside = [False] * self.agents
         for number, snake in enumerate(self.snakes):
@@ -49,14 +49,14 @@ class Game:
                 snake.alive = False
         eaters = [s for s in self.snakes if s.alive and s.cells[0] == self.food]
         for number, snake in enumerate(self.snakes):
-            if played[number]:
+            if was_alive[number]:
                 snake.grows = snake in eaters
         if eaters:
-            self._feed(chance)
-        return [self._reward(s, p, b, s in eaters) for s, p, b in zip(self.snakes, played, before, strict=True)]
+            self._place_food(random)
+        return [self._reward(s, p, b, s in eaters) for s, p, b in zip(self.snakes, was_alive, before, strict=True)]
 
-    def shows(self, number: int) -> list[list[Cell]]:
-        """What an agent sees, as the cells of each channel: its body, its head, the others (dead ones too), the food, the border."""
+    def observation(self, number: int) -> list[list[Cell]]:
+        """Returns an agent's observation as the cells of each channel: its body, its head, the others (dead ones too), the food, the border."""
         own = self.snakes[number].cells
         others = [c for i, other in enumerate(self.snakes) if i != number for c in other.cells]
         return [own, own[:1], others, [self.food], self.border]
@@ -67,9 +67,9 @@ class Game:
         return [(x, y) for y in range(h) for x in range(w) if x in (0, w - 1) or y in (0, h - 1)]
 
     def _move(self, snake: Body, action: int) -> bool:
-        if action != OPPOSITE[snake.way]:
-            snake.way = action
-        dx, dy = WAYS[snake.way]
+        if action != OPPOSITE[snake.direction]:
+            snake.direction = action
+        dx, dy = MOVES[snake.direction]
         x, y = snake.cells[0][0] + dx, snake.cells[0][1] + dy
         if self.walls and not (0 <= x < self.width and 0 <= y < self.height):
             return False
@@ -85,17 +85,17 @@ class Game:
             return True
         return any(other.alive and head in other.cells for i, other in enumerate(self.snakes) if i != number)
 
-    def _feed(self, chance: float) -> None:
+    def _place_food(self, random: float) -> None:
         taken = {c for s in self.snakes for c in s.cells}
         free = [(x, y) for y in range(self.height) for x in range(self.width) if (x, y) not in taken]
         if free:
-            self.food = free[min(int(chance * len(free)), len(free) - 1)]
+            self.food = free[min(int(random * len(free)), len(free) - 1)]
 
     def _distance(self, snake: Body) -> float:
         return math.dist(snake.cells[0], self.food)
 
-    def _reward(self, snake: Body, played: bool, before: float, ate: bool) -> float:
+    def _reward(self, snake: Body, was_alive: bool, before: float, ate: bool) -> float:
         if not snake.alive:
-            return -0.1 if played else 0.0
-        nearer = 2 * (before - self._distance(snake)) / max(self.width, self.height)
-        return 0.01 + max(0, len(snake.cells) - 3) + 100 * ate + nearer
+            return -0.1 if was_alive else 0.0
+        approach = 2 * (before - self._distance(snake)) / max(self.width, self.height)
+        return 0.01 + max(0, len(snake.cells) - 3) + 100 * ate + approach

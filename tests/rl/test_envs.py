@@ -63,7 +63,7 @@ def expected_observation(env: SnakeEnv, games: list[Game]) -> Tensor:
     size, marked, start = env.width * env.height, [], 0
     for game in games:
         for agent in range(env.agents):
-            for channel in game.shows(agent):
+            for channel in game.observation(agent):
                 marked += [start + y * env.width + x for x, y in channel]
                 start += size
     flat = torch.zeros(start)
@@ -77,7 +77,7 @@ def compare_snake(env: SnakeEnv, rows: int, steps: int, eager: float) -> dict[st
     Returns how often something happened.
     """
     random = torch.Generator().manual_seed(1)
-    seen = {"deaths": 0, "meals": 0, "longest": 0}
+    counts = {"deaths": 0, "meals": 0, "longest": 0}
     first = torch.rand(rows, 1, generator=random)
     state = env.reset(first)
     games = [Game(env.width, env.height, env.agents, env.walls) for _ in range(rows)]
@@ -101,16 +101,16 @@ def compare_snake(env: SnakeEnv, rows: int, steps: int, eager: float) -> dict[st
                 assert ends[row][agent] is not snake.alive
                 assert lengths[row][agent] == len(snake.cells)
                 assert abs(gains[row][agent] - wanted[agent]) < 1e-4
-                seen["longest"] = max(seen["longest"], len(snake.cells))
-                seen["meals"] += wanted[agent] > 50
-                seen["deaths"] += wanted[agent] == -0.1
+                counts["longest"] = max(counts["longest"], len(snake.cells))
+                counts["meals"] += wanted[agent] > 50
+                counts["deaths"] += wanted[agent] == -0.1
         assert torch.equal(env.observe(state).view(rows, env.agents, *env.shape), expected_observation(env, games))
         over = ended.all(1)
         anew = env.reset(chance)
         state = {k: torch.where(over.view(-1, *(1,) * (v.dim() - 1)), anew[k], v) for k, v in state.items()}
         for row in over.nonzero()[:, 0].tolist():
             games[row].begin(float(chance[row, 0]))
-    return seen
+    return counts
 
 
 def toward_food(env: SnakeEnv, head: Tensor, food: Tensor) -> Tensor:

@@ -278,7 +278,7 @@ DEVICE float most_of_four(float v) {
 // --- learning ---
 
 struct Learn {
-    const float *seen, *facts, *stats;  // stats: the advantages' mean and spread, the units of the actor's and the critic's gradients
+    const float *seen, *facts, *stats;  // stats: mean and deviation of the advantages, scales of the actor's and the critic's gradients
     const Weights* weights;
     const int* rows;
     float* partial;
@@ -286,10 +286,10 @@ struct Learn {
     float ratio_clip, value_clip, value_weight, entropy_weight;
 };
 
-// A warp's 16 samples, on their way from memory while the ones before them are learned from.
+// A warp's 16 samples, copied asynchronously while the previous ones are processed.
 struct Coming {
     float seen[16][INPUTS], facts[16][6];
-    DEVICE void fetch(const Learn& a, int row) {  // lanes 0 to 15 know their sample's row, or -1
+    DEVICE void fetch(const Learn& a, int row) {  // lanes 0 to 15 have the row of their sample, or -1
         constexpr int EACH = INPUTS + 6;
         const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -316,8 +316,8 @@ struct __align__(16) LearnRoom {
     float sums[WARPS][SUMS], head[WARPS][OUT];
 };
 
-// Gradients of one tile's worth of samples are added up in registers, tile after tile: block (p, 0) learns the actor from
-// every p-th tile, (p, 1) the critic.
+// The gradients are summed in registers over all tiles of a block. With P blocks, blocks (p, 0) and (p, 1) compute the actor's
+// and the critic's gradients of the tiles p, p + P, p + 2 P, ...
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) learn(Learn a) {
     extern __shared__ __align__(16) unsigned char memory[];
     LearnRoom& room = *(LearnRoom*)memory;
