@@ -18,7 +18,7 @@ from drivetrain.engine.setup import Setup, make_strategy
 from drivetrain.engine.step import Step
 from drivetrain.engine.strategies import Strategy
 from drivetrain.engine.strategies.replicate import Replicated
-from drivetrain.plan import Plan, SmallerPlan, halve, halved_size
+from drivetrain.plan import Plan, PlanChange, halve, halved_size
 
 
 class Execution:
@@ -127,7 +127,7 @@ class Execution:
         self.free_memory()
         self._report(smaller, step, error.ranks, "evaluation", f"out of memory {where}: {smaller.sentence()}; it is done again")
 
-    def _report(self, smaller: SmallerPlan, step: int, ranks: list[int], during: str, sentence: str) -> None:
+    def _report(self, smaller: PlanChange, step: int, ranks: list[int], during: str, sentence: str) -> None:
         if not self.group.is_main:
             return
         for rank in ranks:
@@ -156,7 +156,7 @@ class Execution:
         facts = smaller.restart_facts(number, self.group.rank, during)
         return OutOfMemory(f"out of memory at step {number:,} ({first_line}): {smaller.sentence()} from here on", facts)
 
-    def _smaller_plan(self, step: int, feed: Feed, is_evaluation: bool) -> SmallerPlan | None:
+    def _smaller_plan(self, step: int, feed: Feed, is_evaluation: bool) -> PlanChange | None:
         """Returns half as many samples at a time; None where that cannot be."""
         smaller = halve(self.plan, step + (not is_evaluation), feed.max_rank_samples, is_evaluation)
         if smaller is None or is_evaluation or not has_batchnorm(self.setup.model):

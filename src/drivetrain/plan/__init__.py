@@ -18,6 +18,6 @@
 
 from drivetrain.plan.pins import PINNABLE, read_pins
 from drivetrain.plan.plan import HOST_SYNC_REASON, Plan
-from drivetrain.plan.smaller import SmallerPlan, halve, halved_size
+from drivetrain.plan.smaller import PlanChange, halve, halved_size
 
-__all__ = ["HOST_SYNC_REASON", "PINNABLE", "Plan", "SmallerPlan", "halve", "halved_size", "read_pins"]
+__all__ = ["HOST_SYNC_REASON", "PINNABLE", "Plan", "PlanChange", "halve", "halved_size", "read_pins"]

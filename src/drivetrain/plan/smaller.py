@@ -9,7 +9,7 @@ from drivetrain.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class SmallerPlan:
+class PlanChange:
     """A change of the plan to a smaller micro-batch, in training or in evaluation."""
 
     old_size: int
@@ -32,7 +32,7 @@ class SmallerPlan:
         return {"plan": self.changes, "sizes": self.sizes(), "oom": oom, "sentence": text}
 
 
-def halve(plan: Plan, step: int, share: int, evaluation: bool) -> SmallerPlan | None:
+def halve(plan: Plan, step: int, share: int, evaluation: bool) -> PlanChange | None:
     """Returns what changes once memory ran out at a step; None if samples already run one at a time.
 
     `share`: the samples of a full global batch that one process takes.
@@ -42,7 +42,7 @@ def halve(plan: Plan, step: int, share: int, evaluation: bool) -> SmallerPlan | 
         return None
     why = f"halved from {old_size}: out of memory {'in the evaluation ' if evaluation else ''}at step {step:,}"
     if evaluation:
-        return SmallerPlan(old_size, new_size, {"eval_micro_batch": new_size, "reasons": plan.reasons | {"eval_micro_batch": why}})
+        return PlanChange(old_size, new_size, {"eval_micro_batch": new_size, "reasons": plan.reasons | {"eval_micro_batch": why}})
     reasons = plan.reasons | {"micro_batch": why, "accumulation": f"{share} samples a process in micro-batches of at most {new_size}"}
     changes: dict[str, Any] = {"micro_batch": new_size, "accumulation": -(-share // new_size), "measured": {}, "reasons": reasons}
     # The run tries out again how steps run fastest, unless the user pinned it.
@@ -51,7 +51,7 @@ def halve(plan: Plan, step: int, share: int, evaluation: bool) -> SmallerPlan | 
             changes[key] = undecided
     if "compile" in changes:
         changes["compile_from"] = None
-    return SmallerPlan(old_size, new_size, changes)
+    return PlanChange(old_size, new_size, changes)
 
 
 def halved_size(share: int, micro_batch: int) -> tuple[int, int]:
