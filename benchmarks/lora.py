@@ -37,9 +37,9 @@ from drivetrain.engine.loop import Training
 from drivetrain.hardware import cpu_cores, detect
 from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
-from drivetrain.tasks.lora.base import SHAPES
+from drivetrain.tasks.lora.base_model import SHAPES
 from drivetrain.tasks.lora.lora import Lora
-from drivetrain.tasks.lora.text import Rows, Tokens, pack
+from drivetrain.tasks.lora.text import PackedRows, Tokens, pack
 from drivetrain.watch.files import MetricsFile
 
 PEAK = 790e12  # FLOP/s of bf16 matrix products, measured on this GPU
@@ -65,7 +65,7 @@ class Bench(Lora):
             return super().model()
 
     @cached_property
-    def _rows(self) -> Rows:
+    def _rows(self) -> PackedRows:
         documents = texts(self.chats, self.context, SHAPES[self.base.removeprefix("shape:")]["vocab_size"])
         return pack(documents, np.arange(len(documents)), self.context, self.packing, "truncate", 0)
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from drivetrain.engine.data.keyed_random import RandomStream, permutation, seed_everything
 from drivetrain.engine.group import Group
-from drivetrain.tasks.lora import head
-from drivetrain.tasks.lora.beside import Beside
+from drivetrain.tasks.lora import head_loss
+from drivetrain.tasks.lora.fused_linear import FusedLoraLinear
 from drivetrain.tasks.lora.lora import Lora
 from tests.lora.models import sentences, write_jsonl, write_model
 from tests.samples import TASKS, rows, train, training, weights
@@ -39,19 +39,19 @@ def apart(found: torch.Tensor, true: torch.Tensor) -> float:
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("vocabulary", [49152, 1000, 5])
 def test_losses_by_the_kernel(kind: torch.dtype, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "ROOM", 100 * vocabulary)
+    monkeypatch.setattr(head_loss, "MAX_LOGITS", 100 * vocabulary)
     torch.manual_seed(0)
     hidden = torch.randn(333, 64, device=GPU, dtype=kind, requires_grad=True)
     weight, targets = torch.randn(vocabulary, 64, device=GPU, dtype=kind), torch.randint(vocabulary, (333,), device=GPU)
-    targets[::7] = head.IGNORED
+    targets[::7] = head_loss.IGNORED
     exact = hidden.detach().double().requires_grad_()
-    true = F.cross_entropy(F.linear(exact, weight.double()), targets, reduction="none", ignore_index=head.IGNORED)
+    true = F.cross_entropy(F.linear(exact, weight.double()), targets, reduction="none", ignore_index=head_loss.IGNORED)
     (wanted,) = torch.autograd.grad(true.sum() * 0.3, exact)
-    total, each = head.losses(hidden, weight, None, targets)
+    total, each = head_loss.losses(hidden, weight, None, targets)
     (found,) = torch.autograd.grad(total * 0.3, hidden)
-    assert head._kernel("cuda").__module__.endswith("softmax")
-    monkeypatch.setattr(head, "_kernel", lambda device: head._losses_of)
-    plain_total, plain_each = head.losses(hidden, weight, None, targets)
+    assert head_loss._kernel("cuda").__module__.endswith("loss_kernel")
+    monkeypatch.setattr(head_loss, "_kernel", lambda device: head_loss._losses_and_grad)
+    plain_total, plain_each = head_loss.losses(hidden, weight, None, targets)
     (plain,) = torch.autograd.grad(plain_total * 0.3, hidden)
     for mine, usual, exactly in ((total, plain_total, true.sum()), (each, plain_each, true), (found, plain, wanted)):
         assert apart(mine, exactly) < 1.2 * apart(usual, exactly) + 1e-6 < 0.05
@@ -62,10 +62,10 @@ def test_losses_by_the_kernel(kind: torch.dtype, vocabulary: int, monkeypatch: p
 def test_adapters_beside_a_layer_are_pefts(precision: str, place: Path) -> None:
     seed_everything(0)
     net: Any = Lora(base="model", data="texts.jsonl", precision=precision).model().cuda()
-    layer: Any = next(m for m in net.modules() if isinstance(m, Beside))
+    layer: Any = next(m for m in net.modules() if isinstance(m, FusedLoraLinear))
     torch.nn.init.normal_(layer.lora_B["default"].weight)
     plain = copy.deepcopy(layer)
-    plain.__class__ = Beside.__bases__[0]
+    plain.__class__ = FusedLoraLinear.__bases__[0]
     x = torch.randn(3, 40, layer.in_features, device=GPU)
     found = []
     for one in (layer, plain, copy.deepcopy(plain).double()):

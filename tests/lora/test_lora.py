@@ -16,9 +16,10 @@ from drivetrain.engine.data.keyed_random import RandomStream, permutation, seed_
 from drivetrain.engine.group import Group
 from drivetrain.outcomes import Problem
 from drivetrain.runs import Run
-from drivetrain.tasks.lora import head
-from drivetrain.tasks.lora.base import SHAPES, find
-from drivetrain.tasks.lora.lora import Lora, generate
+from drivetrain.tasks.lora import head_loss
+from drivetrain.tasks.lora.base_model import SHAPES, find_base
+from drivetrain.tasks.lora.generation import generate
+from drivetrain.tasks.lora.lora import Lora
 from tests.command import bad, good
 from tests.lora.models import sentences, write_jsonl, write_model
 from tests.patience import Stopwatch
@@ -42,20 +43,20 @@ def small(**settings: Any) -> Lora:
 @pytest.mark.parametrize("room", [1, 500, 1 << 27])
 @pytest.mark.parametrize("bias", [False, True])
 def test_losses_without_logits(room: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "ROOM", room)
+    monkeypatch.setattr(head_loss, "MAX_LOGITS", room)
     torch.manual_seed(0)
     hidden, weight = torch.randn(23, 16, requires_grad=True), torch.randn(50, 16)
     shift = torch.randn(50) if bias else None
     targets = torch.randint(50, (23,))
-    targets[::5] = head.IGNORED
+    targets[::5] = head_loss.IGNORED
     expected = F.cross_entropy(F.linear(hidden, weight, shift), targets, reduction="sum")
     (wanted,) = torch.autograd.grad(expected * 0.3, hidden)
-    total, each = head.losses(hidden, weight, shift, targets)
+    total, each = head_loss.losses(hidden, weight, shift, targets)
     (found,) = torch.autograd.grad(total * 0.3, hidden)
     assert torch.allclose(total, expected, rtol=1e-6)
     assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
     assert torch.allclose(each.sum(), total) and (each[::5] == 0).all() and not each.requires_grad
-    plain, _ = head.plain_losses(F.linear(hidden, weight, shift), targets)
+    plain, _ = head_loss.losses_of_logits(F.linear(hidden, weight, shift), targets)
     assert torch.allclose(plain, expected)
 
 
@@ -75,7 +76,7 @@ def test_documents_in_a_row_do_not_see_each_other(place: Path, kind: str) -> Non
     sums = []
     for some, settings in ((packed, task), (padded, alone)):
         batch = tuple(torch.as_tensor(np.array(column)) for column in some)
-        total, each, counts = model(*batch, settings._alone)
+        total, each, counts = model(*batch, settings._has_single_documents)
         sums.append((float(total.detach()), int(counts.sum())))
         assert torch.allclose(each.sum(), total, rtol=1e-5)
     assert sums[0][1] == sums[1][1]
@@ -267,7 +268,7 @@ def test_what_cannot_be_used_is_named(place: Path) -> None:
         small(targets="query").model()
     for name, why in (("./nowhere", "there is no such folder"), (".", "has no config.json"), ("shape:big", "the shapes are tiny")):
         with pytest.raises(Problem, match=why):
-            find(name)
+            find_base(name)
     write_model(place / "plain", template=None)
     write_jsonl(place / "chats.jsonl", [{"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]}])
     assert "no chat template" in bad("train", "lora", "base=plain", "data=chats.jsonl", "steps=1")
@@ -363,8 +364,8 @@ def test_what_was_fetched_once_needs_no_network(place: Path, monkeypatch: pytest
     (kept / "refs" / "main").write_text("1" * 40)
     write_model(kept / "snapshots" / ("1" * 40))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(place / "hub"))
-    monkeypatch.setattr("drivetrain.tasks.lora.base.hub_answers", lambda: False)
-    base = find("some/model")
+    monkeypatch.setattr("drivetrain.tasks.lora.base_model.hub_answers", lambda: False)
+    base = find_base("some/model")
     assert base.tokenizer().vocab_size and sum(p.numel() for p in base.model(torch.float32).parameters())
 
 

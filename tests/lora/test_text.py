@@ -1,4 +1,4 @@
-"""Reading texts, tokenising them once, and packing them into rows."""
+"""TextSource texts, tokenising them once, and packing them into rows."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from drivetrain.outcomes import Problem
 from drivetrain.tasks.lora import text
-from drivetrain.tasks.lora.base import Bytes
-from drivetrain.tasks.lora.documents import Reading, _data_set, documents, read_row
-from drivetrain.tasks.lora.text import Tokens, begun, opening, pack, tokenised
+from drivetrain.tasks.lora.base_model import ByteTokenizer
+from drivetrain.tasks.lora.documents import TextSource, _data_set, documents, read_row
+from drivetrain.tasks.lora.text import Tokens, pack, prefix_tokens, tokenise, with_prefix
 from tests.lora.models import TEMPLATE, write_jsonl, write_model
 from tests.patience import Stopwatch
 
@@ -48,9 +48,9 @@ def test_packing_keeps_every_token_once_and_in_order(lengths: list[int], length:
         assert not inside[int(inside.sum()) :].any(), "padding comes last"
         follows = (document[1:] == document[:-1]) & inside[1:]
         assert (np.diff(row)[follows] == 1).all(), "a document's tokens stand side by side"
-    assert rows.split == sum(n > length for n in lengths)
+    assert rows.num_split == sum(n > length for n in lengths)
     if not together:
-        assert rows.alone or not len(rows.tokens)
+        assert rows.has_single_documents or not len(rows.tokens)
 
 
 @settings(max_examples=100, deadline=None)
@@ -65,7 +65,7 @@ def test_the_first_token_of_a_piece_is_not_learned() -> None:
     rows = pack(some([5, 3]), np.arange(2), 4, True, "split", 0)
     assert rows.learned.sum() == (4 - 1) + (3 - 1)  # the fifth token of the first stands alone, and is left out
     rows = pack(some([5, 3]), np.arange(2), 4, True, "truncate", 0)
-    assert rows.learned.sum() == (4 - 1) + (3 - 1) and (rows.split, rows.cut) == (0, 1)
+    assert rows.learned.sum() == (4 - 1) + (3 - 1) and (rows.num_split, rows.num_truncated) == (0, 1)
 
 
 def test_a_completion_is_not_parted_from_its_prompt() -> None:
@@ -74,7 +74,7 @@ def test_a_completion_is_not_parted_from_its_prompt() -> None:
     found.learned[7:9] = found.learned[15:20] = False
     rows = pack(found, np.arange(3), 4, True, "split", -1)
     assert sorted(rows.tokens.tolist()) == [[0, 1, 2, 3], [4, 5, 6, -1], [7, 8, 9, 10]]
-    assert (rows.split, rows.cut, rows.dropped) == (1, 2, 1) and rows.learned.sum() == 3 + 2 + 2
+    assert (rows.num_split, rows.num_truncated, rows.num_dropped) == (1, 2, 1) and rows.learned.sum() == 3 + 2 + 2
 
 
 def test_texts_are_split_as_asked(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_texts_are_split_as_asked(tmp_path: Path) -> None:
     path.write_text("one\ntwo\n\nthree\n\n\n")
 
     def read(unit: Any, **more: Any) -> list[Any]:
-        return [d[0][0] for d in documents(Reading(str(path), unit, **more), print)]  # type: ignore[index]
+        return [d[0][0] for d in documents(TextSource(str(path), unit, **more), print)]  # type: ignore[index]
 
     assert read("file") == ["one\ntwo\n\nthree\n\n\n"]
     assert read("lines") == ["one", "two", "three"]
@@ -94,9 +94,9 @@ def test_a_malformed_line_is_named_or_left_out(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "good"}\n\n{"text": \n{"txt": "bad"}\n{"text": 3}\n{"prompt": "a", "completion": "b"}\n')
     with pytest.raises(Problem, match=r"line 3: .*bad_samples=skip"):
-        list(documents(Reading(str(path)), print))
+        list(documents(TextSource(str(path)), print))
     told: list[str] = []
-    found = list(documents(Reading(str(path), bad="skip"), told.append))
+    found = list(documents(TextSource(str(path), bad_samples="skip"), told.append))
     assert found == [[("good", True)], [("a", False), ("b", True)]]
     assert told == [f"{path}: 3 malformed lines left out (line 3, 4, 5)"]
 
@@ -104,15 +104,15 @@ def test_a_malformed_line_is_named_or_left_out(tmp_path: Path) -> None:
 def test_json_is_a_list_of_rows_or_a_row_a_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([{"text": "one"}, {"text": ""}, {"prompt": "a", "completion": "b"}], indent=1))
-    assert list(documents(Reading(str(path)), print)) == [[("one", True)], [("a", False), ("b", True)]]
+    assert list(documents(TextSource(str(path)), print)) == [[("one", True)], [("a", False), ("b", True)]]
     write_jsonl(path, [{"text": "one"}, {"text": "two"}])
-    assert list(documents(Reading(str(path)), print)) == [[("one", True)], [("two", True)]]
+    assert list(documents(TextSource(str(path)), print)) == [[("one", True)], [("two", True)]]
     path.write_text('{"data": []}')
     with pytest.raises(Problem, match="row 1: it has data, but neither text"):
-        list(documents(Reading(str(path)), print))
+        list(documents(TextSource(str(path)), print))
     (tmp_path / "rows.parquet").write_bytes(b"PAR1\0\1")
     with pytest.raises(Problem, match=r"is no text: give a .txt, .json or .jsonl file, or a folder"):
-        list(documents(Reading(str(tmp_path / "rows.parquet")), print))
+        list(documents(TextSource(str(tmp_path / "rows.parquet")), print))
 
 
 @pytest.mark.parametrize(
@@ -140,12 +140,12 @@ def test_only_what_the_assistant_says_is_learned(tmp_path: Path, monkeypatch: py
         {"role": "user", "content": "a mat"}, {"role": "assistant", "content": "and saw"},
     ]  # fmt: skip
     path = write_jsonl(tmp_path / "chats.jsonl", [{"messages": chat}])
-    found = tokenised(Reading(str(path)), tokenizer, print)
+    found = tokenise(TextSource(str(path)), tokenizer, print)
     assert tokenizer.decode(found.tokens[found.learned]) == "sat on <|end|> and saw <|end|>"
     assert tokenizer.decode(found.tokens).startswith("<|user|> the cat <|end|>")
     tokenizer.chat_template = None
     with pytest.raises(Problem, match="no chat template"):
-        tokenised(Reading(str(path)), tokenizer, print)
+        tokenise(TextSource(str(path)), tokenizer, print)
 
 
 def test_rows_of_a_data_set_and_chats_that_do_not_fit_are_named_or_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,9 +154,9 @@ def test_rows_of_a_data_set_and_chats_that_do_not_fit_are_named_or_left_out(tmp_
     Path("set").mkdir()
     write_jsonl(Path("set/train.jsonl"), [{"text": "the cat"}, {"text": None}, {"text": "a mat"}])
     with pytest.raises(Problem, match="data=set, row 2: text, prompt and completion must be text"):
-        list(documents(Reading("set", "file", None, "stop"), print))
+        list(documents(TextSource("set", "file", None, "stop"), print))
     said: list[str] = []
-    assert len(list(documents(Reading("set", "file", None, "skip"), said.append))) == 2
+    assert len(list(documents(TextSource("set", "file", None, "skip"), said.append))) == 2
     assert said == ["data=set: 1 malformed row left out (row 2)"]
 
     class Strict:
@@ -173,8 +173,8 @@ def test_rows_of_a_data_set_and_chats_that_do_not_fit_are_named_or_left_out(tmp_
     good, odd = [{"role": r, "content": "x"} for r in ("user", "assistant")], [{"role": "assistant", "content": "x"}]
     write_jsonl(Path("chats.jsonl"), [{"messages": good}, {"messages": odd}])
     with pytest.raises(Problem, match=r"chat 2: the model's template refuses it .a chat begins with the user"):
-        text._tokenise(Reading("chats.jsonl", "file", None, "stop"), Strict(), print)
-    assert len(text._tokenise(Reading("chats.jsonl", "file", None, "skip"), Strict(), print)) == 1
+        text._tokenise_all(TextSource("chats.jsonl", "file", None, "stop"), Strict(), print)
+    assert len(text._tokenise_all(TextSource("chats.jsonl", "file", None, "skip"), Strict(), print)) == 1
 
 
 def test_texts_are_tokenised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,26 +183,26 @@ def test_texts_are_tokenised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path.write_text("abc\nde\n")
     calls = []
 
-    class Counting(Bytes):
+    class Counting(ByteTokenizer):
         def __call__(self, texts: Any, **options: Any) -> Any:
             calls.extend([texts] if texts != ["a"] else [])  # that is how it looks at what a text begins with
             return super().__call__(texts, **options)
 
-    first = tokenised(Reading(str(path), "lines"), Counting(), print)
+    first = tokenise(TextSource(str(path), "lines"), Counting(), print)
     assert first.tokens.tolist() == [97, 98, 99, 256, 100, 101, 256] and first.starts.tolist() == [0, 4, 7]
-    again = tokenised(Reading(str(path), "lines"), Counting(), print)
+    again = tokenise(TextSource(str(path), "lines"), Counting(), print)
     assert isinstance(again.tokens, np.memmap) and np.array_equal(first.tokens, again.tokens) and len(calls) == 1
     path.write_text("abc\ndf\n")
-    assert tokenised(Reading(str(path), "lines"), Counting(), print).tokens[5] == 102 and len(calls) == 2
+    assert tokenise(TextSource(str(path), "lines"), Counting(), print).tokens[5] == 102 and len(calls) == 2
 
 
 def test_nothing_to_learn_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "empty.txt").write_text("\n \n")
     with pytest.raises(Problem, match="no text to learn from"):
-        tokenised(Reading(str(tmp_path / "empty.txt")), Bytes(), print)
+        tokenise(TextSource(str(tmp_path / "empty.txt")), ByteTokenizer(), print)
     with pytest.raises(Problem, match="there is no such file"):
-        tokenised(Reading(str(tmp_path / "missing.jsonl")), Bytes(), print)
+        tokenise(TextSource(str(tmp_path / "missing.jsonl")), ByteTokenizer(), print)
     assert not list((tmp_path / "cache" / "drivetrain" / "tokens").iterdir()), "nothing half made is left behind"
 
 
@@ -215,30 +215,30 @@ def test_a_text_begins_in_training_as_in_predict(tmp_path: Path, monkeypatch: py
     template = "{{ bos_token }}" + TEMPLATE
     for begins in (False, True):
         tokenizer = AutoTokenizer.from_pretrained(write_model(tmp_path / f"model-{begins}", template, begins=begins))
-        found = tokenised(Reading(str(path)), tokenizer, print)
+        found = tokenise(TextSource(str(path)), tokenizer, print)
         chats, texts, pairs = (found.tokens[a:b].tolist() for a, b in zip(found.starts, found.starts[1:], strict=False))
         first = [tokenizer.bos_token_id] if begins else []
-        assert opening(tokenizer) == first
+        assert prefix_tokens(tokenizer) == first
         assert texts == tokenizer("the cat")["input_ids"] + [tokenizer.eos_token_id], "as transformers begins it"
         assert pairs == tokenizer("a mat and saw")["input_ids"] + [tokenizer.eos_token_id]
         assert chats.count(tokenizer.bos_token_id) == 1, "the template's own, and no second"
         given = tokenizer(["<s> the cat"], add_special_tokens=False)["input_ids"][0]
-        assert begun(first, given) == given, "a prompt that has one gets no second"
+        assert with_prefix(first, given) == given, "a prompt that has one gets no second"
 
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from drivetrain.tasks.lora.base import Bytes
-from drivetrain.tasks.lora.text import Reading, tokenised
-class Slow(Bytes):
+from drivetrain.tasks.lora.base_model import ByteTokenizer
+from drivetrain.tasks.lora.text import TextSource, tokenise
+class Slow(ByteTokenizer):
     def __call__(self, texts, **options):
         if len(texts) > 1:
             with open(sys.argv[2], "a") as file:
                 file.write("tokenised")
             time.sleep(float(sys.argv[3]))
         return super().__call__(texts, **options)
-print(len(tokenised(Reading(sys.argv[1], "lines"), Slow(), print)))
+print(len(tokenise(TextSource(sys.argv[1], "lines"), Slow(), print)))
 """
 
 
@@ -274,13 +274,13 @@ def test_a_folder_that_a_download_left(tmp_path: Path, monkeypatch: pytest.Monke
     configs = "".join(f"- config_name: {n}\n  data_files:\n  - split: train\n    path: {n}/*.jsonl\n" for n in ("one", "two"))
     (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
     write_jsonl(folder / "one" / "train.jsonl", [{"text": "abc"}])
-    reading = Reading(f"{folder}:one", "file")
-    assert tokenised(reading, Bytes(), print).tokens.tolist() == [97, 98, 99, 256]
+    reading = TextSource(f"{folder}:one", "file")
+    assert tokenise(reading, ByteTokenizer(), print).tokens.tolist() == [97, 98, 99, 256]
     write_jsonl(folder / "one" / "train.jsonl", [{"text": "abd"}])
     _data_set.cache_clear()  # as a new process begins
-    assert tokenised(reading, Bytes(), print).tokens.tolist() == [97, 98, 100, 256]
+    assert tokenise(reading, ByteTokenizer(), print).tokens.tolist() == [97, 98, 100, 256]
     with pytest.raises(Problem, match=r"pick one among the available configs: .*one"):
-        tokenised(Reading(str(folder), "file"), Bytes(), print)
+        tokenise(TextSource(str(folder), "file"), ByteTokenizer(), print)
 
 
 def test_without_a_network_a_data_set_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,10 +290,10 @@ def test_without_a_network_a_data_set_is_named_at_once(monkeypatch: pytest.Monke
     monkeypatch.setattr("drivetrain.tasks.lora.documents.hub_answers", lambda: False)
     watch = Stopwatch()
     with pytest.raises(Problem, match=r"(?s)could not be fetched from the hub.*hf download some/set --repo-type dataset .*data=DIR:one"):
-        Reading("some/set:one").content()
+        TextSource("some/set:one").content_key()
     assert watch.seconds < 5
     with pytest.raises(Problem, match="there is no such file"):
-        Reading("/nowhere/set").content()
+        TextSource("/nowhere/set").content_key()
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -314,9 +314,9 @@ class Hub(BaseHTTPRequestHandler):
 
 ASKED = """
 from drivetrain.outcomes import Problem
-from drivetrain.tasks.lora.base import find
-from drivetrain.tasks.lora.documents import Reading
-for kind in (lambda name: find(name).tokenizer(), lambda name: find(name).model(None), lambda name: Reading(name).content()):
+from drivetrain.tasks.lora.base_model import find_base
+from drivetrain.tasks.lora.documents import TextSource
+for kind in (lambda name: find_base(name).tokenizer(), lambda name: find_base(name).model(None), lambda name: TextSource(name).content_key()):
     for name in ("some/closed", "some/missing"):
         try:
             kind(name)

@@ -1,4 +1,4 @@
-"""Texts, prompts with completions, and chats: from files, folders and the hub."""
+"""Reads documents (texts, prompts with completions, chats) from files, folders and the hub."""
 
 from __future__ import annotations
 
@@ -12,61 +12,63 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drivetrain.outcomes import Problem
-from drivetrain.tasks.lora.base import cache, hub_answers
+from drivetrain.tasks.lora.base_model import hub_answers
+from drivetrain.tasks.lora.cache import cache_folder
 
-TOPICS = "python-topics"
+PYTHON_TOPICS = "python-topics"
 
-Piece = tuple[str, bool]  # a text, and whether it is to be learned
+Piece = tuple[str, bool]
+"""(a text, whether it is learned)."""
 Notice = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How texts are read."""
+class TextSource:
+    """Where documents come from, and how they are read."""
 
     data: str
     unit: Literal["file", "paragraphs", "lines"] = "file"
     first: int | None = None
-    bad: Literal["stop", "skip"] = "stop"
+    bad_samples: Literal["stop", "skip"] = "stop"
 
     @property
     def path(self) -> Path:
         return Path(self.data).expanduser()
 
-    def content(self) -> str:
-        """Tells these texts from others of the same name."""
-        if self.data == TOPICS:
+    def content_key(self) -> str:
+        """Returns a text that changes with the documents' content."""
+        if self.data == PYTHON_TOPICS:
             return sys.version
-        if self._on_hub():
+        if self.is_data_set():
             folder = _folder(self.data)
-            return _listed(folder) if folder else str(_data_set(self.data)._fingerprint)  # of its revision, config and split
+            return _files_key(folder) if folder else str(_data_set(self.data)._fingerprint)  # it includes revision, config and split
         with open(_existing(self.path), "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    def _on_hub(self) -> bool:
-        """Whether it is a data set: of the hub, or in a folder."""
-        if self.data == TOPICS or self.path.is_file():
+    def is_data_set(self) -> bool:
+        """Whether it is a data set, of the hub or in a folder, and not a file."""
+        if self.data == PYTHON_TOPICS or self.path.is_file():
             return False
         looks_like_a_file = self.path.is_absolute() or self.path.suffix in (".txt", ".json", ".jsonl") or self.data.startswith((".", "~"))
         return _folder(self.data) is not None or not looks_like_a_file
 
 
-def documents(reading: Reading, notice: Notice) -> Iterator[list[Piece] | list[dict[str, str]]]:
-    """Each document: pieces of text, or the messages of a chat."""
-    path = reading.path
-    read = functools.partial(_of_rows, bad=reading.bad, notice=notice)
-    if reading.data == TOPICS:
-        found: Iterator[Any] = _topics()
-    elif reading._on_hub():
-        found = read(enumerate(_data_set(reading.data), 1), read_row, f"data={reading.data}", "row")
-    elif path.suffix == ".json" and (rows := _of_json(_existing(path))) is not None:
-        found = read(enumerate(rows, 1), read_row, str(path), "row")
+def documents(source: TextSource, notice: Notice) -> Iterator[list[Piece] | list[dict[str, str]]]:
+    """Yields each document: pieces of text, or the messages of a chat."""
+    path = source.path
+    read = functools.partial(_documents_of_rows, bad_samples=source.bad_samples, notice=notice)
+    if source.data == PYTHON_TOPICS:
+        all_documents: Iterator[Any] = _python_topics()
+    elif source.is_data_set():
+        all_documents = read(enumerate(_data_set(source.data), 1), read_row, f"data={source.data}", "row")
+    elif path.suffix == ".json" and (rows := _rows_of_json(_existing(path))) is not None:
+        all_documents = read(enumerate(rows, 1), read_row, str(path), "row")
     elif path.suffix in (".json", ".jsonl"):
-        found = read(_lines(_existing(path)), lambda line: read_row(json.loads(line)), str(path), "line")
+        all_documents = read(_lines(_existing(path)), lambda line: read_row(json.loads(line)), str(path), "line")
     else:
-        found = _of_text(_existing(path), reading.unit)
-    for number, document in enumerate(found):
-        if reading.first is not None and number >= reading.first:
+        all_documents = _documents_of_text(_existing(path), source.unit)
+    for number, document in enumerate(all_documents):
+        if source.first is not None and number >= source.first:
             return
         yield document
 
@@ -77,15 +79,15 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def _topics() -> Iterator[list[Piece]]:
-    """Python's language reference, which comes with Python."""
+def _python_topics() -> Iterator[list[Piece]]:
+    """Yields the chapters of Python's language reference, which comes with Python."""
     from pydoc_data.topics import topics
 
     for name in sorted(topics):
         yield [(topics[name], True)]
 
 
-def _of_text(path: Path, unit: str) -> Iterator[list[Piece]]:
+def _documents_of_text(path: Path, unit: str) -> Iterator[list[Piece]]:
     data = path.read_bytes()
     if b"\0" in data[:4096]:
         raise Problem(f"data={path} is no text: give a .txt, .json or .jsonl file, or a folder that datasets reads (parquet, csv)")
@@ -103,8 +105,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, line
 
 
-def _of_json(path: Path) -> list[Any] | None:
-    """The rows of one list; None where the file has a row a line."""
+def _rows_of_json(path: Path) -> list[Any] | None:
+    """Returns the rows of a JSON list; None where the file has one row a line."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except ValueError:
@@ -112,26 +114,28 @@ def _of_json(path: Path) -> list[Any] | None:
     return rows if isinstance(rows, list) else [rows]
 
 
-def _of_rows(rows: Iterable[tuple[int, Any]], read: Callable[[Any], Any], where: str, word: str, bad: str, notice: Notice) -> Iterator[Any]:
-    """Documents of numbered rows, of which those that are none stop all or are left out, and empty ones are nothing."""
+def _documents_of_rows(
+    rows: Iterable[tuple[int, Any]], read: Callable[[Any], Any], origin: str, unit: str, bad_samples: str, notice: Notice
+) -> Iterator[Any]:
+    """Yields the documents of numbered rows. A malformed row stops it or is skipped; empty ones are left out."""
     skipped: list[int] = []
     for number, row in rows:
         try:
             document = read(row)
         except (ValueError, TypeError) as error:  # JSON's own error is a ValueError
-            if bad == "stop":
-                raise Problem(f"{where}, {word} {number}: {error} (bad_samples=skip leaves such {word}s out)") from None
+            if bad_samples == "stop":
+                raise Problem(f"{origin}, {unit} {number}: {error} (bad_samples=skip leaves such {unit}s out)") from None
             skipped.append(number)
             continue
         if isinstance(document[0], dict) or any(text.strip() for text, _ in document):
             yield document
     if skipped:
-        which = ", ".join(map(str, skipped[:5])) + (" ..." if len(skipped) > 5 else "")
-        notice(f"{where}: {len(skipped):,} malformed {word}{'s' * (len(skipped) > 1)} left out ({word} {which})")
+        numbers = ", ".join(map(str, skipped[:5])) + (" ..." if len(skipped) > 5 else "")
+        notice(f"{origin}: {len(skipped):,} malformed {unit}{'s' * (len(skipped) > 1)} left out ({unit} {numbers})")
 
 
 def read_row(row: Any) -> Any:
-    """A row of JSON or of a data set; ValueError says what is wrong with it."""
+    """Reads a row of JSON or of a data set; raises ValueError with what is wrong."""
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__} instead of an object with text, prompt and completion, or messages")
     if "messages" in row:
@@ -158,23 +162,26 @@ def read_row(row: Any) -> Any:
 
 @functools.cache
 def _data_set(name: str) -> Any:
-    """The training part of a data set: a folder or a name on the hub, and after a colon one of its configurations."""
-    place, _, config = name.partition(":")
-    folder, kept = _folder(name), None
+    """Returns the training part of a data set: a folder or a name on the hub, with one of its configurations after a colon."""
+    location, _, config = name.partition(":")
+    folder, cache_dir = _folder(name), None
     try:
         import datasets
     except ImportError:
-        raise Problem(f"data={name} is neither a file nor {TOPICS}; for a data set: pip install 'drivetrain[lora]'") from None
+        raise Problem(f"data={name} is neither a file nor {PYTHON_TOPICS}; for a data set: pip install 'drivetrain[lora]'") from None
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     if folder is not None:
-        place, kept = str(folder), str(cache("sets") / _listed(folder))  # datasets itself would miss some changes of files
+        location, cache_dir = (
+            str(folder),
+            str(cache_folder("sets") / _files_key(folder)),
+        )  # datasets' own cache misses some changes of files
     elif not hub_answers():
-        datasets.config.HF_HUB_OFFLINE = True  # its client would try again and again
+        datasets.config.HF_HUB_OFFLINE = True  # else its client retries for long
     try:
-        return datasets.load_dataset(place, config or None, split="train", cache_dir=kept)
-    except Exception as error:  # of a dozen classes: what datasets, the hub's client and readers of files raise
-        raise Problem(f"data={name}{_why(place, config, error)}") from None
+        return datasets.load_dataset(location, config or None, split="train", cache_dir=cache_dir)
+    except Exception as error:  # datasets, the hub's client and file readers raise a dozen classes
+        raise Problem(f"data={name}{_explain(location, config, error)}") from None
 
 
 def _folder(name: str) -> Path | None:
@@ -182,14 +189,14 @@ def _folder(name: str) -> Path | None:
     return path.absolute() if path.is_dir() else None
 
 
-def _listed(folder: Path) -> str:
-    """Tells a folder's files from others'."""
+def _files_key(folder: Path) -> str:
+    """Returns a hash of the names, sizes and times of a folder's files."""
     files = [[str(f.relative_to(folder)), f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(folder.rglob("*")) if f.is_file()]
     return hashlib.sha256(json.dumps([str(folder), files]).encode()).hexdigest()[:24]
 
 
-def _why(place: str, config: str, error: Exception) -> str:
-    """What could not be had, and how to bring it."""
+def _explain(location: str, config: str, error: Exception) -> str:
+    """Says why a data set could not be read, and how to get it."""
     from datasets.exceptions import DatasetNotFoundError
 
     text = " ".join(str(error).splitlines()[:2]) or type(error).__name__
@@ -200,7 +207,7 @@ def _why(place: str, config: str, error: Exception) -> str:
     if isinstance(error, ConnectionError):
         return (
             f" is no file or folder here, could not be fetched from the hub (no network?), and is not in its cache.\nWhere there is a"
-            f" network: hf download {place} --repo-type dataset --local-dir DIR; then bring DIR here and give"
+            f" network: hf download {location} --repo-type dataset --local-dir DIR; then bring DIR here and give"
             f" data=DIR{':' * bool(config)}{config}"
         )
     return f": {text}"

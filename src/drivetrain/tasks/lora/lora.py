@@ -1,4 +1,4 @@
-"""Low-rank adapters for a language model: guide 000's second task."""
+"""The task `lora`: low-rank adapters for a language model (guide 000's second task)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from drivetrain.data import Tensors
 from drivetrain.outcomes import Problem
 from drivetrain.settings import Duration, Range
 from drivetrain.task import Task
-from drivetrain.tasks.lora import files, text
-from drivetrain.tasks.lora.adapted import Adapted
-from drivetrain.tasks.lora.base import Base, find
-from drivetrain.tasks.lora.documents import Reading
-from drivetrain.tasks.lora.text import Rows
+from drivetrain.tasks.lora import output_files, text
+from drivetrain.tasks.lora.adapted_model import AdaptedModel
+from drivetrain.tasks.lora.base_model import BaseModel, find_base
+from drivetrain.tasks.lora.documents import TextSource
+from drivetrain.tasks.lora.generation import generate, generate_tokens
+from drivetrain.tasks.lora.text import PackedRows
 
 
 class Lora(Task):
@@ -67,7 +68,7 @@ class Lora(Task):
     epochs: Annotated[int, Range(1)] = 3
     """Passes over the training data."""
     global_batch: Annotated[int, Range(1)] = 8
-    """Rows in one optimizer step, over all processes."""
+    """PackedRows in one optimizer step, over all processes."""
     learning_rate: Annotated[float, Range(0)] = 2e-4
     """The optimizer's peak learning rate."""
     weight_decay: Annotated[float, Range(0)] = 0.0
@@ -84,65 +85,67 @@ class Lora(Task):
     # --- the model ---
 
     @cached_property
-    def _base(self) -> Base:
-        return find(self.base)
+    def _base(self) -> BaseModel:
+        return find_base(self.base)
 
     @property
-    def place(self) -> str:
-        """Where other programs find the base."""
-        return self._base.place or self.base
+    def base_location(self) -> str:
+        """The folder or name by which other programs find the base."""
+        return self._base.location or self.base
 
     @cached_property
     def tokenizer(self) -> Any:
         return self._base.tokenizer()
 
     def model(self) -> nn.Module:
-        base = self._base  # says so where peft is missing
+        base = self._base  # refuses where peft is missing
         from peft import get_peft_model
 
-        from drivetrain.tasks.lora.beside import set_beside
+        from drivetrain.tasks.lora.fused_linear import fuse_adapters
 
-        # Frozen weights are kept as they are multiplied, and to use them, as they were stored; adapters learn in fp32.
+        # Frozen weights have the precision of the products; for `auto` (predict, export), that of the file. Adapters are fp32.
         net = base.model({"bf16": torch.bfloat16, "fp16": torch.float16, "auto": None}.get(self.precision, torch.float32))
         try:
             adapted = get_peft_model(net, self.adapter())
         except ValueError as error:
-            raise Problem(f"targets={self.targets}: {_candidates(net, error)}") from error
-        self._check(adapted)
-        set_beside(adapted)
-        model = Adapted(adapted, base.digest())
+            raise Problem(f"targets={self.targets}: {_with_candidates(net, error)}") from error
+        self._check_targets(adapted)
+        fuse_adapters(adapted)
+        model = AdaptedModel(adapted, base.digest())
         if detect_fake_mode() is None:
             self._check_attention(model)
         return model
 
-    def _check_attention(self, model: Adapted) -> None:
+    def _check_attention(self, model: AdaptedModel) -> None:
         net = model.net.get_base_model()
-        if self.packing and not (model.fused and net._supports_attention_backend) and not model.keeps_apart():
+        if self.packing and not (model.has_fused_attention and net._supports_attention_backend) and not model.separates_documents():
             raise Problem(
                 f"{self.base}: the attention of {type(net).__name__} cannot keep documents of a row apart: say packing=false, which pads"
                 f" rows, or take another base"
             )
-        if not model.fused:
-            _say(f"transformers has no fused attention for {type(net).__name__}: its own is slower, and takes memory by context squared")
+        if not model.has_fused_attention:
+            _print_note(
+                f"transformers has no fused attention for {type(net).__name__}: its own is slower, and takes memory by context squared"
+            )
 
-    def _check(self, adapted: Any) -> None:
-        """What peft takes without a word, and what these rows do not suit."""
+    def _check_targets(self, adapted: Any) -> None:
+        """Refuses targets that peft ignores silently, and bases that packed rows do not suit."""
         net, config = adapted.get_base_model(), adapted.config
-        reached = adapted.base_model.targeted_module_names
+        targeted = adapted.base_model.targeted_module_names
         for name in self.targets.split(",") if self.targets != "all-linear" else ():
-            if not any(f".{path}".endswith(f".{name.strip()}") for path in reached):
-                raise Problem(f"targets={self.targets}: {_candidates(net, f'no layer is called {name.strip()}')}")
-        if getattr(config, "tie_word_embeddings", False) and any("lm_head" in path for path in reached):
-            raise Problem("targets: lm_head has the weights of the embedding (tied), which an adapter of one of them alone would part")
+            if not any(f".{path}".endswith(f".{name.strip()}") for path in targeted):
+                raise Problem(f"targets={self.targets}: {_with_candidates(net, f'no layer is called {name.strip()}')}")
+        if getattr(config, "tie_word_embeddings", False) and any("lm_head" in path for path in targeted):
+            raise Problem("targets: lm_head has the weights of the embedding (tied): an adapter of one alone would make them differ")
         kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention", "chunked_attention"}
         if self.packing and (kinds or any(isinstance(module, nn.Conv1d) for module in net.modules())):
-            how = ", ".join(sorted(kinds)) or "convolutions over time"
+            layers = ", ".join(sorted(kinds)) or "convolutions over time"
             raise Problem(
-                f"{self.base} has layers ({how}) that carry one document of a row into the next: say packing=false, which pads rows"
+                f"{self.base} has layers ({layers}) that carry one document of a row into the next: say packing=false, which pads rows"
             )
 
     def adapter(self) -> Any:
-        """peft's description of the adapters."""
+        """Returns peft's configuration of the adapters."""
         from peft import LoraConfig
 
         names = "all-linear" if self.targets == "all-linear" else [name.strip() for name in self.targets.split(",") if name.strip()]
@@ -155,77 +158,82 @@ class Lora(Task):
 
     @cached_property
     def _split(self) -> tuple[text.Tokens, np.ndarray, np.ndarray]:
-        """All documents, those to learn from, and those held out."""
-        found = text.tokenised(self._reading(self.data), self.tokenizer, _say)
-        if len(found) == 1 and self.eval_file is None and self.held_out and (size := len(found.tokens)) >= 40:
-            found = replace(found, starts=np.array([0, round(size * (1 - self.held_out)), size]))
-            _say(f"the data are one document: its last {self.held_out:.0%} are held out (unit=paragraphs takes parts of all of it)")
-            return found, np.array([0]), np.array([1])
-        every = np.arange(len(found))
-        out = np.zeros(len(found), bool)
-        if self.eval_file is None and self.held_out and len(found) > 1:
-            out = np.diff(np.floor(np.arange(len(found) + 1) * self.held_out + 1e-9)) > 0  # evenly, and exactly that share
-            out[-1] |= not out.any()
+        """(all documents, the numbers of those to train on, of those held out)."""
+        documents = text.tokenise(self._source(self.data), self.tokenizer, _print_note)
+        if len(documents) == 1 and self.eval_file is None and self.held_out and (size := len(documents.tokens)) >= 40:
+            documents = replace(documents, starts=np.array([0, round(size * (1 - self.held_out)), size]))
+            _print_note(f"the data are one document: its last {self.held_out:.0%} are held out (unit=paragraphs takes parts of all of it)")
+            return documents, np.array([0]), np.array([1])
+        numbers = np.arange(len(documents))
+        is_held_out = np.zeros(len(documents), bool)
+        if self.eval_file is None and self.held_out and len(documents) > 1:
+            is_held_out = np.diff(np.floor(np.arange(len(documents) + 1) * self.held_out + 1e-9)) > 0  # evenly, and exactly that share
+            is_held_out[-1] |= not is_held_out.any()
         elif self.eval_file is None and self.held_out:
-            _say("the data are one short document, so nothing is held out: eval_file=FILE gives an evaluation")
-        return found, every[~out], every[out]
+            _print_note("the data are one short document, so nothing is held out: eval_file=FILE gives an evaluation")
+        return documents, numbers[~is_held_out], numbers[is_held_out]
 
     @cached_property
-    def _rows(self) -> Rows:
-        found, which, _ = self._split
-        rows = self._packed(found, which)
-        if not len(rows.tokens) and rows.cut:
+    def _rows(self) -> PackedRows:
+        documents, selected, _ = self._split
+        rows = self._pack(documents, selected)
+        if not len(rows.tokens) and rows.num_truncated:
             raise Problem(
                 f"data={self.data}: prompts alone fill rows of {self.context} tokens, and nothing is left to learn: raise context"
             )
         if not len(rows.tokens):
             raise Problem(f"data={self.data}: no document has two tokens")
-        told = f"{len(which):,} documents, {int(rows.learned.sum()):,} tokens to learn in {len(rows.tokens):,} rows of {self.context} ({rows.fill():.1%} full)"
-        counted = ((rows.split, "longer ones were split"), (rows.cut, "longer ones were truncated"), (rows.dropped, "had nothing to learn"))
-        _say("; ".join([told, *(f"{count:,} {what}" for count, what in counted if count)]))
+        message = f"{len(selected):,} documents, {int(rows.learned.sum()):,} tokens to learn in {len(rows.tokens):,} rows of {self.context} ({rows.fill_ratio():.1%} full)"
+        counts = (
+            (rows.num_split, "longer ones were split"),
+            (rows.num_truncated, "longer ones were truncated"),
+            (rows.num_dropped, "had nothing to learn"),
+        )
+        _print_note("; ".join([message, *(f"{count:,} {meaning}" for count, meaning in counts if count)]))
         return rows
 
     @cached_property
-    def _eval_rows(self) -> Rows | None:
+    def _eval_rows(self) -> PackedRows | None:
         if self.eval_file is not None:
-            found = text.tokenised(self._reading(self.eval_file), self.tokenizer, _say)
-            return self._packed(found, np.arange(len(found)))
-        found, _, out = self._split
-        rows = self._packed(found, out) if len(out) else None
+            documents = text.tokenise(self._source(self.eval_file), self.tokenizer, _print_note)
+            return self._pack(documents, np.arange(len(documents)))
+        documents, _, held_out = self._split
+        rows = self._pack(documents, held_out) if len(held_out) else None
         return rows if rows is not None and len(rows.tokens) else None
 
     @cached_property
-    def _alone(self) -> bool:
-        return all(rows is None or rows.alone for rows in (self._rows, self._eval_rows))
+    def _has_single_documents(self) -> bool:
+        """Whether no row holds more than one document."""
+        return all(rows is None or rows.has_single_documents for rows in (self._rows, self._eval_rows))
 
-    def _reading(self, data: str) -> Reading:
-        return Reading(data, self.unit, self.first, self.bad_samples)
+    def _source(self, data: str) -> TextSource:
+        return TextSource(data, self.unit, self.first, self.bad_samples)
 
-    def _packed(self, found: text.Tokens, which: np.ndarray) -> Rows:
+    def _pack(self, documents: text.Tokens, selected: np.ndarray) -> PackedRows:
         padding = getattr(self.tokenizer, "pad_token_id", None)
-        return text.pack(found, which, self.context, self.packing, self.long, int(padding or self.tokenizer.eos_token_id or 0))
+        return text.pack(documents, selected, self.context, self.packing, self.long, int(padding or self.tokenizer.eos_token_id or 0))
 
     def train_data(self) -> Tensors:
         return _as_tensors(self._rows)
 
     def eval_data(self) -> Tensors | None:
         if self._eval_rows is None:
-            self.best = None if self.best == type(self).best else self.best  # there is nothing to choose by
+            self.best = None if self.best == type(self).best else self.best  # there is no metric to choose a checkpoint by
             return None
         return _as_tensors(self._eval_rows)
 
     # --- learning ---
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
-        total, _, counts = model(*batch, self._alone)
+        total, _, counts = model(*batch, self._has_single_documents)
         return total, counts.sum()
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Any]:
-        total, each, counts = model(*batch, self._alone)
-        return {"loss": (total, counts.sum()), "scored": torch.stack((each, counts.float()), 1)}
+        total, row_losses, counts = model(*batch, self._has_single_documents)
+        return {"loss": (total, counts.sum()), "scored": torch.stack((row_losses, counts.float()), 1)}
 
     def summary(self, values: dict[str, Tensor]) -> dict[str, Any]:
-        """Perplexity: e to the mean loss of a token."""
+        """Returns the perplexity: e to the mean loss of a token."""
         total, count = values["scored"].double().sum(0)
         return {"perplexity": float(torch.exp(total / count.clamp(min=1)))}
 
@@ -236,74 +244,56 @@ class Lora(Task):
     ) -> list[str] | None:
         """Writes a folder for `PeftModel.from_pretrained`, with a card of the run; with `merge` the base model with the adapters added."""
         if merge is not None:
-            return files.write_merged(self, merge, folder)
-        return files.write_adapter(self, tensors, folder, facts)
+            if self.base.startswith("shape:"):
+                raise Problem(f"base={self.base} has random weights: there is nothing to merge for")
+            return output_files.write_merged(merge.net, self.tokenizer, folder)
+        config = self.adapter()
+        config.base_model_name_or_path = self.base_location
+        return output_files.write_adapter(tensors, folder, config, self.targets == "all-linear", self._card_rows(tensors), facts)
+
+    def _card_rows(self, tensors: dict[str, Tensor]) -> dict[str, str]:
+        """Returns the settings that the model card shows."""
+        num_parameters = sum(tensor.numel() for name, tensor in tensors.items() if name != "base")
+        adapters = f"rank {self.rank}, alpha {self.alpha:g}, dropout {self.dropout:g}, {self.targets}"
+        return {
+            "base model": self.base,
+            "data": self.data,
+            "adapters": adapters + (", DoRA" if self.dora else "") + (", rsLoRA" if self.rslora else ""),
+            "learned parameters": f"{num_parameters:,}",
+            "a step": f"{self.global_batch} rows of {self.context} tokens",
+            "learning rate": f"{self.learning_rate:g}, {self.decay}",
+        }
 
     def predict(self, model: Any, given: str, tokens: int = 64, temperature: float = 0.7) -> Iterator[str]:
-        """The text goes on, piece by piece; temperature 0 takes the likeliest token each time."""
+        """Yields the text that continues `given`, piece by piece; temperature 0 takes the likeliest token each time."""
         if torch.cuda.is_available():
-            if self.precision not in ("fp32", "tf32"):  # half of what is frozen: as it was trained there
-                model.narrow(torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16)
+            if self.precision not in ("fp32", "tf32"):  # on a GPU the base was trained in half precision
+                model.convert_base(torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16)
             model.cuda()
         return generate(model.net, self.tokenizer, given, tokens, temperature)
 
     def remarks(self, model: Any) -> list[str]:
+        """Returns what the model continues `prompt` with."""
         if not self.prompt:
             return []
-        # All tokens are made, whatever they are: processes that share a model must call it equally often.
-        made = list(continued(model.net, self.tokenizer, self.prompt, 48, 0.0))
-        end = made.index(self.tokenizer.eos_token_id) if self.tokenizer.eos_token_id in made else len(made)
-        said = self.tokenizer.decode(made[:end], skip_special_tokens=True)
-        return [f"{self.prompt!r} goes on: {' '.join(said.split())!r}"]
+        # All tokens are generated, also beyond an end: ranks that share a model must call it equally often.
+        tokens = list(generate_tokens(model.net, self.tokenizer, self.prompt, 48, 0.0))
+        end = tokens.index(self.tokenizer.eos_token_id) if self.tokenizer.eos_token_id in tokens else len(tokens)
+        continuation = self.tokenizer.decode(tokens[:end], skip_special_tokens=True)
+        return [f"{self.prompt!r} goes on: {' '.join(continuation.split())!r}"]
 
 
-def generate(net: Any, tokenizer: Any, given: str, tokens: int, temperature: float) -> Iterator[str]:
-    """New text, as it comes: what is decoded so far less what was given out; half a character waits for its rest."""
-    made: list[int] = []
-    told = ""
-    for token in continued(net, tokenizer, given, tokens, temperature):
-        if token == tokenizer.eos_token_id:
-            return
-        made.append(token)
-        whole = tokenizer.decode(made, skip_special_tokens=True)
-        if not whole.endswith("\N{REPLACEMENT CHARACTER}"):
-            yield whole[len(told) :]
-            told = whole
-
-
-@torch.no_grad()
-def continued(net: Any, tokenizer: Any, given: str, tokens: int, temperature: float) -> Iterator[int]:
-    """The tokens that follow a text, without an end."""
-    (plain,) = tokenizer([given], add_special_tokens=False)["input_ids"]
-    ids = torch.tensor([text.begun(text.opening(tokenizer), list(plain))], dtype=torch.long)
-    device = next(net.parameters()).device
-    window = getattr(net.config, "max_position_embeddings", 2048) - tokens
-    ids = ids[:, -max(1, window) :].to(device)
-    if not ids.shape[1]:
-        raise Problem("the prompt is empty: give at least one character")
-    kept, training = None, net.training
-    net.eval()
-    try:
-        for _ in range(tokens):
-            out = net(input_ids=ids, past_key_values=kept, use_cache=True)
-            kept, logits = out.past_key_values, out.logits[:, -1].float()
-            ids = logits.argmax(-1, keepdim=True) if not temperature else torch.multinomial((logits / temperature).softmax(-1), 1)
-            yield int(ids)
-    finally:
-        net.train(training)
-
-
-def _as_tensors(rows: Rows) -> Tensors:
+def _as_tensors(rows: PackedRows) -> Tensors:
     return Tensors(rows.tokens, rows.document, rows.learned)
 
 
-def _candidates(net: nn.Module, error: Exception | str) -> str:
-    """Layers that could have been named."""
+def _with_candidates(net: nn.Module, error: Exception | str) -> str:
+    """Returns the error with the names of the layers that could be targets."""
     linear = ((name, module) for name, module in net.named_modules() if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
-    known = sorted({name.removesuffix(".base_layer").rpartition(".")[2] for name, _ in linear if ".lora_" not in name})
-    return f"{next(iter(str(error).splitlines()), '')} (linear layers of this model: {', '.join(known)})" if known else str(error)
+    names = sorted({name.removesuffix(".base_layer").rpartition(".")[2] for name, _ in linear if ".lora_" not in name})
+    return f"{next(iter(str(error).splitlines()), '')} (linear layers of this model: {', '.join(names)})" if names else str(error)
 
 
-def _say(told: str) -> None:
+def _print_note(message: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(f"note    {told}", file=sys.stderr, flush=True)
+        print(f"note    {message}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Texts as tokens: tokenised once and kept, and packed into rows without padding."""
+"""Tokenises documents, once, and packs them into rows with little padding."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from typing import Any, Literal
 import numpy as np
 
 from drivetrain.outcomes import Problem
-from drivetrain.tasks.lora.base import cache, made_once, vocabulary
-from drivetrain.tasks.lora.documents import Notice, Piece, Reading, documents
+from drivetrain.tasks.lora.base_model import tokenizer_hash
+from drivetrain.tasks.lora.cache import cache_folder, create_once
+from drivetrain.tasks.lora.documents import Notice, Piece, TextSource, documents
 
-FORMAT = 2
-TOGETHER = 1000  # texts that are tokenised in one call
+CACHE_FORMAT = 2
+TEXTS_PER_CALL = 1000
+"""Texts that are tokenised in one call."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Documents one after the other: document i is `tokens[starts[i] : starts[i + 1]]`."""
+    """The tokens of all documents, one after the other: document i is `tokens[starts[i] : starts[i + 1]]`."""
 
     tokens: np.ndarray
     learned: np.ndarray
@@ -34,177 +36,183 @@ class Tokens:
 # --- tokenising --------------------------------------------------------------------------------
 
 
-def tokenised(reading: Reading, tokenizer: Any, notice: Notice) -> Tokens:
-    """The documents' tokens, from the cache where these texts were seen with this tokenizer."""
-    told = [FORMAT, asdict(reading), vocabulary(tokenizer), opening(tokenizer), reading.content()]
-    folder = cache("tokens") / hashlib.sha256(json.dumps(told).encode()).hexdigest()[:24]
-    with made_once(folder) as empty:
+def tokenise(source: TextSource, tokenizer: Any, notice: Notice) -> Tokens:
+    """Returns the documents' tokens, from the cache if these texts were tokenised with this tokenizer before."""
+    key = [CACHE_FORMAT, asdict(source), tokenizer_hash(tokenizer), prefix_tokens(tokenizer), source.content_key()]
+    folder = cache_folder("tokens") / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
+    with create_once(folder) as empty:
         if empty is not None:
-            for name, array in asdict(_tokenise(reading, tokenizer, notice)).items():
+            for name, array in asdict(_tokenise_all(source, tokenizer, notice)).items():
                 np.save(empty / f"{name}.npy", array)
     return Tokens(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in Tokens.__dataclass_fields__))
 
 
-def opening(tokenizer: Any) -> list[int]:
-    """What a tokenizer puts before every text: with Llama's, the mark of a beginning."""
-    plain, whole = (list(tokenizer(["a"], add_special_tokens=marked)["input_ids"][0]) for marked in (False, True))
-    return whole[: next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)]
+def prefix_tokens(tokenizer: Any) -> list[int]:
+    """Returns the tokens that a tokenizer puts before every text, such as Llama's beginning-of-text token."""
+    plain, with_special = (list(tokenizer(["a"], add_special_tokens=special)["input_ids"][0]) for special in (False, True))
+    return with_special[: next((i for i in range(len(with_special)) if with_special[i : i + len(plain)] == plain), 0)]
 
 
-def begun(first: list[int], ids: list[int]) -> list[int]:
-    """The tokens of a text with the mark before it, once."""
-    return ids if ids[: len(first)] == first else first + ids
+def with_prefix(prefix: list[int], ids: list[int]) -> list[int]:
+    """Returns the tokens of a text with the prefix, which is not repeated."""
+    return ids if ids[: len(prefix)] == prefix else prefix + ids
 
 
-def _tokenise(reading: Reading, tokenizer: Any, notice: Notice) -> Tokens:
+def _tokenise_all(source: TextSource, tokenizer: Any, notice: Notice) -> Tokens:
     tokens: list[np.ndarray] = []
     learned: list[np.ndarray] = []
-    waiting: list[list[Piece]] = []
-    refused = 0
-    for number, document in enumerate(documents(reading, notice), 1):
+    pending: list[list[Piece]] = []
+    num_refused = 0
+    for number, document in enumerate(documents(source, notice), 1):
         if isinstance(document[0], dict):
             try:
-                ids, marks = _of_chat(document, tokenizer)
+                ids, is_learned = _tokenise_chat(document, tokenizer)
             except Problem:
                 raise
-            except Exception as error:  # the template's own words, of a class that it chooses
-                if reading.bad == "stop":
-                    why = next(iter(str(error).splitlines()), type(error).__name__)
+            except Exception as error:  # templates raise errors of any class
+                if source.bad_samples == "stop":
+                    reason = next(iter(str(error).splitlines()), type(error).__name__)
                     raise Problem(
-                        f"data={reading.data}, chat {number}: the model's template refuses it ({why}); bad_samples=skip leaves such out"
+                        f"data={source.data}, chat {number}: the model's template refuses it ({reason}); bad_samples=skip leaves such out"
                     ) from None
-                refused += 1
+                num_refused += 1
                 continue
             tokens.append(np.asarray(ids, np.int32))
-            learned.append(np.asarray(marks, bool))
+            learned.append(np.asarray(is_learned, bool))
         else:
-            waiting.append(document)
-            if len(waiting) == TOGETHER:
-                _take(waiting, tokenizer, tokens, learned)
-    _take(waiting, tokenizer, tokens, learned)
-    if refused:
-        notice(f"data={reading.data}: {refused:,} chats that the model's template refuses left out")
-    if not any(marks.any() for marks in learned):
-        raise Problem(f"data={reading.data} has no text to learn from")
+            pending.append(document)
+            if len(pending) == TEXTS_PER_CALL:
+                _tokenise_texts(pending, tokenizer, tokens, learned)
+    _tokenise_texts(pending, tokenizer, tokens, learned)
+    if num_refused:
+        notice(f"data={source.data}: {num_refused:,} chats that the model's template refuses left out")
+    if not any(document.any() for document in learned):
+        raise Problem(f"data={source.data} has no text to learn from")
     starts = np.concatenate([[0], np.cumsum([len(ids) for ids in tokens])])
     return Tokens(np.concatenate(tokens), np.concatenate(learned), starts)
 
 
-def _take(waiting: list[list[Piece]], tokenizer: Any, tokens: list[np.ndarray], learned: list[np.ndarray]) -> None:
-    pieces = [piece for document in waiting for piece in document]
+def _tokenise_texts(pending: list[list[Piece]], tokenizer: Any, tokens: list[np.ndarray], learned: list[np.ndarray]) -> None:
+    """Tokenises the pending documents in one call and appends their tokens."""
+    pieces = [piece for document in pending for piece in document]
     ids = iter(tokenizer([text for text, _ in pieces], add_special_tokens=False)["input_ids"] if pieces else [])
-    first, end = opening(tokenizer), tokenizer.eos_token_id
-    for document in waiting:
+    prefix, end = prefix_tokens(tokenizer), tokenizer.eos_token_id
+    for document in pending:
         row: list[int] = []
-        marks: list[bool] = []
+        is_learned: list[bool] = []
         for _, learn in document:
-            part = next(ids) if row else begun(first, next(ids))
-            row, marks = row + part, marks + [learn] * len(part)
+            part = next(ids) if row else with_prefix(prefix, next(ids))
+            row, is_learned = row + part, is_learned + [learn] * len(part)
         if end is not None:
-            row, marks = row + [end], marks + [document[-1][1]]
+            row, is_learned = row + [end], is_learned + [document[-1][1]]
         tokens.append(np.asarray(row, np.int32))
-        learned.append(np.asarray(marks, bool))
-    waiting.clear()
+        learned.append(np.asarray(is_learned, bool))
+    pending.clear()
 
 
-def _of_chat(messages: list[dict[str, str]], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """A chat by the model's template: what the assistant says is learned, with the mark that ends it."""
+def _tokenise_chat(messages: list[dict[str, str]], tokenizer: Any) -> tuple[list[int], list[bool]]:
+    """Tokenises a chat by the model's template. The assistant's messages are learned, with the token that ends them."""
     if not getattr(tokenizer, "chat_template", None):
         raise Problem(
             "the data are chats, but the base model's tokenizer has no chat template: take an instruct model, or prompt/completion rows"
         )
 
-    def render(some: list[dict[str, str]], begin: bool) -> list[int]:
-        found = tokenizer.apply_chat_template(some, tokenize=True, add_generation_prompt=begin, return_dict=True)
-        return list(found["input_ids"])
+    def render(part: list[dict[str, str]], with_generation_prompt: bool) -> list[int]:
+        output = tokenizer.apply_chat_template(part, tokenize=True, add_generation_prompt=with_generation_prompt, return_dict=True)
+        return list(output["input_ids"])
 
     ids = render(messages, False)
-    marks = [False] * len(ids)
-    for place, message in enumerate(messages):
+    is_learned = [False] * len(ids)
+    for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            before, after = render(messages[:place], True), render(messages[: place + 1], False)
+            before, after = render(messages[:index], True), render(messages[: index + 1], False)
             if ids[: len(after)] != after or after[: len(before)] != before:
                 raise Problem(
                     "the chat template writes earlier messages otherwise once later ones follow: give prompt/completion rows instead"
                 )
-            marks[len(before) : len(after)] = [True] * (len(after) - len(before))
-    return ids, marks
+            is_learned[len(before) : len(after)] = [True] * (len(after) - len(before))
+    return ids, is_learned
 
 
 # --- rows --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows of one length: tokens, the number of the document each belongs to (0 is padding), and which are learned."""
+class PackedRows:
+    """Rows of one length: tokens, the document that each belongs to (0 is padding), and whether it is learned."""
 
     tokens: np.ndarray
     document: np.ndarray
     learned: np.ndarray
-    split: int
-    """Texts longer than a row, which are in several."""
-    cut: int
-    """Documents longer than a row, of which only the beginning is in it."""
-    dropped: int
-    """Documents without a token to learn, in what a row holds of them."""
+    num_split: int
+    """Texts longer than a row, which were split into several."""
+    num_truncated: int
+    """Documents longer than a row, of which only the beginning is used."""
+    num_dropped: int
+    """Documents left out because they have no token to learn within a row."""
 
     @property
-    def alone(self) -> bool:
-        """Whether no row holds more than one document: then attention need not tell them apart."""
+    def has_single_documents(self) -> bool:
+        """Whether no row holds more than one document, so that attention needs no mask."""
         return int(self.document.max(initial=0)) <= 1
 
-    def fill(self) -> float:
+    def fill_ratio(self) -> float:
+        """Returns the share of tokens that are not padding."""
         return float((self.document > 0).mean())
 
 
-def pack(found: Tokens, which: np.ndarray, length: int, together: bool, long: Literal["split", "truncate"], padding: int) -> Rows:
-    """Documents in rows of `length` tokens; together, the fullest row that still has room takes the next longest document.
-    Only a text that is all learned is split: a later piece of a completion or a chat would lack what it answers."""
+def pack(
+    documents: Tokens, selected: np.ndarray, length: int, share_rows: bool, long: Literal["split", "truncate"], padding: int
+) -> PackedRows:
+    """Packs documents into rows of `length` tokens; with `share_rows`, several documents share a row.
+
+    Only a text that is learned entirely is split: a later piece of a completion or a chat would lack its prompt.
+    """
     pieces: list[tuple[int, int]] = []
-    split = cut = dropped = 0
-    for number in which:
-        start, end = int(found.starts[number]), int(found.starts[number + 1])
-        longer, splits = end - start > length, long == "split" and bool(found.learned[start:end].all())
-        split, cut = split + (longer and splits), cut + (longer and not splits)
-        stop = end if splits else min(end, start + length)
-        if not found.learned[start + 1 : stop].any():
-            dropped += 1
+    num_split = num_truncated = num_dropped = 0
+    for number in selected:
+        start, end = int(documents.starts[number]), int(documents.starts[number + 1])
+        is_longer, can_split = end - start > length, long == "split" and bool(documents.learned[start:end].all())
+        num_split, num_truncated = num_split + (is_longer and can_split), num_truncated + (is_longer and not can_split)
+        stop = end if can_split else min(end, start + length)
+        if not documents.learned[start + 1 : stop].any():
+            num_dropped += 1
             continue
         # A piece of one token has nothing to predict.
         pieces += [(low, min(low + length, stop)) for low in range(start, stop, length) if min(low + length, stop) - low > 1]
-    rows = _fit(pieces, length) if together else [[piece] for piece in pieces]
+    rows = _best_fit(pieces, length) if share_rows else [[piece] for piece in pieces]
     tokens = np.full((len(rows), length), padding, np.int32)
     document = np.zeros((len(rows), length), np.int32)
     learned = np.zeros((len(rows), length), bool)
     for row, members in enumerate(rows):
-        place = 0
+        offset = 0
         for number, (low, high) in enumerate(members, 1):
-            part = slice(place, place + high - low)
-            tokens[row, part], document[row, part], learned[row, part] = found.tokens[low:high], number, found.learned[low:high]
-            learned[row, place] = False  # nothing comes before a piece's first token
-            place += high - low
-    return Rows(tokens, document, learned, split, cut, dropped)
+            part = slice(offset, offset + high - low)
+            tokens[row, part], document[row, part], learned[row, part] = documents.tokens[low:high], number, documents.learned[low:high]
+            learned[row, offset] = False  # no token before it predicts a piece's first token
+            offset += high - low
+    return PackedRows(tokens, document, learned, num_split, num_truncated, num_dropped)
 
 
-def _fit(pieces: list[tuple[int, int]], length: int) -> list[list[tuple[int, int]]]:
-    """Best fit, longest first: rows by the room they have left."""
+def _best_fit(pieces: list[tuple[int, int]], length: int) -> list[list[tuple[int, int]]]:
+    """Puts each piece, longest first, into the row with the least free room that holds it (best fit)."""
     rows: list[list[tuple[int, int]]] = []
-    by_room: dict[int, list[int]] = defaultdict(list)
-    rooms: list[int] = []  # those that some row has, sorted
+    rows_by_room: dict[int, list[int]] = defaultdict(list)
+    rooms: list[int] = []  # free room of the rows, sorted, each value once
     for low, high in sorted(pieces, key=lambda piece: piece[0] - piece[1]):
         size = high - low
         at = bisect.bisect_left(rooms, size)
         if at < len(rooms):
             room = rooms[at]
-            row = by_room[room].pop()
-            if not by_room[room]:
+            row = rows_by_room[room].pop()
+            if not rows_by_room[room]:
                 rooms.pop(at)
         else:
             room, row = length, len(rows)
             rows.append([])
         rows[row].append((low, high))
         if room > size:
-            if not by_room[room - size]:
+            if not rows_by_room[room - size]:
                 bisect.insort(rooms, room - size)
-            by_room[room - size].append(row)
+            rows_by_room[room - size].append(row)
     return rows

