@@ -1,9 +1,9 @@
-/** export.json: what `drivetrain export` tells of an agent and its world. */
+/** The contents of export.json, which `drivetrain export` writes for an agent and its environment. */
 
 export interface Put {
   name: string;
   dtype: string;
-  /** Sizes; those that are free have names. The first one counts worlds. */
+  /** Sizes; a free size is a name. The first dimension is the batch of environments. */
   shape: (number | string)[];
 }
 
@@ -31,7 +31,7 @@ export interface Card {
   };
 }
 
-/** The sizes of one world's part of a tensor: without the first, which counts worlds. */
+/** The shape of one environment's part of a tensor: without the batch dimension. */
 export function sizesOf(puts: Put[], name: string): number[] | undefined {
   return puts.find((put) => put.name === name)?.shape.slice(1).map(Number);
 }

@@ -4,7 +4,7 @@ export function chance(episode: number, step: number, count: number): Float32Arr
   return Float32Array.from({ length: count }, (_, i) => (mix(begin + step * count + i + 1) >>> 8) * 2 ** -24);
 }
 
-/** A bijection of 32-bit numbers that looks like chance. */
+/** A pseudo-random bijection of 32-bit numbers. */
 function mix(number: number): number {
   let x = number >>> 0;
   x = Math.imul(x ^ (x >>> 16), 0x7feb352d);

@@ -1,4 +1,4 @@
-/** The panel that tells how an agent was trained. */
+/** The panel that shows how an agent was trained. */
 
 import type { Card } from "./card";
 

@@ -1,4 +1,4 @@
-/** Files of the site, and what is wrong with them in words a person can act on. */
+/** Loads files of the site; errors say what a person can do. */
 
 export class Trouble extends Error {
   constructor(
@@ -12,7 +12,7 @@ export class Trouble extends Error {
 
 export type Progress = (loaded: number) => void;
 
-/** A file's bytes; `progress` is told how many have come. */
+/** Returns a file's bytes; calls `progress` with the number received so far. */
 export async function bytes(path: string, advice: string, progress?: Progress): Promise<Uint8Array<ArrayBuffer>> {
   const answer = await fetch(path).catch(() => null);
   if (!answer) throw new Trouble(path, "cannot be fetched: the server does not answer", "Start drivetrain play again, then reload.");
@@ -38,7 +38,7 @@ export async function bytes(path: string, advice: string, progress?: Progress): 
   return whole;
 }
 
-/** Refuse a file whose SHA-256 is another than export.json's; false where the browser computes none (no https, no localhost). */
+/** Refuses a file whose SHA-256 is another than export.json's; false where the browser computes none (no https, no localhost). */
 export async function checkDigest(path: string, content: Uint8Array<ArrayBuffer>, wanted: string | undefined, advice: string): Promise<boolean> {
   if (!wanted) throw new Trouble(path, "has no SHA-256 in export.json", advice);
   if (!globalThis.crypto?.subtle) return false;

@@ -1,11 +1,11 @@
-/** Whether three graphs are of one world: what one gives is what the next takes. */
+/** Checks that three graphs are of one environment: the outputs of one have the shapes of the next one's inputs. */
 
 import type { InferenceSession } from "onnxruntime-web/wasm";
 
 type Name = "reset" | "policy" | "step";
 type Shape = readonly (number | string)[] | undefined;
 
-/** The graph that takes something in another shape than it is given, and what: an agent beside another grid's world. */
+/** Returns the graph and input whose shape differs from the output it comes from: a policy beside an environment of another grid. */
 export function misfit(graphs: Record<Name, InferenceSession>): { taker: Name; what: string } | undefined {
   const flows: [Name, string, Name, string][] = [["policy", "action", "step", "action"]];
   for (const giver of ["step", "reset"] as const) {
@@ -21,7 +21,7 @@ export function misfit(graphs: Record<Name, InferenceSession>): { taker: Name; w
   return undefined;
 }
 
-/** Without the first dimension, which counts worlds. */
+/** Without the batch dimension. */
 function shape(puts: readonly InferenceSession.ValueMetadata[], name: string): Shape {
   const put = puts.find((one) => one.name === name);
   return put?.isTensor ? put.shape.slice(1) : undefined;

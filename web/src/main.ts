@@ -1,4 +1,4 @@
-/** The page: one world at a time, drawn in step with the screen. */
+/** The page: shows one environment at a time, drawn once per screen frame. */
 
 import { chance } from "./chance";
 import { tellFacts } from "./facts";
@@ -12,8 +12,8 @@ import { runtimeBytes, World } from "./world";
 
 const VIEWS = [snake, cartpole, table];
 const OVER = 1200; // milliseconds between two episodes
-const SPEEDS = [1, 2, 4, 8, 15, 25, 50, 100, 200]; // steps a second, the slider's places
-const BUDGET = 14; // milliseconds of a frame that steps may take
+const SPEEDS = [1, 2, 4, 8, 15, 25, 50, 100, 200]; // steps a second, for each position of the slider
+const BUDGET = 14; // milliseconds of a frame for steps
 
 interface Listed {
   format: number;
@@ -36,8 +36,8 @@ let view: View = table;
 let playing = !matchMedia("(prefers-reduced-motion: reduce)").matches;
 let owed = 0; // steps that are due
 let overSince = 0; // when the episode ended, or 0
-let wanted = 0; // the load that counts: a later choice outruns an earlier one
-let offered: (() => void) | undefined; // what the notice's button does
+let wanted = 0; // number of the latest load: results of earlier ones are dropped
+let offered: (() => void) | undefined; // the action of the notice's button
 
 // --- loading ------------------------------------------------------------------------------------
 
@@ -109,9 +109,9 @@ function enable(on: boolean): void {
   play.textContent = playing ? "Pause" : "Play";
 }
 
-// --- what is said over the world ----------------------------------------------------------------
+// --- messages over the environment ----------------------------------------------------------------
 
-/** `offer` is a button: its label, and what it does. */
+/** `offer` is a button: its label and its action. */
 function say(title: string, text: string, done?: number, kind = "", offer?: [string, () => void]): void {
   [find("notice-title").textContent, find("notice-text").textContent] = [title, text];
   notice.className = kind;
@@ -129,7 +129,7 @@ function hideNotice(): void {
 
 function tell(error: unknown): void {
   world = undefined;
-  wanted++; // what is still loading has nothing to say any more
+  wanted++; // drops the result of a load in progress
   enable(false);
   const retry: [string, () => void] = ["Try again", () => void begin()];
   if (error instanceof Trouble) say(error.file, `${error.message}.\n${error.advice}`, undefined, "trouble", retry);
@@ -161,11 +161,11 @@ async function restart(one: World, episode: number): Promise<void> {
   seed.value = String(episode);
   await one.reset(episode);
   [owed, overSince] = [0, 0];
-  steer.take(steer.agent); // turns of the last episode are not for this one
+  steer.take(steer.agent); // drops the turns of the last episode
   hideNotice();
 }
 
-/** As many steps as are due, within a frame's time. */
+/** Takes the steps that are due, as far as the frame's time allows. */
 async function advance(one: World, now: number, passed: number): Promise<void> {
   if (one.done) {
     if (!overSince) {
@@ -230,7 +230,7 @@ function names(one: World): string[] {
   return one.agents > 1 ? Array.from({ length: one.agents }, (_, i) => `${view.player} ${i + 1}`) : [view.player];
 }
 
-/** A row for each agent; only what changed is written. */
+/** Updates one row per agent; writes only what changed. */
 function score(one: World): void {
   const scores = find<HTMLTableElement>("scores");
   const heads = ["", ...view.columns];
@@ -335,7 +335,7 @@ const hook = {
   /** Begin an episode; play one step; both give the state. */
   reset: async (episode: number) => world && (await restart(world, episode), hook.state()),
   step: async () => world && (await step(world), hook.state()),
-  /** Everything about this moment, as plain numbers; nothing while loading. */
+  /** The current state as plain numbers; undefined while loading. */
   state: () =>
     world && {
       episode: world.episode, steps: world.steps, done: world.done, ended: world.ended, returns: world.returns, actions: world.actions,

@@ -1,10 +1,10 @@
-/** A person's turns: keys, buttons and swipes, each for one step. */
+/** The player's turns from keys, buttons and swipes; each is used in one step. */
 
 const KEYS: Record<string, number> = {
   ArrowUp: 0, ArrowDown: 1, ArrowLeft: 2, ArrowRight: 3, KeyW: 0, KeyS: 1, KeyA: 2, KeyD: 3,
 };
 const SWIPE = 16; // pixels
-const KEPT = 2; // turns that wait, so that a quick double turn is not lost
+const KEPT = 2; // queued turns, so that a quick double turn is not lost
 
 export class Steer {
   /** The agent that the person plays, or none. */
@@ -39,7 +39,7 @@ export class Steer {
     this.turns = [];
   }
 
-  /** The next turn, or straight on. */
+  /** Returns the next turn, or straight on. */
   next(heading: number): number {
     return this.turns.shift() ?? heading;
   }

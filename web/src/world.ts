@@ -1,4 +1,4 @@
-/** A world and its agents as three ONNX graphs: all rules are theirs, none is here. */
+/** An environment and its agents as three ONNX graphs, which have all the rules. */
 
 import { env, InferenceSession, Tensor } from "onnxruntime-web/wasm";
 import wasm from "onnxruntime-web/ort-wasm-simd-threaded.wasm?url";
@@ -45,7 +45,7 @@ export class World {
   ended: boolean[] = [];
   done = false;
   private told: Told = {};
-  /** What agents with a memory remember. */
+  /** The recurrent state of agents that have one. */
   private memory: Told = {};
   private turn: Promise<unknown> = Promise.resolve();
 
@@ -56,7 +56,7 @@ export class World {
     readonly checked: boolean,
   ) {
     this.agents = sizesOf(card.graphs.policy.inputs, "random")?.[0] ?? 1;
-    // A world without chance has an input that only tells the number of worlds.
+    // An environment without randomness has an input that only gives the batch size.
     this.chances = sizesOf(card.graphs.reset.inputs, "random")?.[0] ?? 0;
   }
 
@@ -97,7 +97,7 @@ export class World {
     return this.card.graphs.reset.outputs.filter((put) => put.name.startsWith("next_")).map((put) => put.name.slice(5));
   }
 
-  /** Begin an episode: the same number brings the same chance, as in `drivetrain eval`. */
+  /** Starts an episode; the same number gives the same random numbers, as in `drivetrain eval`. */
   reset(episode: number): Promise<void> {
     return this.alone(async () => {
       const random = this.chances ? chance(episode, 0, this.chances) : new Float32Array(1);
@@ -112,7 +112,7 @@ export class World {
     });
   }
 
-  /** Everybody moves once; an episode that is over stays as it is. */
+  /** Takes one step of all agents; does nothing after the end of the episode. */
   step(choice: Choice): Promise<void> {
     return this.alone(async () => {
       if (this.done) return;
@@ -145,7 +145,7 @@ export class World {
     return (await session.run(Object.fromEntries(session.inputNames.map((input) => [input, given[input]!])))) as Told;
   }
 
-  /** One thing after the other, whoever asks. */
+  /** Runs calls one after another. */
   private alone(what: () => Promise<void>): Promise<void> {
     const next = this.turn.then(what);
     this.turn = next.catch(() => undefined);
