@@ -1,4 +1,4 @@
-"""Each launcher is really started with two ranks, and trains as `drivetrain train --procs 2` does."""
+"""Every launcher is started with two ranks, and trains as `drivetrain train --procs 2` does."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.patience import until
 TRAIN = ("train", "small.py")
 MODULE = ("drivetrain", *TRAIN)
 LOCAL = "127.0.0.1"
-ONE_THREAD = "plan.threads=1"  # for ranks that take themselves to be alone on their machine
+ONE_THREAD = "plan.threads=1"  # for ranks that do not know that they share this machine
 
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of drivetrain's own two processes."""
+    """The run of two processes that drivetrain itself started."""
     folder = write_task(tmp_path_factory.mktemp("own"))
     run("drivetrain", *TRAIN, "--procs", 2, folder=folder)
     return only_run(folder)
@@ -85,7 +85,7 @@ def test_accelerate_with_two_processes_and_accumulation(task: Path, own: Path) -
     assert (plan["accumulation"], plan["micro_batch"], plan["precision"]) == (2, 8, "fp32")
 
 
-def test_accelerate_on_a_cpu_starts_one_process_and_it_is_said(task: Path, own: Path) -> None:
+def test_accelerate_on_a_cpu_starts_one_process_and_a_notice_says_so(task: Path, own: Path) -> None:
     flags = ("--cpu", "--num_processes", 2, "--mixed_precision", "bf16")
     output = run("accelerate", "launch", *flags, "-m", *MODULE, folder=task, HF_HOME=task)
     assert "accelerate launch started one process" in output
@@ -107,7 +107,7 @@ def test_deepspeed(task: Path, own: Path) -> None:
 
 @contextlib.contextmanager
 def pods(folder: Path, **variables: object) -> Iterator[list[Any]]:
-    """What the training operator starts: a process a pod, with these four variables and no LOCAL_RANK."""
+    """Starts what the training operator starts: one process a pod, with these four variables and no LOCAL_RANK."""
     common = {"MASTER_ADDR": LOCAL, "MASTER_PORT": free_port(), "WORLD_SIZE": 2} | variables
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(start("drivetrain", *TRAIN, ONE_THREAD, folder=folder, RANK=rank, **common)) for rank in (0, 1)]
@@ -120,7 +120,7 @@ def test_the_environment_of_a_pytorchjob(task: Path, own: Path) -> None:
     check_same(only_run(task), own, "the environment (RANK, WORLD_SIZE)")
 
 
-def test_the_run_ends_with_the_cause_even_where_another_rank_had_it(task: Path) -> None:
+def test_the_run_ends_with_the_cause_even_if_another_rank_failed(task: Path) -> None:
     with pods(task, FAIL=1) as (first, second):
         assert (first.wait(), second.wait()) == (1, 1)
         assert "the fifth batch is bad" in first.output
@@ -143,8 +143,8 @@ def test_a_worker_that_waits_for_the_others_ends_on_ctrl_c(task: Path) -> None:
 
 
 @contextlib.contextmanager
-def machines(*folders: Path, port: int, **variables: object) -> Iterator[list[Any]]:
-    """The same command on each machine; the first is there before the second comes."""
+def start_on_two_machines(*folders: Path, port: int, **variables: object) -> Iterator[list[Any]]:
+    """Starts the same command on each machine; the second after the first listens."""
     command = ("drivetrain", *TRAIN, ONE_THREAD, "--nodes", 2, "--rendezvous", f"{LOCAL}:{port}")
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(start(*command, folder=folders[0], **variables))
@@ -153,7 +153,7 @@ def machines(*folders: Path, port: int, **variables: object) -> Iterator[list[An
 
 
 def test_two_machines_with_a_shared_folder(task: Path, own: Path) -> None:
-    with machines(task, task, port=free_port()) as (first, second):
+    with start_on_two_machines(task, task, port=free_port()) as (first, second):
         assert "2 of 2 machines are here" in first.succeed()
         second.succeed()
     check_same(only_run(task), own, None)
@@ -161,14 +161,14 @@ def test_two_machines_with_a_shared_folder(task: Path, own: Path) -> None:
 
 
 def test_two_machines_without_one_stop_and_go_on(task: Path, own: Path, tmp_path: Path) -> None:
-    """The run is on the first machine alone; the second takes its state from there."""
+    """Only the first machine has the run; the second gets its state from there."""
     other, port = write_task(tmp_path / "another folder"), free_port()
-    with machines(task, other, port=port, NAP=0.1) as (first, second):
+    with start_on_two_machines(task, other, port=port, NAP=0.1) as (first, second):
         until(lambda: is_training(task), "some steps")
         second.process.send_signal(signal.SIGTERM)
         assert (first.wait(), second.wait()) == (200, 200)
     assert info(only_run(task))["outcome"] == "preempted"
-    with machines(task, other, port=port) as (first, second):
+    with start_on_two_machines(task, other, port=port) as (first, second):
         assert "going on with small-001" in first.succeed()
         second.succeed()
     assert len(events(only_run(task), "resumed")) == 1
@@ -177,30 +177,30 @@ def test_two_machines_without_one_stop_and_go_on(task: Path, own: Path, tmp_path
 
 
 def test_machines_with_different_commands_do_not_train_together() -> None:
-    port, heard, ranks = free_port(), [], []
+    port, notices, ranks = free_port(), [], []
 
-    def join(same: dict[str, Any]) -> None:
-        me = rendezvous.join((LOCAL, port), (2, 2), 1, None, heard.append, same)
-        if isinstance(me, rendezvous.Leader):
-            me.wait_for_members()
-            ranks.append(me.start_attempt("small-001", Plan(), {}).first_rank)
+    def join(identity: dict[str, Any]) -> None:
+        node = rendezvous.join((LOCAL, port), (2, 2), 1, None, notices.append, identity)
+        if isinstance(node, rendezvous.Leader):
+            node.wait_for_members()
+            ranks.append(node.start_attempt("small-001", Plan(), {}).first_rank)
         else:
-            start = me.wait()
+            start = node.wait()
             assert isinstance(start, StartAttempt)
             ranks.append(start.first_rank)
 
     first = threading.Thread(target=join, args=({"seed": 0},), daemon=True)
     first.start()
-    until(lambda: any("waiting at" in text for text in heard), "a machine that waits")
+    until(lambda: any("waiting at" in text for text in notices), "a machine that waits")
     with pytest.raises(Problem, match=f"the run at {LOCAL}:{port} does not take this machine: another task, code or settings"):
         join({"seed": 1})
-    until(lambda: any("turned" in text and "away: another task" in text for text in heard), "a notice")
+    until(lambda: any("turned" in text and "away: another task" in text for text in notices), "a notice")
     join({"seed": 0})
     first.join(5)
     assert sorted(ranks) == [0, 1]
 
 
-def test_processes_of_one_machine_meet_where_no_other_machine_can_reach_them(task: Path) -> None:
+def test_processes_of_one_machine_listen_on_loopback_only(task: Path) -> None:
     with start("drivetrain", *TRAIN, "--procs", 2, folder=task, NAP=0.1) as training:
         until(lambda: is_training(task), "some steps", of=training.process)
         sockets = [(process.pid, s.laddr.ip) for process in training.children() for s in listening(process)]

@@ -1,4 +1,4 @@
-"""Several machines, as commands that meet on this one: who hangs is known to all, and what all spent is told by the first."""
+"""Several machines, as commands that meet on this one: all name the rank that hangs, and the first has the time breakdown of all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMIT, WITHIN = 2.0, 10.0
 
 
 @contextlib.contextmanager
-def two_machines(folder: Path, *words: str, **variables: object) -> Iterator[tuple[Started, Started]]:
+def start_two_machines(folder: Path, *words: str, **variables: object) -> Iterator[tuple[Started, Started]]:
     command = [
         "drivetrain",
         "train",
@@ -45,9 +45,9 @@ def two_machines(folder: Path, *words: str, **variables: object) -> Iterator[tup
     ("way", "place", "rank"), [("sleep", "forward", 1), ("sleep", "forward", 0), ("receive", "loss", 1), ("receive", "loss", 0)]
 )
 def test_all_machines_name_the_rank_that_hangs(way: str, place: str, rank: int, folder: Path) -> None:
-    """Also where all wait in collectives, so that none can tell by itself."""
+    """Even if all wait in collectives, so that no machine can decide alone."""
     line = write(way, place, rank)
-    with two_machines(folder, "stuck.py", "--restarts", "0", "--hang-after", f"{LIMIT:.0f}s") as machines:
+    with start_two_machines(folder, "stuck.py", "--restarts", "0", "--hang-after", f"{LIMIT:.0f}s") as machines:
         assert [machine.wait(120) for machine in machines] == [202, 202]
         for machine in machines:
             assert f"rank {rank} hangs in step" in machine.output and f"stuck.py:{line} in stick" in machine.output, machine.output
@@ -64,7 +64,7 @@ def test_all_machines_name_the_rank_that_hangs(way: str, place: str, rank: int, 
 
 
 @pytest.mark.system  # slow by design
-def test_what_takes_its_time_on_one_machine_is_no_hang(folder: Path) -> None:
+def test_slow_work_on_one_machine_is_no_hang(folder: Path) -> None:
     """A slow first step of the second, slow evaluations and a slow save of the first: each longer than the shortest hang."""
     write("sleep", "forward", rank=-1)
     slow = {
@@ -76,7 +76,7 @@ def test_what_takes_its_time_on_one_machine_is_no_hang(folder: Path) -> None:
         text = text.replace(old, new)
     (folder / "stuck.py").write_text(text)
     words = ["stuck.py", "steps=12", "eval_every=6", "save_every=4", "--hang-after", f"{LIMIT:.0f}s"]
-    with two_machines(folder, *words, DRIVETRAIN_FAULTS=",".join(["slow@save:2:rank=0"] * 4)) as (first, second):
+    with start_two_machines(folder, *words, DRIVETRAIN_FAULTS=",".join(["slow@save:2:rank=0"] * 4)) as (first, second):
         first.succeed(120)
         second.succeed(120)
     both = folder / "runs" / "both"
@@ -84,21 +84,21 @@ def test_what_takes_its_time_on_one_machine_is_no_hang(folder: Path) -> None:
 
 
 @pytest.mark.system  # it takes its time
-def test_after_a_hang_all_machines_start_anew(folder: Path) -> None:
+def test_after_a_hang_all_machines_restart(folder: Path) -> None:
     write("sleep", "forward", rank=-1)
     words = ["stuck.py", "steps=30", "save_every=5", "--hang-after", f"{LIMIT:.0f}s"]
-    with two_machines(folder, *words, DRIVETRAIN_FAULTS="hang@step:12:rank=1") as (first, second):
+    with start_two_machines(folder, *words, DRIVETRAIN_FAULTS="hang@step:12:rank=1") as (first, second):
         assert "rank 1 hangs in step 12" in first.succeed(120) and "rank 1 hangs in step 12" in second.succeed(120)
     assert [event["why"] for event in events(folder / "runs" / "both", "restarted")] == ["hang"]
 
 
 @pytest.mark.system  # it takes its time
-def test_where_the_time_of_all_goes_is_told_by_the_first(folder: Path) -> None:
-    """In one file that both could write: the first machine's, about all ranks."""
+def test_the_first_machine_has_the_time_breakdown_of_all(folder: Path) -> None:
+    """Both could write the file; the first machine does, with all ranks."""
     write("sleep", "forward", rank=-1)
     slow = (folder / "stuck.py").read_text().replace("time.sleep(0.01)", "time.sleep(0.03 + 0.06 * int(os.environ['RANK']))")
     (folder / "stuck.py").write_text(slow)
-    with two_machines(folder, "stuck.py", "steps=120", "eval_every=1000") as (first, second):
+    with start_two_machines(folder, "stuck.py", "steps=120", "eval_every=1000") as (first, second):
         until(
             lambda: len(ranks := spent(folder).get("ranks", [])) == 2 and ranks[1]["compute"] > ranks[0]["compute"],
             "both",

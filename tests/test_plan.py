@@ -16,7 +16,7 @@ CACHE = {"XDG_CACHE_HOME": ""}
 
 @pytest.fixture(autouse=True)
 def _own_cache(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """One for all tests here: the task is looked at once."""
+    """One cache for all tests here, so that the task is surveyed once."""
     CACHE["XDG_CACHE_HOME"] = str(tmp_path_factory.getbasetemp() / "cache")
     write_task()
 
@@ -25,7 +25,7 @@ def plan(*words: str) -> dict[str, Any]:
     return dict(json.loads(good("plan", "small.py", *words, "--json", **CACHE)))
 
 
-def test_a_plan_tells_memory_time_and_cost_and_is_remembered() -> None:
+def test_a_plan_shows_memory_time_and_cost_and_is_cached() -> None:
     text = good("plan", "small.py", "--hardware", "4xL4-24GB", "--price", "0.8", **CACHE)
     for part in (
         "4 processes (ddp, nccl), bf16",
@@ -59,7 +59,7 @@ def test_a_saved_plan_runs_and_only_for_its_task() -> None:
     assert "was made with global_batch=100" in bad("train", "small.py", "global_batch=50", "--plan", "plan.json")
 
 
-def test_an_accelerate_file_is_taken_over_and_the_command_line_wins() -> None:
+def test_an_accelerate_file_is_applied_and_the_command_line_wins() -> None:
     Path("a.yaml").write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nmixed_precision: bf16\nnum_processes: 2\nuse_cpu: true\nmain_training_function: main\n"
     )
@@ -71,7 +71,7 @@ def test_an_accelerate_file_is_taken_over_and_the_command_line_wins() -> None:
     assert json.loads(Path("runs/b/run.json").read_text())["plan"]["precision"] == "fp32"
 
 
-def test_a_deepspeed_file_is_taken_over() -> None:
+def test_a_deepspeed_file_is_applied() -> None:
     pytest.importorskip("deepspeed")
     config = {
         "train_batch_size": 60,
@@ -87,7 +87,7 @@ def test_a_deepspeed_file_is_taken_over() -> None:
     assert json.loads(Path("runs/ds/deepspeed.json").read_text())["zero_optimization"]["reduce_bucket_size"] == 50000
 
 
-def test_the_guides_table_sets_the_batch_and_says_so() -> None:
+def test_the_guides_table_sets_the_global_batch_and_a_notice_says_so() -> None:
     said = good("train", "small.py", "--planner", "table", "--name", "table", "epochs=1")
     told = json.loads(Path("runs/table/run.json").read_text())
     assert told["plan"]["global_batch"] == told["recipe"]["settings"]["global_batch"] == 32
@@ -105,7 +105,7 @@ def test_the_users_variables_win_and_are_recorded() -> None:
     assert (kept["env"]["OMP_NUM_THREADS"], kept["threads"]) == ("1", 1)
 
 
-def test_where_data_lie_can_be_pinned_and_changes_nothing() -> None:
+def test_the_location_of_data_can_be_pinned_and_changes_no_result() -> None:
     for where in ("device", "loader"):
         good("train", "small.py", "epochs=1", f"plan.data={where}", "--name", where)
         assert json.loads(Path(f"runs/{where}/run.json").read_text())["plan"]["reasons"]["data"] == "pinned"
@@ -125,11 +125,11 @@ def test_where_data_lie_can_be_pinned_and_changes_nothing() -> None:
         (["--price", "-1"], "price"),
     ],
 )
-def test_bad_wishes_name_the_fix(words: list[str], message: str) -> None:
+def test_errors_name_the_fix(words: list[str], message: str) -> None:
     assert message in bad("plan", "small.py", *words, **CACHE)
 
 
-def test_what_is_remembered_of_a_task_goes_with_its_modules_and_data(folder: Path) -> None:
+def test_cached_profiles_depend_on_the_tasks_modules_and_data(folder: Path) -> None:
     write_task("moved.py", ("self.hidden", "widths.HIDDEN"), "import widths\n" + TASK)
 
     def parameters(width: int) -> float:
@@ -144,7 +144,7 @@ def test_what_is_remembered_of_a_task_goes_with_its_modules_and_data(folder: Pat
     assert plan_cache.file_stamps({"data_dir": "rows", "hidden": 3}) != before
 
 
-def test_a_model_that_cannot_be_traced_is_said_so() -> None:
+def test_a_plan_says_that_a_model_cannot_be_traced() -> None:
     text = "        if x.sum().item() > 1e9: raise RuntimeError('never')\n        return F.cross_entropy(model(x), y)"
     write_task("values.py", ("        return F.cross_entropy(model(x), y)", text))
     told = json.loads(good("plan", "values.py", "--hardware", "1xL4-24GB", "--json", **CACHE))

@@ -37,7 +37,7 @@ def two_disks(folder: Path, second: Path) -> Iterator[tuple[Started, Started]]:
         yield first, other
 
 
-def test_each_machine_has_the_file_and_the_first_has_the_run(task: Path, tmp_path: Path) -> None:
+def test_each_machine_has_the_task_file_and_only_the_first_has_the_run(task: Path, tmp_path: Path) -> None:
     """A run of the same name but other code on the second machine is not mistaken for this one."""
     own = write_task(tmp_path / "own")
     run("drivetrain", "train", "small.py", "--procs", 2, folder=own)
@@ -52,7 +52,7 @@ def test_each_machine_has_the_file_and_the_first_has_the_run(task: Path, tmp_pat
     assert [path.name for path in only_run(second).iterdir()] == ["task"]
 
 
-def test_a_second_machine_with_another_version_of_the_file_is_said(task: Path, tmp_path: Path) -> None:
+def test_a_second_machine_with_another_version_of_the_task_file_is_refused(task: Path, tmp_path: Path) -> None:
     second = write_task(tmp_path / "second")
     (second / "small.py").write_text(TASK.replace("F.cross_entropy", "3 * F.cross_entropy"))
     with two_disks(task, second) as (first, other):

@@ -20,9 +20,9 @@ from drivetrain.launch.rendezvous.messages import (
     HangReport,
     HangVerdict,
     Hello,
+    PlanReduction,
     ReportNow,
     RunEnded,
-    SmallerPlan,
     StartAttempt,
     TimeSpent,
     ToMember,
@@ -154,7 +154,7 @@ class Member:
     def report_end(self, attempt: int, ended: JobEnd) -> None:
         self._attempt = 0
         values: dict[str, Any] | None = ended.result.get("smaller")
-        smaller = None if values is None else strict.read(SmallerPlan, values)
+        smaller = None if values is None else strict.read(PlanReduction, values)
         self.link.send(AttemptEnded(attempt, ended.outcome, ended.message, ended.lost, ended.stopped, smaller, ended.spent))
 
 

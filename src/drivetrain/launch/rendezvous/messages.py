@@ -71,7 +71,7 @@ class HangReport:
 
 
 @dataclass(frozen=True)
-class SmallerPlan:
+class PlanReduction:
     """The changes of the plan with which a run restarts after it ran out of memory."""
 
     plan: dict[str, Any]
@@ -97,7 +97,7 @@ class AttemptEnded:
     message: str
     lost: bool
     stopped: bool
-    smaller: SmallerPlan | None = None
+    smaller: PlanReduction | None = None
     spent: TimeBreakdown | None = None
 
     def __post_init__(self) -> None:
