@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from drivetrain.engine.fast.blocks import describe_blocks, repeated_blocks
+from drivetrain.engine.fast.compiled import Compiled
 from drivetrain.engine.group import Group
 from drivetrain.engine.strategies.recompute import recompute_blocks
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
 from drivetrain.plan.choose import choose
 from drivetrain.plan.deepspeed import configuration
-from tests.deep import Net, Towers, Transformer, train
+from tests.deep import LENGTH, Net, Towers, Transformer, train
 from tests.engine.test_invariance import same
 from tests.processes import on_ranks
 from tests.samples import HARDWARE, Plain, rows, weights
@@ -98,6 +99,26 @@ def test_blocks_of_all_towers_are_found() -> None:
     heads = nn.ModuleDict({"blocks": towers.texts, "small": nn.ModuleList(nn.Linear(4, 4) for _ in range(4))})
     assert repeated_blocks(heads) == [*towers.texts], "a list that holds next to nothing is no tower"
     assert not repeated_blocks(nn.Sequential(towers.texts, nn.Linear(300, 300))), "most of the model is something else"
+
+
+def test_blocks_of_all_towers_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    towers, calls = Towers(), []
+
+    def compiler(forward: Any, **options: Any) -> Any:
+        def call(*args: Any) -> Any:
+            calls.append(forward.__self__)
+            return forward(*args)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compiler)
+    compiled = Compiled(towers.forward, towers, "full batch", deterministic=False, custom_passes=False)
+    assert compiled.description == "its 5 ConvBlock and 4 Block blocks"
+    inputs = torch.rand(2, 3, 8, 8), torch.zeros(2, LENGTH, dtype=torch.long)
+    output = compiled("full batch", *inputs)
+    assert set(calls) == {*towers.images[1], *towers.texts}
+    calls.clear()
+    assert torch.equal(compiled("partial batch", *inputs), output) and not calls
 
 
 @pytest.mark.parametrize("pins", [{}, FSDP | {"micro_batch": 3}, ZERO2], ids=label)
