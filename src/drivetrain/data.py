@@ -108,7 +108,7 @@ class Source:
         return ""
 
     def stepper(self, model: nn.Module, context: StepperContext) -> EpochStepper | None:
-        """Returns code that takes whole epochs by itself, where the family has any; it tells `context.notice` why it has none."""
+        """Returns code that takes whole epochs by itself, if the family has any. If it has none, it may pass the reason to `context.notice`."""
         return None
 
 

@@ -80,20 +80,20 @@ def _check_keys(mapping: dict[Any, Any], path: Path) -> None:
 
 def split_words(words: list[str]) -> dict[str, str]:
     """Returns the settings that `key=value` words of a command line give."""
-    given: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key:
             raise Problem(f"{word!r} is no setting: settings are written key=value, such as epochs=5")
-        given[key.replace("-", "_")] = value
-    return given
+        settings[key.replace("-", "_")] = value
+    return settings
 
 
 def load(text: str, words: list[str], environment: Mapping[str, str] = os.environ) -> list[Recipe]:
     """Returns the recipes of `train TEXT key=value ...`: one for each stage, or a single one."""
-    given = split_words(words)
+    from_command_line = split_words(words)
     if not is_recipe_file(text):
-        return [make(find_task(text), {}, given, environment)]
+        return [make(find_task(text), {}, from_command_line, environment)]
     path = Path(text).expanduser()
     if not path.is_file():
         raise Problem(f"there is no file {text} (looked in {path.absolute().parent})")
@@ -107,30 +107,30 @@ def load(text: str, words: list[str], environment: Mapping[str, str] = os.enviro
         values = {k: v for k, v in (top | stage).items() if k not in NOT_SETTINGS}
         values |= {f"plan.{k}": v for k, v in {**top.get("plan", {}), **stage.get("plan", {})}.items()}
         run_name = f"{name}/{number}-{stage.get('name', 'stage')}" if "stages" in top else name
-        recipes.append(make(task, values, given, environment, run_name))
+        recipes.append(make(task, values, from_command_line, environment, run_name))
     return recipes
 
 
 def make(
     task: TaskRef,
-    recipe: Mapping[str, object],
-    given: Mapping[str, object],
+    from_file: Mapping[str, object],
+    from_command_line: Mapping[str, object],
     environment: Mapping[str, str] = os.environ,
     name: str | None = None,
     known: dict[str, Setting] | None = None,
 ) -> Recipe:
-    """Returns one recipe: the command line (`given`) wins over the environment, that over the file (`recipe`), that over defaults."""
+    """Returns one recipe: the command line wins over the environment, that over the recipe's file, that over the defaults."""
     known = known if known is not None else task_settings(task)
     from_environment, notices = _read_environment(environment, known, task.label)
     values: dict[str, object] = {}
     origin = dict.fromkeys(known, "default")
     pins: dict[str, Any] = {}
-    for source, layer in (("recipe", recipe), ("environment", from_environment), ("command line", given)):
+    for layer_name, layer in (("recipe", from_file), ("environment", from_environment), ("command line", from_command_line)):
         for key, value in layer.items():
             if key.startswith("plan."):
                 pins[key.removeprefix("plan.")] = value
             else:
-                values[key], origin[key] = value, source
+                values[key], origin[key] = value, layer_name
     settings = resolve(known, values, task.label)
     check_agreement(settings)
     return Recipe(task, settings, origin, pins, name, tuple(notices))

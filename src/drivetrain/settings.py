@@ -129,15 +129,15 @@ def nearest(name: str, names: typing.Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def resolve(settings: Mapping[str, Setting], given: Mapping[str, object], owner: str) -> dict[str, Any]:
-    """Returns every setting's value: the given ones checked, the others by default."""
-    for name in given:
+def resolve(settings: Mapping[str, Setting], values: Mapping[str, object], owner: str) -> dict[str, Any]:
+    """Returns the value of every setting: the one in `values`, checked, or the default. `owner` names the task in errors."""
+    for name in values:
         if name not in settings:
             raise Problem(f"{owner} has no setting {brief(name)}{nearest(name, settings)} (all: --help)")
-    missing = [s.name for s in settings.values() if s.required and s.name not in given]
+    missing = [s.name for s in settings.values() if s.required and s.name not in values]
     if missing:
         raise Problem(f"{owner} needs a value for {', '.join(missing)}: say {missing[0]}=VALUE")
-    return {s.name: s.coerce(given[s.name]) if s.name in given else s.default for s in settings.values()}
+    return {s.name: s.coerce(values[s.name]) if s.name in values else s.default for s in settings.values()}
 
 
 # --- values ------------------------------------------------------------------------------------

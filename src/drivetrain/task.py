@@ -163,7 +163,7 @@ class Task:
     # --- hooks of a trained model ---
 
     def summary_fields(self) -> dict[str, Any]:
-        """Returns lines of the task's own for the run's `summary.txt`: name -> value, such as {"Classes": 10}."""
+        """Returns lines that describe the task in the run's `summary.txt`: name -> value, such as {"Classes": 10}."""
         return {}
 
     def predict(self, model: Any, given: str) -> Iterator[str]:
@@ -183,7 +183,7 @@ class Task:
         """Writes the weights as files that other programs know, and returns the files' names; None: this task has no such form.
 
         Called when a run finishes, for files beside its weights, and by `export`, which writes graphs where this returns None.
-        `facts` tell about the run (name, steps, metrics). With `export --merge`, `merge` is the model to write whole.
+        `facts` describe the run: name, steps, metrics. With `export --merge`, `merge` is the model to write whole.
         """
         return None
 
