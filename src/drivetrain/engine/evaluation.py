@@ -8,9 +8,11 @@ from drivetrain.engine.evaluate import Evaluation, EvaluationGraphs, Evaluator
 from drivetrain.engine.execution import Execution
 from drivetrain.engine.faults.out_of_memory import OutOfMemoryOnRanks
 from drivetrain.engine.group.requests import SupportsBool
+from drivetrain.engine.log.rows import RowLog
 from drivetrain.engine.numerics.metrics import read_remarks
 from drivetrain.engine.setup import Setup
 from drivetrain.engine.state.best import Best
+from drivetrain.engine.state.resume import Progress
 from drivetrain.task import overrides
 
 
@@ -55,6 +57,16 @@ class TrainingEvaluation:
             self._graphs = None if graphs is None else EvaluationGraphs(graphs, self.execution.tuner.marks)
             self._graphs_version = self.execution.graph_version
         return self._graphs
+
+    def after_step(self, progress: Progress, rows: RowLog, stop: SupportsBool) -> bool:
+        """Evaluates and adds the metrics to the row of the step; returns whether they are the best so far."""
+        progress.metrics = self(progress.step, stop).metrics
+        rows.add(progress.step, progress.metrics)
+        is_best = progress.best.update(progress.metrics, progress.step)
+        self.report_patience(progress.step, progress.best)
+        self.report_remarks(progress.step)
+        rows.end_pause()
+        return is_best
 
     # --- what the user is told ---
 

@@ -10,7 +10,7 @@ import torch
 from drivetrain.engine.data.feed import Feed, OrderedFeed
 from drivetrain.engine.fast.graphs import Graphs
 from drivetrain.engine.fast.threads import Threads
-from drivetrain.engine.fast.tuner import Tuner
+from drivetrain.engine.fast.tuner import ExecutionTuner
 from drivetrain.engine.faults.out_of_memory import WAYS_OUT, OutOfMemory, OutOfMemoryOnRanks, can_undo_steps
 from drivetrain.engine.log.slots import PIGGYBACK_FLOATS
 from drivetrain.engine.model import batchnorm_notice, has_batchnorm
@@ -35,11 +35,11 @@ class Execution:
         self.threads = Threads(plan, self.group)
         self.graph_version = 0
         """Changes when CUDA graphs of the model, wherever they are, no longer hold."""
-        self.tuner = Tuner(self.step, plan, self.group, setup.total_steps, self.observer, plan.first_compiled_step(0, None))
+        self.tuner = ExecutionTuner(self.step, plan, self.group, setup.total_steps, self.observer, plan.first_compiled_step(0, None))
 
     def tune(self, compiled_from: int | None) -> None:
         """Finds out from the next step on how steps run fastest; from `compiled_from` on they run compiled."""
-        self.tuner = Tuner(self.step, self.plan, self.group, self.setup.total_steps, self.observer, compiled_from)
+        self.tuner = ExecutionTuner(self.step, self.plan, self.group, self.setup.total_steps, self.observer, compiled_from)
         self.tuner.attach()
 
     # --- steps ---

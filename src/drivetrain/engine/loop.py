@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from drivetrain.engine.cadence import Cadence, Due, Period
+from drivetrain.engine.cadence import Cadence, Due
 from drivetrain.engine.epochs import Epochs
 from drivetrain.engine.evaluate import EvaluationStopped
 from drivetrain.engine.evaluation import TrainingEvaluation
@@ -43,7 +43,7 @@ class Training:
         """`stop` becomes true when the process is asked to stop."""
         self.setup = set_up(task, plan, run, group, observer, stop)
         self.execution = Execution(self.setup, plan)
-        self.rows = RowLog(self.execution.step, observer, self.elapsed_seconds)
+        self.rows = RowLog(self.execution.step, observer, lambda: round(time.monotonic() - self._start_seconds, 3))
         self.saver = Saver(self.setup, self.execution, self.rows)
         self.evaluate = TrainingEvaluation(self.setup, self.execution)
         self.always_checks_dependence = False
@@ -55,9 +55,9 @@ class Training:
         self.progress = restore(self.setup, self.execution, self.saver.report_damage)
         self._start_seconds -= self.progress.seconds
         try:
-            self._train(self._cadence(stop_after))
+            self._train(self.setup.cadence(stop_after))
             return self._finish()
-        except Stopped:
+        except (Stopped, EvaluationStopped):
             self.saver.wait(f"stopped, but step {self.progress.step:,} could not be saved")
             self.setup.feed.close()
             return Result(Outcome.PREEMPTED, self.progress.step, self.progress.metrics or {})
@@ -82,40 +82,31 @@ class Training:
                 due = self._evaluate(due)
             self.rows.emit()
             if due.can_save and (due.save or due.stop):
-                self._save(wait=due.is_last)
+                self.saver.save(progress, wait=due.is_last)
             if due.can_save and due.stop and not due.is_last:
                 raise Stopped
 
-    def _cadence(self, stop_after: int | None) -> Cadence:
-        setup, task = self.setup, self.setup.task
-        log, evaluate, save = (Period(s, setup.steps_per_epoch) for s in (task.log_every, task.eval_every, task.save_every))
-        return Cadence(
-            log, evaluate, save, setup.total_steps, setup.steps_per_epoch, evaluates=setup.evaluation is not None,
-            saves_at_epoch_ends=setup.source is not None, is_main=setup.group.is_main, stop_after=stop_after,
-        )  # fmt: skip
-
     def _begin(self) -> None:
         """Hands the restored progress to those who need it, and gets everything ready for the next step."""
-        setup, progress = self.setup, self.progress
+        setup, progress, rows = self.setup, self.progress, self.rows
         self.execution.threads.set_useful(progress.num_threads)
         if progress.rows is not None:
-            self.rows.load(progress.step, progress.rows)
+            rows.load(progress.step, progress.rows)
         self.execution.tune(progress.compiled_from)
         setup.observer.started(describe(setup, self.execution, progress.step))
         setup.observer.moment("start")
         if setup.task.eval_first and setup.evaluation is not None and progress.step == 0:
-            try:
-                self.evaluate.report_first()
-            except EvaluationStopped:
-                raise Stopped from None
+            self.evaluate.report_first()
         setup.feed.open(progress.step)
         setup.model.train()
         if progress.step == 0:
             check_dependence(setup, self.execution, self.always_checks_dependence)
-        if self.rows.waiting_row(progress.step) is not None:
-            self._evaluate_again()
+        if rows.waiting_row(progress.step) is not None:  # the run was stopped in its evaluation
+            self.evaluate.after_step(progress, rows, setup.stop)
+            rows.emit()
+            self.saver.save(progress, wait=progress.step == setup.total_steps)
         self.saver.saved_step = progress.step
-        self.rows.end_pause()
+        rows.end_pause()
 
     def _stop_if_asked(self, cadence: Cadence) -> None:
         """A process that is alone stops between two steps; several stop together, after a step."""
@@ -123,10 +114,10 @@ class Training:
             if self.progress.step > self.saver.saved_step:
                 self._read_metrics(Due(self.progress.step, stop=True))
                 self.rows.emit()
-                self._save(wait=False)
+                self.saver.save(self.progress, wait=False)
             raise Stopped
 
-    # --- log ---
+    # --- log, evaluate, finish ---
 
     def _must_read_metrics(self, due: Due) -> bool:
         ring, shows_ticks = self.execution.step.ring, self.setup.group.is_main and self.setup.group.device.type == "cpu"
@@ -140,58 +131,19 @@ class Training:
         if bad_step is not None:
             raise not_finite(self.setup, bad_step, self.saver.writer)
 
-    def elapsed_seconds(self) -> float:
-        return round(time.monotonic() - self._start_seconds, 3)
-
-    # --- evaluate ---
-
     def _evaluate(self, due: Due) -> Due:
         try:
-            is_best = self._evaluate_step(stops=due.can_save)
+            is_best = self.evaluate.after_step(self.progress, self.rows, self.setup.stop if due.can_save else False)
         except EvaluationStopped:  # the evaluation is done, and its row written, when the run goes on
             self.rows.emit(before=due.step)
-            self._save(wait=False)
-            raise Stopped from None
+            self.saver.save(self.progress, wait=False)
+            raise
         return due.after_evaluation(is_best, self.progress.best.out_of_patience)
-
-    def _evaluate_again(self) -> None:
-        """Repeats the evaluation in which the run was stopped."""
-        try:
-            self._evaluate_step(stops=True)
-        except EvaluationStopped:
-            raise Stopped from None
-        self.rows.emit()
-        self._save(wait=self.progress.step == self.setup.total_steps)
-
-    def _evaluate_step(self, stops: bool) -> bool:
-        """Evaluates and adds the metrics to the row of this step; returns whether they are the best so far."""
-        progress = self.progress
-        progress.metrics = self.evaluate(progress.step, self.setup.stop if stops else False).metrics
-        self.rows.add(progress.step, progress.metrics)
-        is_best = progress.best.update(progress.metrics, progress.step)
-        self.evaluate.report_patience(progress.step, progress.best)
-        self.evaluate.report_remarks(progress.step)
-        self.rows.end_pause()
-        return is_best
-
-    # --- save ---
-
-    def _save(self, wait: bool) -> None:
-        self._update_progress()
-        self.saver.save(self.progress, wait)
-
-    def _update_progress(self) -> None:
-        self.rows.sum_epoch()
-        progress, execution = self.progress, self.execution
-        slots = execution.step.slots
-        progress.seconds, progress.rows = self.elapsed_seconds(), self.rows.state(progress.step)
-        progress.metric_slots = slots.to_json() if slots else None
-        progress.compiled_from, progress.num_threads = execution.tuner.compiled_from, execution.threads.num_useful
 
     def _finish(self) -> Result:
         self.setup.observer.moment("finish")
         self.setup.feed.close()
         self.execution.strategy.broadcast_buffers()
         self.setup.observer.flush()
-        self._update_progress()
+        self.saver.update(self.progress)
         return finish(self.setup, self.execution, self.progress, self.saver.report_damage)

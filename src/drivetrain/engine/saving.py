@@ -23,9 +23,18 @@ class Saver:
         if setup.group.is_main or files is not None:
             self.writer = CheckpointWriter(setup.run, setup.task.keep, observer.moment, observer.notice, files, setup.group.is_main)
 
+    def update(self, progress: Progress) -> None:
+        """Brings the progress up to date, as a checkpoint of this moment has to hold it."""
+        self.rows.sum_epoch()
+        execution, slots = self.execution, self.execution.step.slots
+        progress.seconds, progress.rows = self.rows.elapsed_seconds(), self.rows.state(progress.step)
+        progress.metric_slots = slots.to_json() if slots else None
+        progress.compiled_from, progress.num_threads = execution.tuner.compiled_from, execution.threads.num_useful
+
     def save(self, progress: Progress, wait: bool) -> None:
         """Saves a training; with `wait`, returns when the checkpoint is on the disk. A collective call."""
         setup, step = self.setup, progress.step
+        self.update(progress)
         setup.observer.moment("saving")
         setup.observer.flush()
         if not self.execution.strategy.weights_are_finite():

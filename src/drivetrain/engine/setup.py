@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from drivetrain.data import Source
+from drivetrain.engine.cadence import Cadence, Period
 from drivetrain.engine.data.feed import Feed, OrderedFeed
 from drivetrain.engine.data.make_feed import eval_feed, train_feed
 from drivetrain.engine.group import Group
@@ -53,6 +54,15 @@ class Setup:
     @property
     def steps_per_epoch(self) -> int:
         return self.feed.steps_per_epoch
+
+    def cadence(self, stop_after: int | None) -> Cadence:
+        """Returns what decides when a training logs, evaluates, saves and stops."""
+        task = self.task
+        log, evaluate, save = (Period(setting, self.steps_per_epoch) for setting in (task.log_every, task.eval_every, task.save_every))
+        return Cadence(
+            log, evaluate, save, self.total_steps, self.steps_per_epoch, evaluates=self.evaluation is not None,
+            saves_at_epoch_ends=self.source is not None, is_main=self.group.is_main, stop_after=stop_after,
+        )  # fmt: skip
 
     def learning_rates(self, optimizer: torch.optim.Optimizer, plan: Plan) -> LearningRates:
         schedule = make_schedule(self.task, self.total_steps, self.steps_per_epoch)

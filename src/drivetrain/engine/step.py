@@ -21,6 +21,7 @@ from drivetrain.engine.fast.graphs import Graphs, form_of
 from drivetrain.engine.faults.out_of_memory import BufferBackup, OutOfMemoryOnRanks
 from drivetrain.engine.group import Group
 from drivetrain.engine.group.requests import Requests, SupportsBool
+from drivetrain.engine.log.observe import observe_fetches
 from drivetrain.engine.log.ring import MetricRing
 from drivetrain.engine.log.slots import FIRST_METRIC, FIRST_REQUEST, MetricSlots
 from drivetrain.engine.measure.memory import allocation_errors_as_oom
@@ -191,7 +192,7 @@ class Step:
         if self.feed.is_resident:
             self.moment("fetched")  # nothing is waited for where the data is on the device
             return micros
-        return _observed(micros, self.moment)
+        return observe_fetches(micros, self.moment)
 
     def _report_samples(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         sample_ids: list[int] = []
@@ -388,14 +389,3 @@ class Step:
         if self._piggyback is None:
             for slot in self.objective.row:
                 slot.zero_()
-
-
-def _observed(micros: Iterator[MicroBatch], moment: Callable[[str], None]) -> Iterator[MicroBatch]:
-    """Yields the micro-batches, with an observation point before and after each wait for data."""
-    while True:
-        moment("fetch")
-        micro = next(micros, None)
-        moment("fetched")
-        if micro is None:
-            return
-        yield micro

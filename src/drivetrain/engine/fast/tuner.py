@@ -74,7 +74,7 @@ class StepTimer:
             torch.cuda.synchronize(self.step.group.device)
 
 
-class Tuner:
+class ExecutionTuner:
     """Attached to a step until the choice is made; asked again after other code ran."""
 
     def __init__(self, step: Step, plan: Plan, group: Group, total_steps: int, observer: Observer, compiled_from: int | None) -> None:

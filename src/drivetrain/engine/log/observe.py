@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Observer:
@@ -87,3 +90,14 @@ class Observers(Observer):
     def close(self) -> None:
         for member in self.members:
             member.close()
+
+
+def observe_fetches(batches: Iterator[T], moment: Callable[[str], None]) -> Iterator[T]:
+    """Yields the batches, with an observation point before and after each wait for data."""
+    while True:
+        moment("fetch")
+        batch = next(batches, None)
+        moment("fetched")
+        if batch is None:
+            return
+        yield batch

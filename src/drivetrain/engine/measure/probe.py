@@ -14,7 +14,7 @@ from torch import nn
 
 from drivetrain.engine.data.make_feed import train_feed
 from drivetrain.engine.fast.graphs import WARM_UP_CALLS, capture_graph
-from drivetrain.engine.fast.tuner import TIMED_STEPS, WARM_UP_STEPS, Tuner
+from drivetrain.engine.fast.tuner import TIMED_STEPS, WARM_UP_STEPS, ExecutionTuner
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observer
 from drivetrain.engine.log.slots import PIGGYBACK_FLOATS
@@ -105,7 +105,7 @@ class Probe:
             peak = self._peak()
             kind, update = "eager", lambda: strategy.update(None, 0.0, False, False)
             if seconds < CAPTURE_BELOW_SECONDS and self.device.type == "cuda" and plan.capture != "off":
-                Tuner(step, plan, self.group, total, Observer(), None).attach()
+                ExecutionTuner(step, plan, self.group, total, Observer(), None).attach()
                 for _ in range(
                     WARM_UP_STEPS + TIMED_STEPS + 1 + WARM_UP_CALLS + 1
                 ):  # the steps of the choice, then those until the graph is captured
