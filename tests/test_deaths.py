@@ -108,7 +108,7 @@ def test_whatever_ends_without_a_result_is_started_anew(folder: Path) -> None:
     assert not [path for path in mine if path.stat().st_mtime < time.time() - 60], "sockets of killed loader workers"
 
 
-# --- who died ---
+# --- which worker caused the end ---
 
 
 def attempt(tmp_path: Path, *ends: tuple[int, dict[str, Any] | None]) -> Attempt:
@@ -191,7 +191,7 @@ def test_an_end_without_a_result_is_a_death_whatever_its_code(code: int, tmp_pat
 # --- starts that fail ---
 
 
-def test_a_worker_that_cannot_be_forked_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_be_forked_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> int:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
@@ -211,7 +211,7 @@ def test_a_worker_that_cannot_be_forked_is_told(tmp_path: Path, monkeypatch: pyt
     theirs.close()
 
 
-def test_a_start_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_fails_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path / "run")
     run.path.mkdir()
     plan = Plan()
@@ -245,7 +245,7 @@ def test_a_start_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.M
     assert not list(run.path.glob(".attempt-*"))
 
 
-def test_the_process_that_forks_is_named_when_it_dies(tmp_path: Path) -> None:
+def test_the_fork_server_is_named_when_it_dies(tmp_path: Path) -> None:
     fork_server = ForkServer(dict(os.environ), tmp_path / "log")
     fork_server._process.kill()
     fork_server.read_events(lambda handle: None)
@@ -255,7 +255,7 @@ def test_the_process_that_forks_is_named_when_it_dies(tmp_path: Path) -> None:
 # --- what is left behind ---
 
 
-def test_only_the_scratch_of_the_dead_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_scratch_folders_of_dead_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     maker = "import sys, tempfile; tempfile.tempdir = sys.argv[1]\nfrom drivetrain.supervise.scratch import Scratch\n"
     killed = subprocess.run([sys.executable, "-c", maker + "Scratch(); import os; os.kill(os.getpid(), 9)", str(tmp_path)])
@@ -304,7 +304,7 @@ def test_folders_of_attempts_go_when_the_disk_can_be_written_again(tmp_path: Pat
     assert not list(tmp_path.glob(".attempt-*"))
 
 
-# --- hangs that were not seen before, and what only looks like one ---
+# --- hangs in phases not seen yet, and ranks that only seem to hang ---
 
 WAYS = {
     "sleeps": "import time; time.sleep(1000)",
@@ -341,7 +341,7 @@ def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 @pytest.mark.parametrize("place", ["fetch", "metrics"])
-def test_a_hang_at_a_place_that_was_not_seen_yet_has_a_verdict(place: str, stuck: Callable[..., WatchedRank]) -> None:
+def test_a_hang_in_a_phase_not_seen_yet_has_a_verdict(place: str, stuck: Callable[..., WatchedRank]) -> None:
     rank, hang_detector = stuck("sleeps", place), HangDetector(min_limit=0.2)
     assert hang_detector.limit(rank.heartbeat) == 3600 and hang_detector.idle_limit(rank.heartbeat) == 2.0, "with 30 s: five minutes"
     assert HangDetector(30).idle_limit(rank.heartbeat._replace(slowest=200.0)) == 600, "scaled by what was seen"
@@ -350,7 +350,7 @@ def test_a_hang_at_a_place_that_was_not_seen_yet_has_a_verdict(place: str, stuck
     assert verdict.ranks == [0] and "rank 0 hangs in step 1" in verdict.message and time.monotonic() - begun > 2
 
 
-def test_what_computes_at_a_place_that_was_not_seen_yet_is_not_hung(stuck: Callable[..., WatchedRank]) -> None:
+def test_a_rank_that_computes_in_a_phase_not_seen_yet_is_not_hung(stuck: Callable[..., WatchedRank]) -> None:
     ranks = [stuck("spins", "metrics"), stuck("waits for a child", "fetch"), stuck("sleeps", "begin")]
     hang_detector, deadline = HangDetector(min_limit=0.2), time.monotonic() + 6
     while time.monotonic() < deadline:
@@ -372,14 +372,14 @@ def test_what_imports_is_not_hung_while_it_gets_on(stuck: Callable[..., WatchedR
     assert until(lambda: find_hang(hang_detector.check([importing]) or [], all_ranks=True), "a verdict", 60).ranks == [0]
 
 
-def test_a_pulse_tells_the_slowest_of_all_places() -> None:
+def test_a_heartbeat_has_the_longest_duration_of_all_phases() -> None:
     page = open_heartbeat_page()
-    pulse, heart = HeartbeatReader(page), HeartbeatWriter(page)
-    heart.moment("start")
+    reader, writer = HeartbeatReader(page), HeartbeatWriter(page)
+    writer.moment("start")
     time.sleep(0.05)
-    heart.moment("step")
-    heart.moment("fetch")
-    assert pulse.read().longest == 0 and pulse.read().slowest >= 0.05
+    writer.moment("step")
+    writer.moment("fetch")
+    assert reader.read().longest == 0 and reader.read().slowest >= 0.05
 
 
 def test_sockets_of_loader_workers_have_a_folder_of_ours() -> None:

@@ -111,17 +111,17 @@ def test_a_time_limit_leaves_a_run_that_can_go_on(folder: Path) -> None:
     assert "write a time" in drivetrain("train", "small.py", "--time-limit", "12").stderr
 
 
-def test_the_pulse_costs_next_to_nothing() -> None:
+def test_a_heartbeat_costs_less_than_50_microseconds_a_step() -> None:
     page = open_heartbeat_page()
-    pulse, heart = HeartbeatReader(page), HeartbeatWriter(page)
-    assert HeartbeatWriter.moment is not None and Observers([heart]).watches
+    reader, writer = HeartbeatReader(page), HeartbeatWriter(page)
+    assert HeartbeatWriter.moment is not None and Observers([writer]).watches
     begun = time.perf_counter()
     for _ in range(10_000):
         for name in ("step", "take", "backward", "update"):
-            heart.moment(name)
+            writer.moment(name)
     cost = (time.perf_counter() - begun) / 10_000
     assert cost < 50e-6, f"{1e6 * cost:.1f} us a step"
-    assert pulse.read().step == 10_000 and pulse.read().phase == PHASE_INDEX["update"]
+    assert reader.read().step == 10_000 and reader.read().phase == PHASE_INDEX["update"]
 
 
 def test_a_hang_in_the_second_step_is_found(folder: Path) -> None:
@@ -150,8 +150,10 @@ def test_who_is_stopped_is_not_asked_before_its_time(tmp_path: Path) -> None:
         sleepers[0].send_signal(signal.SIGSTOP)
         until(lambda: process_state(sleepers[0].pid) == "T", "a stopped process")
         hang_detector, now = HangDetector(min_limit=10), time.monotonic()
-        beats = [WorkerHeartbeat(3, PHASE_INDEX["step"], now - ago, 0.1) for ago in (9.5, 10.5)]
-        ranks = [WatchedRank(i, p.pid, b, tmp_path / "stacks", lambda b=b: b) for i, (p, b) in enumerate(zip(sleepers, beats, strict=True))]  # type: ignore[misc]
+        heartbeats = [WorkerHeartbeat(3, PHASE_INDEX["step"], now - ago, 0.1) for ago in (9.5, 10.5)]
+        ranks = [
+            WatchedRank(i, p.pid, b, tmp_path / "stacks", lambda b=b: b) for i, (p, b) in enumerate(zip(sleepers, heartbeats, strict=True))
+        ]  # type: ignore[misc]
         assert hang_detector.check(ranks) is None and process_state(sleepers[0].pid) == "T"
         verdict = until(lambda: find_hang(hang_detector.check(ranks) or [], all_ranks=True), "a verdict")
         assert verdict.ranks == [0] and "rank 0 is stopped (state T) in step 3" in verdict.message
@@ -163,18 +165,18 @@ def test_who_is_stopped_is_not_asked_before_its_time(tmp_path: Path) -> None:
 
 def test_a_pulse_is_never_half_written() -> None:
     page = open_heartbeat_page()
-    pulse, heart = HeartbeatReader(page), HeartbeatWriter(page)
+    reader, writer = HeartbeatReader(page), HeartbeatWriter(page)
     begun = time.monotonic()
     writer = os.fork()
     while writer == 0:
-        heart.moment("take")
+        writer.moment("take")
     try:
         time.sleep(0.05)
-        beats = [pulse.read() for _ in range(100_000)]
+        heartbeats = [reader.read() for _ in range(100_000)]
     finally:
         os.kill(writer, signal.SIGKILL)
         os.waitpid(writer, 0)
-    assert len({seen.since for seen in beats}) > 10 and all(seen.since >= begun - 1 for seen in beats)
+    assert len({seen.since for seen in heartbeats}) > 10 and all(seen.since >= begun - 1 for seen in heartbeats)
 
 
 def test_limits_are_learnt() -> None:
@@ -193,20 +195,20 @@ def test_limits_are_learnt() -> None:
 
 def test_the_first_step_is_no_measure() -> None:
     page = open_heartbeat_page()
-    pulse, heart = HeartbeatReader(page), HeartbeatWriter(page)
+    reader, writer = HeartbeatReader(page), HeartbeatWriter(page)
     for name in ("start", "step", "take"):
-        heart.moment(name)
-    assert pulse.first_step_seconds() == {}
+        writer.moment(name)
+    assert reader.first_step_seconds() == {}
     time.sleep(0.05)  # compiles
     for name in ("backward", "update", "step", "take"):
-        heart.moment(name)
-    assert pulse.read().longest > 0.04, "all that is known of what comes"
-    assert pulse.first_step_seconds().keys() == {"step", "take", "backward", "update"} and 0.04 < pulse.first_step_seconds()["take"] < 1, (
-        "for the next start to know"
-    )
+        writer.moment(name)
+    assert reader.read().longest > 0.04, "all that is known of what comes"
+    assert (
+        reader.first_step_seconds().keys() == {"step", "take", "backward", "update"} and 0.04 < reader.first_step_seconds()["take"] < 1
+    ), "for the next start to know"
     for name in ("backward", "update", "step", "take"):
-        heart.moment(name)
-    assert 0 < pulse.read().longest < 0.04
+        writer.moment(name)
+    assert 0 < reader.read().longest < 0.04
 
 
 @pytest.mark.system  # a minute, most of it the compiler's
@@ -230,7 +232,7 @@ def test_pauses_grow() -> None:
     assert [RestartPolicy(9).pause_seconds(n) for n in range(1, 9)] == [0, 0.5, 1, 2, 4, 8, 16, 30]
 
 
-def test_stacks_are_read() -> None:
+def test_stacks_are_parsed() -> None:
     text = (
         'Thread 0x1 (most recent call first):\n  File "/usr/lib/python3.11/threading.py", line 324 in wait\n\n'
         f'Current thread 0x2 (most recent call first):\n  File "{TORCH}/distributed/distributed_c10d.py", line 9 in all_reduce\n'

@@ -19,30 +19,29 @@ ROW_SECONDS = 0.1  # TensorBoard's files get ten rows a second at most: its page
 
 
 class MetricsFile(Observer):
-    """One JSON object a line. Rows are kept back for up to a second, and written before every checkpoint:
-    what a kill loses is what the resume will do again."""
+    """Writes one JSON object a line, up to a second later, and before every checkpoint: a kill loses only rows of steps that the resume repeats."""
 
     def __init__(self, run: Run) -> None:
         self.path = run.metrics_path
-        self._waiting: list[dict[str, Any]] = []
-        self._last = time.monotonic()
-        self._there = 0
+        self._rows: list[dict[str, Any]] = []
+        self._written_at = time.monotonic()
+        self._last_step = 0
 
     def resumed(self, step: int) -> None:
-        self._there = truncate_rows(self.path, step)
+        self._last_step = truncate_rows(self.path, step)
 
     def row(self, row: dict[str, Any]) -> None:
-        if row["step"] <= self._there:  # its evaluation had to be repeated
+        if row["step"] <= self._last_step:  # an evaluation that is repeated
             self.resumed(row["step"] - 1)
-        self._waiting.append(row)
-        if time.monotonic() - self._last > FLUSH_SECONDS:
+        self._rows.append(row)
+        if time.monotonic() - self._written_at > FLUSH_SECONDS:
             self._write()
 
     def _write(self) -> None:
-        self._last = time.monotonic()
-        if not self._waiting:
+        self._written_at = time.monotonic()
+        if not self._rows:
             return
-        text = "".join(_line(row) for row in self._waiting).encode()
+        text = "".join(_line(row) for row in self._rows).encode()
         before = self.path.stat().st_size if self.path.exists() else 0
         try:
             with open(self.path, "ab", buffering=0) as file:
@@ -52,7 +51,7 @@ class MetricsFile(Observer):
             if self.path.exists():
                 os.truncate(self.path, before)
             return
-        self._waiting.clear()
+        self._rows.clear()
 
     def flush(self) -> None:
         self._write()
@@ -62,24 +61,24 @@ class MetricsFile(Observer):
 
 
 def _line(row: dict[str, Any]) -> str:
-    """One line that any JSON reader takes: what is no number is null."""
+    """Returns one line of standard JSON: NaN and infinity become null."""
     return json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}) + "\n"
 
 
 class TensorBoard(Observer):
-    """Scalars for TensorBoard, written with the metrics; a resume purges what lies beyond its checkpoint."""
+    """Writes scalars for TensorBoard; a resume purges the steps beyond its checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._file: Any = None
         self._records: Any = None
-        self._waiting: list[tuple[float, dict[str, Any]]] = []
-        self._last = self._taken = time.monotonic()
+        self._rows: list[tuple[float, dict[str, Any]]] = []
+        self._written_at = self._row_at = time.monotonic()
 
     def resumed(self, step: int) -> None:
         if step:
             self._open(purge=step + 1)
-        else:  # nothing of an earlier try counts
+        else:  # rows of an earlier start are invalid
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _open(self, purge: int = 0) -> None:
@@ -102,21 +101,21 @@ class TensorBoard(Observer):
 
     def row(self, row: dict[str, Any]) -> None:
         now = time.monotonic()
-        if self._waiting and now - self._taken < ROW_SECONDS and not any(name.startswith("eval/") for name in self._waiting[-1][1]):
-            self._waiting.pop()  # a newer one takes its place
+        if self._rows and now - self._row_at < ROW_SECONDS and not any(name.startswith("eval/") for name in self._rows[-1][1]):
+            self._rows.pop()  # the newer row replaces it
         else:
-            self._taken = now
-        self._waiting.append((time.time(), row))
-        if now - self._last > FLUSH_SECONDS:
+            self._row_at = now
+        self._rows.append((time.time(), row))
+        if now - self._written_at > FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
-        self._last = time.monotonic()
-        waiting, self._waiting = self._waiting, []
+        self._written_at = time.monotonic()
+        rows, self._rows = self._rows, []
         try:
             if self._records is None:
                 self._open()
-            for when, row in waiting:
+            for when, row in rows:
                 event = self._event(wall_time=when, step=row["step"])
                 for name, value in row.items():
                     if name not in ("step", "epoch", "time"):
