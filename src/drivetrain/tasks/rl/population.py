@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from drivetrain.outcomes import Problem
 from drivetrain.tasks.rl.nets import Agent
-from drivetrain.tasks.rl.population_rules import PER_TRIAL
+from drivetrain.tasks.rl.per_trial import PER_TRIAL
 from drivetrain.tasks.rl.rollout import Rollout
 
 ALIGNED_NUMBERS = 32

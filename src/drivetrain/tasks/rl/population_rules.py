@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.tasks.rl.per_trial import PER_TRIAL
+
 if TYPE_CHECKING:
     import torch
 
     from drivetrain.tasks.rl.population import Population
 
-PER_TRIAL = ("gamma", "gae", "ratio_clip", "value_clip", "value_weight", "entropy_weight")
-"""Settings that the loss and the collection use: in a population each is a tensor, one value for each trial."""
 VARYING = ("learning_rate", "weight_decay", "clip", "warmup", "decay", "seed", *PER_TRIAL)
 """Settings in which trials of one program may differ. All others change the program: the network, the samples, the number of steps."""
 
