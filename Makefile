@@ -36,11 +36,12 @@ lint: .venv/.ready-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Tests that failed beside others run once more, by themselves: many start trainings and kill them, and on a machine
-# whose cores are elsewhere one of a thousand comes too late. What fails again, fails.
+# Tests that failed beside others run once more, by themselves: many start trainings and kill them, and on a slow machine
+# one of a thousand comes too late. What fails again, fails; what passes is named as flaky.
 define pytest
 $(BIN)/python -m pytest -m '$(1)' $(2) --durations=10 || \
-	{ echo "once more, by themselves:"; $(BIN)/python -m pytest -m '$(1)' --last-failed --last-failed-no-failures=none --maxfail=1; }
+	{ echo "once more, by themselves:"; \
+	  $(BIN)/python -m pytest -m '$(1)' --last-failed --last-failed-no-failures=none --maxfail=1 --second-try; }
 endef
 
 test: lint
@@ -52,7 +53,7 @@ test-system: .venv/.ready-dev
 	$(call pytest,system and alone)
 
 test-gpu: .venv/.ready-dev
-	$(BIN)/python -m pytest -m gpu tests/gpu
+	$(BIN)/python -m pytest -m gpu tests/gpu --write-results benchmarks/results/gpu-tests.json
 
 bench: .venv/.ready-dev
 	$(BIN)/python benchmarks/engine.py

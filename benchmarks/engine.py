@@ -91,7 +91,7 @@ class Turns(Observer):
         self._steps = 0
         self._begun = time.perf_counter()
 
-    def moment(self, name: str) -> None:
+    def reached(self, name: str) -> None:
         if name != "step":
             return
         if self._steps and self._steps % self.block == 0:
@@ -113,7 +113,7 @@ def compare(net: str, steps: int, block: int) -> dict[str, list[float]]:
         heart = HeartbeatWriter(open_heartbeat_page())
         observer = Observers([MetricsFile(run), TensorBoard(Path(folder) / "tensorboard"), heart, turns])
         training = Training(task, plan, run, Group(0, 1, torch.device("cpu")), observer, False)
-        training.execution.step.moment = heart.moment  # turns are taken between steps
+        training.execution.step.reached = heart.reached  # turns are taken between steps
         training.run_to_end()
         observer.close()
         return {name: times[3:] for name, times in turns.times.items()}

@@ -123,7 +123,7 @@ class Clock(Observer):
         if "capture" in facts:  # else it speaks of threads
             self.plan = facts
 
-    def moment(self, name: str) -> None:
+    def reached(self, name: str) -> None:
         if name == "step" and self.plan and not self.done:
             self.done = self.window()
 

@@ -88,7 +88,7 @@ class StepTimer(Observer):
             return
         self.kind = "compiled" if facts["compile"] == "on" else "captured" if facts["capture"] == "on" else "eager"
 
-    def moment(self, name: str) -> None:
+    def reached(self, name: str) -> None:
         if name == "step":
             torch.cuda.synchronize()
             if not self.times:

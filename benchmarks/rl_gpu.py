@@ -58,7 +58,7 @@ class Clock(Observer):
     def __init__(self, at: list[int]) -> None:
         self.at, self.turn, self.times, self.notices = set(at), 0, list[float](), list[str]()
 
-    def moment(self, name: str) -> None:
+    def reached(self, name: str) -> None:
         if name == "step":
             if self.turn in self.at:
                 torch.cuda.synchronize()

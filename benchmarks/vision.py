@@ -95,7 +95,7 @@ class Clock(Observer):
         if "capture" in facts:  # else it speaks of threads
             self.plan, self.settled = facts, True
 
-    def moment(self, name: str) -> None:
+    def reached(self, name: str) -> None:
         if name != "step" or not self.settled or self._done:
             return
         if self._profiler is None:

@@ -19,6 +19,7 @@ if "XDG_STATE_HOME" not in os.environ:  # tokens of runs that are killed stay th
 import pytest
 
 from tests.processes import on_ranks
+from tests.reporting import pytest_addoption, pytest_terminal_summary  # noqa: F401 (hooks of pytest)
 
 
 @pytest.fixture

@@ -402,7 +402,7 @@ TASKS = {
 def training(
     name: str, folder: str, group: Group, settings: dict[str, Any], pins: dict[str, Any] | None = None, stop: Observer | None = None
 ) -> Training:
-    """`stop` sees every moment, and is true once it asks for a stop."""
+    """`stop` sees every observation point, and is true once it asks for a stop."""
     task = TASKS[name](**settings)
     plan = choose(
         task.settings(), HARDWARE, device="cpu", world_size=group.size, local_procs=group.size, pins={"threads": 1} | (pins or {})

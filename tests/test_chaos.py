@@ -62,7 +62,7 @@ def test_a_fault_strikes_at_the_end_of_a_replayed_step(fault: str, strikes: bool
     injector: Any = read_fault(fault, 0)
     injector.action = lambda _: None
     for name in ("step", "take", "taken", "step", "take", "fetched", "taken"):
-        injector.moment(name)
+        injector.reached(name)
     assert injector.has_struck is strikes
 
 
@@ -70,7 +70,7 @@ def test_a_fault_strikes_inside_an_eager_step() -> None:
     injector: Any = read_fault("slow@step:1", 0)
     injector.action = lambda _: None
     for name in ("step", "take", "fetched", "backward"):
-        injector.moment(name)
+        injector.reached(name)
     assert injector.has_struck
 
 

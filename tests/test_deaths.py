@@ -375,10 +375,10 @@ def test_what_imports_is_not_hung_while_it_gets_on(stuck: Callable[..., WatchedR
 def test_a_heartbeat_has_the_longest_duration_of_all_phases() -> None:
     page = open_heartbeat_page()
     reader, writer = HeartbeatReader(page), HeartbeatWriter(page)
-    writer.moment("start")
+    writer.reached("start")
     time.sleep(0.05)
-    writer.moment("step")
-    writer.moment("fetch")
+    writer.reached("step")
+    writer.reached("fetch")
     assert reader.read().longest == 0 and reader.read().slowest >= 0.05
 
 

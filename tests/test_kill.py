@@ -1,4 +1,4 @@
-"""kill -9 at named moments; more of them, at any moment, are in tests/system/test_kill_long.py."""
+"""kill -9 at named observation points; kills at random times are in tests/system/test_kill_long.py."""
 
 from __future__ import annotations
 

@@ -114,11 +114,11 @@ def test_a_time_limit_leaves_a_run_that_can_go_on(folder: Path) -> None:
 def test_a_heartbeat_costs_less_than_50_microseconds_a_step() -> None:
     page = open_heartbeat_page()
     reader, writer = HeartbeatReader(page), HeartbeatWriter(page)
-    assert HeartbeatWriter.moment is not None and Observers([writer]).watches
+    assert HeartbeatWriter.reached is not None and Observers([writer]).watches
     begun = time.perf_counter()
     for _ in range(10_000):
         for name in ("step", "take", "backward", "update"):
-            writer.moment(name)
+            writer.reached(name)
     cost = (time.perf_counter() - begun) / 10_000
     assert cost < 50e-6, f"{1e6 * cost:.1f} us a step"
     assert reader.read().step == 10_000 and reader.read().phase == PHASE_INDEX["update"]
@@ -169,7 +169,7 @@ def test_a_pulse_is_never_half_written() -> None:
     begun = time.monotonic()
     writer = os.fork()
     while writer == 0:
-        writer.moment("take")
+        writer.reached("take")
     try:
         time.sleep(0.05)
         heartbeats = [reader.read() for _ in range(100_000)]
@@ -197,17 +197,17 @@ def test_the_first_step_is_no_measure() -> None:
     page = open_heartbeat_page()
     reader, writer = HeartbeatReader(page), HeartbeatWriter(page)
     for name in ("start", "step", "take"):
-        writer.moment(name)
+        writer.reached(name)
     assert reader.first_step_seconds() == {}
     time.sleep(0.05)  # compiles
     for name in ("backward", "update", "step", "take"):
-        writer.moment(name)
+        writer.reached(name)
     assert reader.read().longest > 0.04, "all that is known of what comes"
     assert (
         reader.first_step_seconds().keys() == {"step", "take", "backward", "update"} and 0.04 < reader.first_step_seconds()["take"] < 1
     ), "for the next start to know"
     for name in ("backward", "update", "step", "take"):
-        writer.moment(name)
+        writer.reached(name)
     assert 0 < reader.read().longest < 0.04
 
 

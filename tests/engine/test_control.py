@@ -57,7 +57,7 @@ def test_a_gpus_answer_is_read_as_soon_as_the_host_is_far_enough_ahead(seconds: 
 
 
 class Asked(Observer):
-    """Asks for a stop at a moment of a step."""
+    """Asks for a stop at an observation point of a step."""
 
     def __init__(self, moment: str, step: int, here: bool = True) -> None:
         self.at, self.here, self.asked, self.step = (moment, step), here, False, 0
@@ -65,7 +65,7 @@ class Asked(Observer):
     def __bool__(self) -> bool:
         return self.asked
 
-    def moment(self, name: str) -> None:
+    def reached(self, name: str) -> None:
         self.step += name == "step"
         self.asked |= self.here and (name, self.step) == self.at
 
@@ -94,7 +94,7 @@ def test_what_a_time_limit_keeps_is_what_steps_and_saves_take(monkeypatch: pytes
 
     def pass_through(**seconds: float) -> None:
         for name, took in seconds.items():
-            deadline.moment(name)
+            deadline.reached(name)
             clock[0] += took
 
     pass_through(step=30.0)  # the first, which sets things up

@@ -158,7 +158,7 @@ def test_no_host_sync_in_the_step(tmp_path: Path) -> None:
     class Strict(Observer):
         steps = 0
 
-        def moment(self, name: str) -> None:
+        def reached(self, name: str) -> None:
             if name in ("take", "backward", "update"):  # within the step
                 return
             self.steps += name == "step"

@@ -38,7 +38,7 @@ class Epochs:
 
     def _begin(self, epoch: int, step: int) -> None:
         setup, execution, feed = self.setup, self.execution, self.setup.feed
-        setup.observer.moment("epoch")
+        setup.observer.reached("epoch")
         execution.pause()
         self._find_whole_epochs()
         fits = step + setup.steps_per_epoch <= setup.total_steps
@@ -47,7 +47,7 @@ class Epochs:
         if setup.source is None:
             feed.begin_epoch(epoch, setup.model)
         elif whole is None or not whole.collects:
-            setup.observer.moment("collect")
+            setup.observer.reached("collect")
             with setup.precision.forward():
                 execution.strategy.call_unevenly(feed.begin_epoch, epoch, setup.model)
             execution.resume()

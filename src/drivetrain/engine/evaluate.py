@@ -86,7 +86,7 @@ class Evaluator:
     run: Callable[..., Any] = field(default=lambda function, *args: function(*args))
     """Calls a function that uses the model (a strategy's `run`)."""
     graphs: EvaluationGraphs | None = None
-    moment: Callable[[str], None] | None = None
+    reached: Callable[[str], None] | None = None
     can_undo: bool = True
     """False where ranks communicate in the forward pass: then an out-of-memory error ends all of them."""
 
@@ -125,8 +125,8 @@ class Evaluator:
             seed = partial(seed_model, self.group.device, key(int(self.task.seed), RandomStream.EVAL, micro.position))
             seed()
             inputs = micro.loaded, micro.ids
-            if self.moment is not None:
-                self.moment("metrics")
+            if self.reached is not None:
+                self.reached("metrics")
             values = self._forward(inputs) if self.graphs is None else self.graphs(self._forward, inputs, seed)
             metrics.add(values, micro.num_real, len(micro.ids))
         return False

@@ -29,7 +29,7 @@ class TrainingEvaluation:
         """Raises EvaluationStopped where a rank was asked to stop."""
         setup, execution = self.setup, self.execution
         assert setup.evaluation is not None
-        setup.observer.moment("evaluate")
+        setup.observer.reached("evaluate")
         execution.pause()
         execution.strategy.broadcast_buffers()
         self.is_running = True
@@ -44,7 +44,7 @@ class TrainingEvaluation:
         assert setup.evaluation is not None
         evaluate = Evaluator(
             setup.task, setup.model, setup.evaluation, setup.precision, setup.group, execution.strategy.call, self._present_graphs(),
-            execution.step.moment, execution.step.can_undo,
+            execution.step.reached, execution.step.can_undo,
         )  # fmt: skip
         try:
             return evaluate(stop)

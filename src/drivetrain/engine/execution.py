@@ -31,7 +31,7 @@ class Execution:
         rates = setup.learning_rates(self.optimizer, plan)
         self.step = Step(setup.task, setup.model, setup.feed, self.strategy, rates, setup.precision, self.group)
         self.step.can_undo, self.step.stop = can_undo_steps(plan, setup.model), setup.stop
-        self.step.moment = self.observer.moment if self.observer.watches else None
+        self.step.reached = self.observer.reached if self.observer.watches else None
         self.threads = Threads(plan, self.group)
         self.graph_version = 0
         """Changes when CUDA graphs of the model, wherever they are, no longer hold."""

@@ -94,7 +94,7 @@ class Training:
             rows.load(progress.step, progress.rows)
         self.execution.tune(progress.compiled_from)
         setup.observer.started(describe(setup, self.execution, progress.step))
-        setup.observer.moment("start")
+        setup.observer.reached("start")
         if setup.task.eval_first and setup.evaluation is not None and progress.step == 0:
             self.evaluate.report_first()
         setup.feed.open(progress.step)
@@ -141,7 +141,7 @@ class Training:
         return due.after_evaluation(is_best, self.progress.best.out_of_patience)
 
     def _finish(self) -> Result:
-        self.setup.observer.moment("finish")
+        self.setup.observer.reached("finish")
         self.setup.feed.close()
         self.execution.strategy.broadcast_buffers()
         self.setup.observer.flush()

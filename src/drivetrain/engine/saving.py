@@ -21,7 +21,7 @@ class Saver:
         self.writer: CheckpointWriter | None = None
         files, observer = execution.strategy.checkpoint_group, setup.observer
         if setup.group.is_main or files is not None:
-            self.writer = CheckpointWriter(setup.run, setup.task.keep, observer.moment, observer.notice, files, setup.group.is_main)
+            self.writer = CheckpointWriter(setup.run, setup.task.keep, observer.reached, observer.notice, files, setup.group.is_main)
 
     def update(self, progress: Progress) -> None:
         """Brings the progress up to date, as a checkpoint of this moment has to hold it."""
@@ -35,7 +35,7 @@ class Saver:
         """Saves a training; with `wait`, returns when the checkpoint is on the disk. A collective call."""
         setup, step = self.setup, progress.step
         self.update(progress)
-        setup.observer.moment("saving")
+        setup.observer.reached("saving")
         setup.observer.flush()
         if not self.execution.strategy.weights_are_finite():
             raise not_finite(setup, step - 1, self.writer)  # the loss was finite, but the update was not

@@ -76,7 +76,7 @@ def set_up(task: Task, plan: Plan, run: Run, group: Group, observer: Observer, s
     model = build_model(task, plan, run, group, observer)
     data, eval_data = task.train_data(), task.eval_data()
     feed = train_feed(task, data, plan, group)
-    feed.notice, feed.moment = observer.notice, observer.moment
+    feed.notice, feed.reached = observer.notice, observer.reached
     evaluation = None if eval_data is None else eval_feed(task, eval_data, plan, group)
     check_agreement(task.settings())
     for one in (feed, evaluation):

@@ -85,7 +85,7 @@ class Step:
         """Called with the step's number and this rank's sample ids, after its last micro-batch was fetched."""
         self.update_hooks: list[Callable[[], None]] = []
         """Called before each update, when gradients are complete."""
-        self.moment: Callable[[str], None] | None = None
+        self.reached: Callable[[str], None] | None = None
         """Told of the observation points within a step, where anybody listens."""
         self.can_undo = True
         """Whether a step that runs out of memory can be undone, on all ranks together."""
@@ -153,8 +153,8 @@ class Step:
             self._buffers.skip()
         else:
             self._buffers.take()
-        if self.moment is not None:
-            self.moment("take")
+        if self.reached is not None:
+            self.reached("take")
         micros = self._micro_batches(epoch, index)
         if self.strategy.is_one_piece:
             self._take_at_once(micros, size, with_norm)
@@ -163,8 +163,8 @@ class Step:
         if self.graphs is not None:
             self.graphs.note_step(kind, plain)
         self._next_device_number = step + 1
-        if self.moment is not None:
-            self.moment("taken")
+        if self.reached is not None:
+            self.reached("taken")
         assert self.ring is not None and self.slots is not None
         self.ring.commit(
             step, None if self._piggyback is None or self._device_number is not None else self._piggyback[: self.slots.num_used]
@@ -187,12 +187,12 @@ class Step:
         micros = self.feed.micro_batches(epoch, index)
         if self.sample_hooks:
             micros = self._report_samples(micros)
-        if self.moment is None:
+        if self.reached is None:
             return micros
         if self.feed.is_resident:
-            self.moment("fetched")  # nothing is waited for where the data is on the device
+            self.reached("fetched")  # nothing is waited for where the data is on the device
             return micros
-        return observe_fetches(micros, self.moment)
+        return observe_fetches(micros, self.reached)
 
     def _report_samples(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         sample_ids: list[int] = []
@@ -243,8 +243,8 @@ class Step:
             if not self.can_undo:
                 raise
             is_short = True
-        if self.moment is not None:
-            self.moment("reduce")
+        if self.reached is not None:
+            self.reached("reduce")
         self.raise_if_any_rank_is_short(is_short)
         self.requests.stop |= bool(self.stop)
         for slot, is_requested in enumerate(self.requests, FIRST_REQUEST):
@@ -293,8 +293,8 @@ class Step:
 
     def _begin_update(self) -> None:
         self._is_updating = True  # from here on a step cannot be undone
-        if self.moment is not None:
-            self.moment("update")
+        if self.reached is not None:
+            self.reached("update")
         for hook in self.update_hooks:
             hook()
 
@@ -329,8 +329,8 @@ class Step:
                 value = self.strategy.call(self.loss_value, *inputs, form.ready)
             else:
                 value = self.compiled(form, *inputs, form.ready)
-            if self.moment is not None:
-                self.moment("backward")
+            if self.reached is not None:
+                self.reached("backward")
             self.strategy.backward(self.objective.share(value, form.num_real, form.size, counts))
 
     # --- out of memory ---
@@ -354,11 +354,11 @@ class Step:
 
     def rehearse(self, inputs: Inputs, form: Form) -> None:
         """Runs forward and backward of one micro-batch, without an update."""
-        moment, self.moment = self.moment, None
+        reached, self.reached = self.reached, None
         try:
             self._rehearse(inputs, form)
         finally:
-            self.moment = moment
+            self.reached = reached
 
     def _rehearse(self, inputs: Inputs, form: Form) -> None:
         self.clear()

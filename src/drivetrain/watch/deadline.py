@@ -25,7 +25,7 @@ class Deadline(Observer):
         self._num_steps = 0
         self._set_timer()
 
-    def moment(self, name: str) -> None:
+    def reached(self, name: str) -> None:
         if name == "step":
             self._take_step()
         elif name in BETWEEN_STEPS:

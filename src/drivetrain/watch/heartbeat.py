@@ -128,12 +128,12 @@ class HeartbeatWriter(Observer):
     def resumed(self, step: int) -> None:
         self._step = step
 
-    def moment(self, name: str) -> None:
+    def reached(self, name: str) -> None:
         phase = PHASE_INDEX.get(name)
         if phase is None:
             return  # another thread's observation point
         if self.device is not None:
-            self.device.moment(name, PART_OF_PHASE[phase])
+            self.device.reached(name, PART_OF_PHASE[phase])
         now = time.monotonic()
         self._measure(now - self._since)
         if name == "step":

@@ -19,7 +19,7 @@ class StepProfiler(Observer):
         self._num_steps = 0
         self._profiler: Any = None
 
-    def moment(self, name: str) -> None:
+    def reached(self, name: str) -> None:
         if name in ("step", "finish") and self.steps:
             self._num_steps += 1
             if self._num_steps == NUM_SKIPPED_STEPS:

@@ -61,7 +61,7 @@ class Feed:
     """Metric of the loss -> limit, above which the rest of an epoch changes nothing."""
     notice: Callable[[str], None] = staticmethod(lambda text: None)
     """Shows a message to the user."""
-    moment: Callable[[str], None] = staticmethod(lambda name: None)
+    reached: Callable[[str], None] = staticmethod(lambda name: None)
     """Observation point: called with "copy" before a batch is copied to the device."""
     data_version: int = 0
     """Changes whenever the samples on the device have moved to other memory."""

@@ -124,7 +124,7 @@ class LoaderFeed(OrderedFeed):
             batch = self._next_batch()
             self.wait_seconds += time.perf_counter() - begin
             check_batch(batch, len(ids))
-            self.moment("copy")
+            self.reached("copy")
             yield MicroBatch(self._copy_to_device(batch), tensor_to_device(ids, self.group.device), num_real, position)
 
     def _next_batch(self) -> Any:

@@ -50,7 +50,7 @@ class TensorFeed(OrderedFeed):
             batch = None
             if not self.is_resident:
                 rows = [column.index_select(0, ids) for column in self.columns]
-                self.moment("copy")
+                self.reached("copy")
                 batch = self.data.batch([tensor_to_device(column, self.group.device) for column in rows])
                 ids = tensor_to_device(ids, self.group.device)
             yield MicroBatch(batch, ids, num_real, position)

@@ -27,10 +27,10 @@ class SingleSteps:
 
     def __init__(self, execution: Execution, cadence: Cadence) -> None:
         self.execution, self.cadence = execution, cadence
-        self._moment, self._stop = execution.observer.moment, execution.setup.stop
+        self._reached, self._stop = execution.observer.reached, execution.setup.stop
 
     def advance(self, step: int) -> Due:
-        self._moment("step")
+        self._reached("step")
         self.cadence.request(self.execution.step.requests, bool(self._stop), step + 1)
         due = self.cadence.before(step + 1, step + 1)
         self.execution.take(step, with_norm=due.log)
@@ -48,10 +48,10 @@ class QuietSteps:
         next_due = self.single.cadence.quiet_until(step)
         if ring is None or step + 1 >= next_due:  # before the first step there are no metrics yet
             return self.single.advance(step)
-        take, stop, moment = execution.take, execution.setup.stop, execution.observer.moment
+        take, stop, reached = execution.take, execution.setup.stop, execution.observer.reached
         first = step
         while step < next_due - 1 and not (stop or ring.is_full or (self.shows_ticks and self.rows.is_tick_due())):
-            moment("step")
+            reached("step")
             take(step, with_norm=False)
             step += 1
         return Due(step, self.single.cadence.can_save(step)) if step > first else self.single.advance(step)
@@ -62,7 +62,7 @@ class WholeEpochs:
 
     def __init__(self, stepper: EpochStepper, single: SingleSteps, feed: SourceFeed, rows: RowLog) -> None:
         self.stepper, self.single, self.feed, self.rows = stepper, single, feed, rows
-        self._moment, self._stop = single.execution.observer.moment, single.execution.setup.stop
+        self._reached, self._stop = single.execution.observer.reached, single.execution.setup.stop
 
     @property
     def collects(self) -> bool:
@@ -72,7 +72,7 @@ class WholeEpochs:
     def advance(self, step: int) -> Due:
         cadence, per_epoch, engine_step = self.single.cadence, self.feed.steps_per_epoch, self.single.execution.step
         end = step + per_epoch
-        self._moment("step")
+        self._reached("step")
         cadence.request(engine_step.requests, bool(self._stop), step + 1)
         due = cadence.before(step + 1, end)
         self.stepper(step // per_epoch, step, None if self.stepper.collects else self.feed.collected_batch())

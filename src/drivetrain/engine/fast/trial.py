@@ -110,8 +110,8 @@ class ExecutionTrial:
     def compile(self, must: bool) -> bool:
         """Compiles for full batches; returns whether steps run compiled from now on, because that is required or faster."""
         step, findings = self.step, self.findings
-        if step.moment is not None:
-            step.moment("compile")
+        if step.reached is not None:
+            step.reached("compile")
         start = time.perf_counter()
         form = self.form._replace(ready=True) if step.objective.has_counts else self.form
         failures: list[str] = []

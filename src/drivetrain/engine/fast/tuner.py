@@ -195,8 +195,8 @@ class ExecutionTuner:
         return ExecutionTrial(self.step, self.plan, self.observer, self.findings, seed, inputs, form)
 
     def _choose(self, trial: ExecutionTrial) -> None:
-        if self.step.moment is not None:
-            self.step.moment("choose")
+        if self.step.reached is not None:
+            self.step.reached("choose")
         # All ranks choose the same, since a trial may communicate.
         self.step.raise_if_any_rank_is_short()
         obstacle = next((why for why in self.group.gather_objects(self._obstacle()) if why), "")

@@ -73,7 +73,7 @@ class DependenceCheck:
         budget = _Budget(setup.group)
         findings = find_dependence(self.step, seed, inputs, form, budget)
         budget.agree()
-        setup.observer.moment("fetched")  # the check may have taken long: this shows that it was no hang
+        setup.observer.reached("fetched")  # the check may have taken long: this shows that it was no hang
         for finding in findings:
             if setup.group.is_main:
                 setup.run.log_event("depends-on-plan", cause=finding.cause, text=finding.text)

@@ -112,7 +112,7 @@ class KillAt(Observer):
     def __init__(self, point: str, count: int) -> None:
         self.point, self.num_left = point, count
 
-    def moment(self, name: str) -> None:
+    def reached(self, name: str) -> None:
         if name == self.point:
             self.num_left -= 1
             if self.num_left == 0:
@@ -134,7 +134,7 @@ class FaultInjector(Observer):
     def resumed(self, step: int) -> None:
         self._current_step = step
 
-    def moment(self, name: str) -> None:
+    def reached(self, name: str) -> None:
         if name == "step":
             self._current_step += 1
         if name in ("take", "evaluate"):  # a new attempt at the step
@@ -159,7 +159,7 @@ class FirstStepEvent(Observer):
     def __init__(self, run: Run) -> None:
         self.run, self.num_steps = run, 0
 
-    def moment(self, name: str) -> None:
+    def reached(self, name: str) -> None:
         if name == "step":
             self.num_steps += 1
             if self.num_steps == 2:
@@ -172,7 +172,7 @@ class StepDelay(Observer):
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
-    def moment(self, name: str) -> None:
+    def reached(self, name: str) -> None:
         if name == "step":
             time.sleep(self.seconds)
 

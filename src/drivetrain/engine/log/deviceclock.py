@@ -16,7 +16,7 @@ class DeviceClock:
         self._marks: list[tuple[int, torch.cuda.Event]] = []
         self._marking = False
 
-    def moment(self, name: str, part: int) -> None:
+    def reached(self, name: str, part: int) -> None:
         """From here on the training's stream does what belongs to a part."""
         begins = name == "step"
         if begins:

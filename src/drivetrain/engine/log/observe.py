@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Observer:
-    """Receives what happens on rank 0 (and `moment` on every rank); each method may do nothing."""
+    """Receives what happens on rank 0 (and `reached` on every rank); each method may do nothing."""
 
     def resumed(self, step: int) -> None:
         """Training goes on after this step: rows beyond it are dropped."""
@@ -32,13 +32,13 @@ class Observer:
     def flush(self) -> None:
         """Writes all rows so far to the disk."""
 
-    def moment(self, name: str) -> None:
+    def reached(self, name: str) -> None:
         """The code has reached an observation point: for progress, heartbeats and fault injection."""
 
     @property
     def watches(self) -> bool:
         """Whether this observer listens to observation points."""
-        return type(self).moment is not Observer.moment
+        return type(self).reached is not Observer.reached
 
     def close(self) -> None:
         """The run ends."""
@@ -83,21 +83,21 @@ class Observers(Observer):
     def watches(self) -> bool:
         return bool(self._watchers)
 
-    def moment(self, name: str) -> None:
+    def reached(self, name: str) -> None:
         for member in self._watchers:
-            member.moment(name)
+            member.reached(name)
 
     def close(self) -> None:
         for member in self.members:
             member.close()
 
 
-def observe_fetches(batches: Iterator[T], moment: Callable[[str], None]) -> Iterator[T]:
+def observe_fetches(batches: Iterator[T], reached: Callable[[str], None]) -> Iterator[T]:
     """Yields the batches, with an observation point before and after each wait for data."""
     while True:
-        moment("fetch")
+        reached("fetch")
         batch = next(batches, None)
-        moment("fetched")
+        reached("fetched")
         if batch is None:
             return
         yield batch

@@ -78,7 +78,7 @@ def to_json(progress: Progress, setup: Setup) -> dict[str, Any]:
 def restore(setup: Setup, execution: Execution, report_damage: Callable[[str], None]) -> Progress:
     """Loads the newest intact checkpoint into model, optimizer and source, if there is one; returns how far it had come."""
     group, strategy, run = setup.group, execution.strategy, setup.run
-    setup.observer.moment("restore")
+    setup.observer.reached("restore")
     checkpoint: Checkpoint | None = newest_good(run, report_damage) if group.is_main else None
     shared = group.broadcast_object(None if checkpoint is None else (checkpoint.step, checkpoint.extra))
     setup.observer.resumed(0 if shared is None else shared[0])

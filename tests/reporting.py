@@ -1,0 +1,49 @@
+"""Reports beside pytest's own: tests that pass at a second try, and the results of a test run as a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+OUTCOMES = ("passed", "failed", "error", "skipped")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--second-try", action="store_true", help="name the tests that pass now: they failed beside others")
+    parser.addoption("--write-results", metavar="FILE", help="write date, commit, versions and counts as JSON")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    passed = [report.nodeid for report in terminalreporter.stats.get("passed", [])]
+    if config.getoption("--second-try") and passed:
+        terminalreporter.section("flaky: failed beside other tests, passed by themselves")
+        for name in passed:
+            terminalreporter.line(f"FLAKY {name}")
+        if file := os.environ.get("DRIVETRAIN_FLAKY_FILE"):
+            with open(file, "a") as flaky:
+                flaky.writelines(f"{name}\n" for name in passed)
+    if file := config.getoption("--write-results"):
+        counts = {outcome: len(terminalreporter.stats.get(outcome, [])) for outcome in OUTCOMES}
+        Path(file).write_text(json.dumps(environment() | {"counts": counts}, indent=1) + "\n")
+
+
+def environment() -> dict[str, Any]:
+    """Returns when, of which commit and with what the tests ran."""
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True).stdout.strip()
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit + ("+changes" if changed else "") or None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+    }
