@@ -217,14 +217,12 @@ def test_a_task_that_never_fits_the_large_micro_batch(tmp_path: Path) -> None:
 
 def _greedy(folder: str, group: Group) -> tuple[int, int]:
     job = prepare("Plain", folder, SGD, {}, "", group)
-    plain = job.setup.task.loss
 
-    def loss(model: Any, batch: Any) -> Any:
+    def needs_memory(batch: Any) -> None:
         if len(batch[0]) > 3:
             raise torch.OutOfMemoryError("too many samples")
-        return plain(model, batch)
 
-    job.setup.task.loss = loss  # type: ignore[method-assign]
+    job.execution.step.observe_loss(needs_memory, lambda value: None)
     job.run_to_end()
     job.setup.observer.close()
     return job.execution.plan.micro_batch, job.execution.plan.accumulation
@@ -249,10 +247,10 @@ def _hopeless(folder: str, group: Group) -> str:
 def test_other_errors_are_not_taken_for_it(error: Exception, tmp_path: Path) -> None:
     job = prepare("Plain", str(tmp_path), {}, {}, "", Group(0, 1, torch.device("cpu")))
 
-    def loss(model: Any, batch: Any) -> Any:
+    def fail(batch: Any) -> None:
         raise error
 
-    job.setup.task.loss = loss  # type: ignore[method-assign]
+    job.execution.step.observe_loss(fail, lambda value: None)
     with pytest.raises(type(error)):
         job.run_to_end()
     assert job.execution.plan.micro_batch == 16

@@ -194,7 +194,7 @@ def test_samples_and_their_order_are_those_of_the_engine(kind: type[Ppo], tmp_pa
     plain["columns"] = plain["columns"][:, :6]
     mine = stepper.columns[:, :6].clone()
     mine[:, 2] = (mine[:, 2] - stepper.stats[4]) / stepper.stats[5]
-    same = (stepper.columns[:, 0] == plain["facts"][:, 0]).view(stepper.envs, -1)
+    same = (stepper.columns[:, 0] == plain["columns"][:, 0]).view(stepper.envs, -1)
     whole = same.all(1)  # environments in which no probability was so near to its draw that a digit decided
     assert whole.float().mean() > 0.95
     for name, ours, theirs in (("observation", stepper.observations, plain["observation"]), ("columns", mine, plain["columns"])):

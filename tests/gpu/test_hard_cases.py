@@ -185,7 +185,7 @@ def test_resumed_before_a_partial_batch_the_same_steps_are_compiled(tmp_path: Pa
 
 def test_tight_memory_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where little is free, forms are captured at their first call instead of run eager beside the graphs."""
-    monkeypatch.setattr("drivetrain.engine.fast.trial.TIGHT", 0.0)
+    monkeypatch.setattr("drivetrain.engine.fast.trial.TIGHT_MEMORY_SHARE", 0.0)
     train("Images", tmp_path / "eager", pins={"capture": "off"}, epochs=8, deterministic=True, log_every=4)
     facts = train("Images", tmp_path / "tight", epochs=8, deterministic=True, log_every=4)
     assert facts.plan["capture"] == "on"

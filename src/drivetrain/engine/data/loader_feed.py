@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import signal
@@ -75,6 +76,8 @@ class LoaderFeed(OrderedFeed):
             generator=torch.Generator(),
         )
         handler = signal.getsignal(signal.SIGCHLD)
+        if workers and torch.cuda.is_initialized():
+            gc.collect()  # a forked worker that collected an earlier training's graphs or events would call CUDA, and abort
         self._batches = iter(loader)
         if workers:
             interrupt_wait_on_death(handler)
