@@ -1,1 +1,1 @@
-"""From figures on the device to logged rows."""
+"""From metrics on the device to logged rows: slots (names and places), ring (rows on the device), rows (of metrics.jsonl), observe."""
