@@ -84,7 +84,7 @@ def plan_candidates(result: dict[str, Any]) -> list[str]:
 def rl(result: dict[str, Any]) -> list[str]:
     """Compares, for each size, the peer with drivetrain's built-in environment and with a user's own."""
     lines = [
-        "| CartPole, environments x steps | PureJaxRL's configuration, JAX | drivetrain | | a world of your own, in torch | |",
+        "| CartPole, environments x steps | PureJaxRL's configuration, JAX | drivetrain | | an environment of your own, in torch | |",
         "|---|--:|--:|--:|--:|--:|",
     ]
     for row in result["rows"]:

@@ -163,19 +163,19 @@ def test_who_is_stopped_is_not_asked_before_its_time(tmp_path: Path) -> None:
             sleeper.wait()
 
 
-def test_a_pulse_is_never_half_written() -> None:
+def test_a_heartbeat_is_never_read_half_written() -> None:
     page = open_heartbeat_page()
     reader, writer = HeartbeatReader(page), HeartbeatWriter(page)
     begun = time.monotonic()
-    writer = os.fork()
-    while writer == 0:
+    child = os.fork()
+    while child == 0:
         writer.reached("take")
     try:
         time.sleep(0.05)
         heartbeats = [reader.read() for _ in range(100_000)]
     finally:
-        os.kill(writer, signal.SIGKILL)
-        os.waitpid(writer, 0)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
     assert len({seen.since for seen in heartbeats}) > 10 and all(seen.since >= begun - 1 for seen in heartbeats)
 
 

@@ -23,7 +23,7 @@ from drivetrain.engine.fast import tuner
 from drivetrain.engine.fast.blocks import repeated_blocks
 from drivetrain.engine.fast.graphs import explain_failure, form_of, uncapturable_kind
 from drivetrain.engine.fast.python_state import first_change, read_python_state
-from drivetrain.engine.fast.trial import Trial
+from drivetrain.engine.fast.trial import ExecutionTrial
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observer
 from drivetrain.engine.step import Step
@@ -117,7 +117,7 @@ def test_compiled_code_must_be_faster(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("fault", ["fails", "differs", "is slow", ""])
 def test_what_does_not_compile_cunningly_is_compiled_simply(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "MIN_SECONDS_TO_COMPILE", 0.0)
-    monkeypatch.setattr(Trial, "_may_use_custom_passes", lambda self: True)
+    monkeypatch.setattr(ExecutionTrial, "_may_use_custom_passes", lambda self: True)
     plain, wait = Plain.loss, [0.02]
 
     def loss(self: Plain, model: nn.Module, batch: Any) -> Any:

@@ -294,12 +294,15 @@ def test_one_ranks_torn_file_spoils_the_checkpoint(tmp_path: Path) -> None:
 def _held(folder: str, pins: dict[str, Any], group: Group) -> dict[str, int]:
     """Numbers of the model's parameters and of the optimizer's state on this rank, after a step."""
     import tests.samples as samples
-    from drivetrain.engine.state.tensors import local
+    from drivetrain.engine.state.tensors import local_tensor
 
     job = samples.training("Transformer", folder, group, ADAM, pins)
     job.execution.step(0)
     state = [v for s in job.execution.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
-    return {"model": sum(local(p).numel() for p in job.setup.model.parameters()), "optimizer": sum(local(v).numel() for v in state)}
+    return {
+        "model": sum(local_tensor(p).numel() for p in job.setup.model.parameters()),
+        "optimizer": sum(local_tensor(v).numel() for v in state),
+    }
 
 
 @pytest.mark.parametrize(("pins", "parts"), [(FSDP, (2, 2)), (FSDP2, (2, 2)), (ZERO1, (1, 2)), (ZERO3, (1000, 2))], ids=label)

@@ -360,6 +360,7 @@ def test_a_lost_machine_is_named_and_logged(observed: ObservedLeader) -> None:
     observed.leader.wait_for_members()
     assert observed.noticed("more machine, without node7 (lost ")
     join_as(observed, "node7").close()
+    until(lambda: len(observed.events) > 1, "the machine's return")
     assert [(kind, detail["machine"]) for kind, detail in observed.events][:2] == [("machine-lost", "node7"), ("machine-back", "node7")]
 
 
