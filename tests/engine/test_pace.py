@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.engine import loop
+from drivetrain.engine import execution
 from drivetrain.engine.data.keyed_random import EpochRand, HostRandom, KeyedRand
 from drivetrain.engine.data.loader_feed import LoaderFeed
 from drivetrain.engine.data.make_feed import train_feed
@@ -301,7 +301,7 @@ def test_a_step_that_finds_its_number_on_the_device_is_the_same_step(
             pass
 
     monkeypatch.setattr(Step, "graphs", property(lambda self: Calls(), lambda self, value: None), raising=False)
-    monkeypatch.setattr(loop, "Graphs", lambda *_: Calls())
+    monkeypatch.setattr(execution, "Graphs", lambda *_: Calls())
     for stop in (10, None):
         job = samples.training(name, str(tmp_path / "ahead"), ALONE, options, pins)
         job.run_to_end(stop)
