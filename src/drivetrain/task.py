@@ -53,11 +53,11 @@ class Task:
     start: str | None = None
     """Begin from the weights of this run or .safetensors file."""
     best: str | None = None
-    """Keep the checkpoint with the best value of this metric (max:NAME or min:NAME; accuracies rise, losses fall)."""
+    """Keep the checkpoint with the best value of this metric (max:NAME or min:NAME; without max: or min:, names with loss, perplexity or error fall, all others rise)."""
     patience: Annotated[int, Range(0)] = 0
     """Evaluations in a row without a better value of `best` after which the run ends; 0 goes on to the end."""
     log_every: Duration = 50
-    """Steps between logged rows."""
+    """Steps (or 1ep, 10min) between logged rows."""
     eval_every: Duration = "1ep"
     """Steps (or 1ep, 10min) between evaluations; the end always evaluates."""
     eval_first: bool = False

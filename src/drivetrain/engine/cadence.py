@@ -33,8 +33,8 @@ class Period:
         """Returns the first step after `step` that ends a period."""
         return step + self.steps - step % self.steps if self.steps else sys.maxsize
 
-    def is_overdue(self) -> bool:
-        """Returns True once after each period in seconds."""
+    def restart_if_over(self) -> bool:
+        """Returns whether a period in seconds is over; if it is, the next one begins."""
         if self.steps is not None or self._clock() - self._last_seconds < self._seconds:
             return False
         self._last_seconds = self._clock()
@@ -54,9 +54,9 @@ class Due:
     save: bool = False
     stop: bool = False
 
-    def after_evaluation(self, is_best: bool, is_settled: bool) -> Due:
-        """The best weights are saved, and an evaluation that ends the training makes its step the last one."""
-        is_last = self.is_last or is_settled
+    def after_evaluation(self, is_best: bool, is_out_of_patience: bool) -> Due:
+        """Returns what is due once the evaluation is known: the best weights are saved; without patience left, this step is the last."""
+        is_last = self.is_last or is_out_of_patience
         return replace(self, is_last=is_last, save=self.save or is_best or is_last)
 
 
@@ -71,7 +71,7 @@ class Cadence:
         self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
         self.stop_after = stop_after
         """The number of steps after which the training stops and is saved."""
-        self.needs_clock = save.steps is None or evaluate.steps is None
+        self._needs_clock = any(period.steps is None for period in (log, evaluate, save))
         self._evaluates, self._saves_at_epoch_ends, self._is_main = evaluates, saves_at_epoch_ends, is_main
         self._evaluation_waits = self._save_waits = self._stop_waits = False
 
@@ -81,12 +81,12 @@ class Cadence:
     def request(self, requests: Requests, stop: bool, step: int) -> None:
         """Sets the requests of this rank for a step; every rank receives them with the step's gradients."""
         requests.stop = stop or (self.stop_after is not None and step >= self.stop_after)
-        requests.save = self._is_main and self.save.is_overdue()
-        requests.evaluate = self._is_main and self.evaluate.is_overdue()
+        requests.save = self._is_main and self.save.restart_if_over()
+        requests.evaluate = self._is_main and self.evaluate.restart_if_over()
 
     def quiet_until(self, step: int) -> int:
         """Returns the next step after which anything can be due; `step` itself where each step has to be looked at."""
-        if self.needs_clock or self.stop_after is not None or self._evaluation_waits or self._save_waits:
+        if self._needs_clock or self.stop_after is not None or self._evaluation_waits or self._save_waits:
             return step
         epoch_end = step - step % self.steps_per_epoch + self.steps_per_epoch
         return min(self.total_steps, epoch_end, *(period.next_step(step) for period in (self.log, self.evaluate, self.save)))
@@ -97,7 +97,7 @@ class Cadence:
         self._evaluation_waits |= self._evaluates and self.evaluate.is_due_in(first, last)
         self._save_waits |= self.save.is_due_in(first, last)
         evaluate = (self._evaluates and is_last) or (self._evaluation_waits and can_save)
-        log = is_last or evaluate or self.log.is_due(last) or (self._is_main and self.log.is_overdue())
+        log = is_last or evaluate or self.log.is_due(last) or (self._is_main and self.log.restart_if_over())
         return Due(last, can_save, is_last, log, evaluate)
 
     def after(self, due: Due, requests: Requests) -> Due:

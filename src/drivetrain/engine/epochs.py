@@ -6,7 +6,7 @@ from typing import Any
 
 from drivetrain.engine.cadence import Cadence
 from drivetrain.engine.execution import Execution
-from drivetrain.engine.fast.steppers import QuietSteps, SingleSteps, Stepper, WholeEpochs, find_whole_epochs
+from drivetrain.engine.fast.steppers import SingleSteps, Stepper, UninterruptedSteps, WholeEpochs, find_whole_epochs
 from drivetrain.engine.log.rows import RowLog
 from drivetrain.engine.log.slots import MetricSlots
 
@@ -20,7 +20,7 @@ class Epochs:
         self.single = SingleSteps(execution, cadence)
         shows_ticks = self.setup.group.is_main and self.setup.group.device.type == "cpu"
         # Other ranks may request something at every step.
-        self.default: Stepper = QuietSteps(self.single, rows, shows_ticks) if self.setup.group.size == 1 else self.single
+        self.default: Stepper = UninterruptedSteps(self.single, rows, shows_ticks) if self.setup.group.size == 1 else self.single
         self.whole: WholeEpochs | None = None
         """Takes whole epochs, where the family has code for that."""
         self._metric_slots = metric_slots

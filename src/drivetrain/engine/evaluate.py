@@ -84,7 +84,7 @@ class Evaluator:
     precision: Precision
     group: Group
     run: Callable[..., Any] = field(default=lambda function, *args: function(*args))
-    """Calls a function that uses the model (a strategy's `run`)."""
+    """Calls a function that uses the model (a strategy's `call`)."""
     graphs: EvaluationGraphs | None = None
     reached: Callable[[str], None] | None = None
     can_undo: bool = True
@@ -93,16 +93,16 @@ class Evaluator:
     def __call__(self, stop: SupportsBool = False) -> Evaluation:
         """Raises, on every rank, OutOfMemoryOnRanks where memory ran out on any, and EvaluationStopped where any was asked to stop."""
         metrics = EvaluationMetrics()
-        is_short = is_stopped = False
+        is_out_of_memory = is_stopped = False
         try:
             with self._evaluation_mode():
                 is_stopped = self._forward_all(metrics, stop)
         except torch.OutOfMemoryError:
             if not self.can_undo:
                 raise
-            is_short = True
+            is_out_of_memory = True
         if self.can_undo:
-            self._raise_together(is_stopped, is_short)
+            self._raise_together(is_stopped, is_out_of_memory)
         return Evaluation(*metrics.finish(self.task, self.group), self.feed.length)
 
     @contextmanager
@@ -138,10 +138,10 @@ class Evaluator:
         with allocation_errors_as_oom, self.precision.forward():
             return self.task.metrics(self.model, self.feed.assemble(*inputs))
 
-    def _raise_together(self, is_stopped: bool, is_short: bool) -> None:
-        short = [float(is_short and rank == self.group.rank) for rank in range(self.group.size)]
-        any_stopped, *any_short = self.group.sum_on_hosts([float(is_stopped), *short])
+    def _raise_together(self, is_stopped: bool, is_out_of_memory: bool) -> None:
+        own = [float(is_out_of_memory and rank == self.group.rank) for rank in range(self.group.size)]
+        any_stopped, *any_out_of_memory = self.group.sum_on_hosts([float(is_stopped), *own])
         if any_stopped:
             raise EvaluationStopped
-        if any(any_short):
-            raise OutOfMemoryOnRanks([rank for rank, flag in enumerate(any_short) if flag])
+        if any(any_out_of_memory):
+            raise OutOfMemoryOnRanks([rank for rank, flag in enumerate(any_out_of_memory) if flag])

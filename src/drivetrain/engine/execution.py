@@ -34,7 +34,7 @@ class Execution:
         self.step.reached = self.observer.reached if self.observer.watches else None
         self.threads = Threads(plan, self.group)
         self.graph_version = 0
-        """Changes when CUDA graphs of the model, wherever they are, no longer hold."""
+        """Changes when CUDA graphs of the model, wherever they are, become invalid."""
         self.tuner = ExecutionTuner(self.step, plan, self.group, setup.total_steps, self.observer, plan.first_compiled_step(0, None))
 
     def tune(self, compiled_from: int | None) -> None:
@@ -60,7 +60,7 @@ class Execution:
             return OutOfMemoryOnRanks(error.ranks, error.can_undo)
 
     def pause(self) -> None:
-        """Before anything but steps uses the model, or takes time."""
+        """Call before evaluating or collecting: switches compiled blocks off and pauses the timer."""
         self.step.restore_eager_blocks()
         self.tuner.pause_timer()
 
@@ -87,7 +87,7 @@ class Execution:
         smaller = self._smaller_plan(step, setup.feed, is_evaluation=False)
         where = f"at step {number:,} on rank {', '.join(map(str, error.ranks))}"
         if smaller is None:
-            raise self._no_way_out(where, setup.feed, is_evaluation=False)
+            raise self._unsolvable_error(where, setup.feed, is_evaluation=False)
         if not error.can_undo:
             raise OutOfMemory(
                 f"out of memory {where}, in a step that cannot be undone here", smaller.restart_facts(number, error.ranks[0], "step")
@@ -95,7 +95,7 @@ class Execution:
         self.step.undo()
         self.graph_version += 1
         if self.strategy.is_one_piece:
-            self._accumulate_gradients()
+            self._switch_to_accumulation()
         self.plan = Plan.from_json(self.plan.to_json() | smaller.changes)
         setup.feed.set_micro_batch(self.plan.micro_batch)
         self.step.use_strategy(self.strategy)
@@ -107,7 +107,7 @@ class Execution:
         if self.group.is_main and (notice := batchnorm_notice(setup.model, setup.task, self.plan)):
             self.observer.notice(notice)
 
-    def _accumulate_gradients(self) -> None:
+    def _switch_to_accumulation(self) -> None:
         """Replaces the strategy of one process and one micro-batch by one that adds up gradients."""
         for parameter in self.setup.model.parameters():
             parameter.grad = None
@@ -120,7 +120,7 @@ class Execution:
         smaller = self._smaller_plan(step, feed, is_evaluation=True)
         where = f"in the evaluation at step {step:,} on rank {', '.join(map(str, error.ranks))}"
         if smaller is None:
-            raise self._no_way_out(where, feed, is_evaluation=True)
+            raise self._unsolvable_error(where, feed, is_evaluation=True)
         self.graph_version += 1
         self.plan = Plan.from_json(self.plan.to_json() | smaller.changes)
         feed.set_micro_batch(self.plan.eval_micro_batch)
@@ -152,7 +152,7 @@ class Execution:
         first_line = str(error).partition("\n")[0]
         smaller = self._smaller_plan(step, feed, is_evaluation)
         if smaller is None:
-            return self._no_way_out(f"at step {number:,} ({first_line})", feed, is_evaluation)
+            return self._unsolvable_error(f"at step {number:,} ({first_line})", feed, is_evaluation)
         facts = smaller.restart_facts(number, self.group.rank, during)
         return OutOfMemory(f"out of memory at step {number:,} ({first_line}): {smaller.sentence()} from here on", facts)
 
@@ -164,10 +164,10 @@ class Execution:
         sizes = {feed.batch_size(0), feed.batch_size(feed.steps_per_epoch - 1)}
         return smaller if all(_smallest_micro_batch(size, self.group.size, smaller.new_size) > 1 for size in sizes) else None
 
-    def _no_way_out(self, where: str, feed: Feed, is_evaluation: bool) -> OutOfMemory:
-        least, _ = halved_size(feed.max_rank_samples, self.plan.eval_micro_batch if is_evaluation else self.plan.micro_batch)
-        samples = "one sample" if least == 1 else f"{least} samples"
-        why = "" if least == 1 else ", and BatchNorm needs more than one in every micro-batch"
+    def _unsolvable_error(self, where: str, feed: Feed, is_evaluation: bool) -> OutOfMemory:
+        smallest, _ = halved_size(feed.max_rank_samples, self.plan.eval_micro_batch if is_evaluation else self.plan.micro_batch)
+        samples = "one sample" if smallest == 1 else f"{smallest} samples"
+        why = "" if smallest == 1 else ", and BatchNorm needs more than one in every micro-batch"
         ways = f"Ways out: {WAYS_OUT} (drivetrain resume {self.setup.run.name} plan.KEY=VALUE)"
         return OutOfMemory(f"out of memory {where} with {samples} at a time{why}\n{ways}", None)
 

@@ -1,8 +1,8 @@
 """The training loop: set up, restore; for each step: data, step, log, evaluate, save.
 
 At a step's end: log, evaluate, then save. Rows up to step N are on disk before checkpoint N is published, and which
-steps are logged, evaluated and saved follows from the step's number alone, so a resumed run writes what an
-uninterrupted one would have written.
+steps are logged, evaluated and saved follows from the step's number alone (but for periods in seconds, and the best
+checkpoint), so a resumed run writes what an uninterrupted one would have written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from drivetrain.task import Task
 
 
 class Stopped(Exception):
-    """The training was asked to stop, and is saved."""
+    """The training was asked to stop; what can be saved is saved."""
 
 
 class Training:
@@ -47,7 +47,7 @@ class Training:
         self.saver = Saver(self.setup, self.execution, self.rows)
         self.evaluate = TrainingEvaluation(self.setup, self.execution)
         self.always_checks_dependence = False
-        """Whether it is checked that the result does not depend on the plan, even where this plan takes whole batches."""
+        """Check that the result does not depend on the plan even where one micro-batch is the whole batch."""
         self._start_seconds = time.monotonic()
 
     def run_to_end(self, stop_after: int | None = None) -> Result:
@@ -87,7 +87,7 @@ class Training:
                 raise Stopped
 
     def _begin(self) -> None:
-        """Hands the restored progress to those who need it, and gets everything ready for the next step."""
+        """Restores threads, rows and tuning, announces the training, opens the data, and repeats an evaluation that was stopped."""
         setup, progress, rows = self.setup, self.progress, self.rows
         self.execution.threads.set_useful(progress.num_threads)
         if progress.rows is not None:

@@ -24,9 +24,9 @@ from drivetrain.task import Task, overrides
 class Objective:
     """The objective of one training: its parts, its counts, and where a step's metrics are written."""
 
-    def __init__(self, task: Task, feed: Feed, loss_scale: LossScale | None, group: Group, before_meeting: Callable[[], None]) -> None:
-        """`before_meeting` is called before ranks communicate: it raises where one of them ran out of memory."""
-        self.task, self.loss_scale, self.group, self._before_meeting = task, loss_scale, group, before_meeting
+    def __init__(self, task: Task, feed: Feed, loss_scale: LossScale | None, group: Group, before_collective: Callable[[], None]) -> None:
+        """`before_collective` is called before ranks communicate: it raises where one of them ran out of memory."""
+        self.task, self.loss_scale, self.group, self._before_collective = task, loss_scale, group, before_collective
         self.has_counts = overrides(task, "counts")
         self.limits = read_limits(feed.limits)
         self.slots: MetricSlots | None = None
@@ -35,15 +35,15 @@ class Objective:
         """A view of each float of the present step's row."""
         self.on_new_slots: Callable[[MetricSlots], None] = lambda slots: None
         """Called when the first loss has shown which metrics there are."""
-        self._plain_slot: int | None = None  # of a loss that is a scalar mean over samples and nothing else
+        self._scalar_loss_slot: int | None = None  # of a loss that is a scalar mean over samples and nothing else
         self._limit_passed = torch.zeros((), device=group.device)  # in the present epoch
 
     # --- the share of a micro-batch ---
 
     def share(self, value: Any, num_real: int, global_size: int, counts: dict[str, Tensor]) -> Tensor:
         """Returns the part of the global mean that this micro-batch contributes, and adds its metrics to the row."""
-        if self._plain_slot is not None and isinstance(value, Tensor) and value.dim() == 0:  # the common case, in few operations
-            self.row[self._plain_slot].add_(value.detach(), alpha=num_real)
+        if self._scalar_loss_slot is not None and isinstance(value, Tensor) and value.dim() == 0:  # the common case, in few operations
+            self.row[self._scalar_loss_slot].add_(value.detach(), alpha=num_real)
             objective = value if num_real == global_size else value * (num_real / global_size)
         else:
             objective = self._share_of_parts(value, num_real, global_size, counts)
@@ -58,13 +58,15 @@ class Objective:
         parts, logged = read_loss(value)
         slots = self.slots or self._agree_on_slots(parts, logged, counts)
         self._check_names(slots, [*parts, *logged])
+        if self.has_counts:
+            self._check_counts(slots, counts)
         total: Tensor | None = None
         for part in parts:
-            share = self._add_to_row(slots, part, num_real, global_size)
+            weight = self._add_to_row(slots, part, num_real, global_size)
             if part.name in counts:
                 term = part.value / counts[part.name] if num_real else part.value * 0.0
             else:
-                term = part.value if share == 1.0 else part.value * share
+                term = part.value if weight == 1.0 else part.value * weight
             total = term if total is None else total + term
         for part in logged:
             self._add_to_row(slots, part, num_real, global_size)
@@ -89,6 +91,12 @@ class Objective:
         if names != slots.names or has_count != [name in slots.count for name in slots.names]:
             raise Problem(f"loss() gave {names}, but {slots.names} in the first batch: names must stay the same")
 
+    @staticmethod
+    def _check_counts(slots: MetricSlots, counts: dict[str, Tensor]) -> None:
+        counted = [name for name in slots.parts if name in slots.count]
+        if sorted(counts) != sorted(counted):
+            raise Problem(f"counts() gave {list(counts)}, but the parts of the loss with a count of their own are {counted}")
+
     def _agree_on_slots(self, parts: list[LossPart], logged: list[LossPart], counts: dict[str, Tensor]) -> MetricSlots:
         slots = MetricSlots(parts, logged)
         counted = [p.name for p in parts if p.count is not None]
@@ -97,11 +105,9 @@ class Objective:
                 f"the loss has {len(parts)} parts and {', '.join(counted)} has a count of its own: define counts(batch) ->"
                 f" {{{', '.join(f'{n!r}: ...' for n in counted)}}}, so that each is divided by its global count"
             )
-        missing = [name for name in counted if self.has_counts and name not in counts]
-        unknown = [name for name in counts if name not in counted]
-        if missing or unknown:
-            raise Problem(f"counts() gave {list(counts)}, but the parts of the loss with a count of their own are {counted}")
-        self._before_meeting()
+        if self.has_counts:
+            self._check_counts(slots, counts)
+        self._before_collective()
         all_names = self.group.gather_objects((slots.names, sorted(slots.count)))
         if any(names != all_names[0] for names in all_names):
             raise Problem(f"loss() gave other names on other processes: {all_names}; they must be the same in every batch")
@@ -112,7 +118,7 @@ class Objective:
         """Takes these as the metrics of every step."""
         self.slots = slots
         if slots.names == ["loss"] and not slots.count:
-            self._plain_slot = slots.total["loss"]
+            self._scalar_loss_slot = slots.total["loss"]
         self.on_new_slots(slots)
 
     # --- counts, limits and the update ---
@@ -126,8 +132,9 @@ class Objective:
                 value = value.to(self.group.device) * (1.0 if num_real else 0.0)
                 totals[name] = totals[name] + value if name in totals else value
         if totals and over_ranks and self.group.size > 1:
+            totals = dict(sorted(totals.items()))  # the same order on every rank
             packed = torch.stack(list(totals.values()))
-            self._before_meeting()
+            self._before_collective()
             self.group.all_reduce(packed)
             totals = dict(zip(totals, packed.unbind(0), strict=True))
         return {name: torch.where(total == 0, 1.0, total) for name, total in totals.items()}
@@ -161,8 +168,8 @@ class Objective:
             factor = 1.0 / self.loss_scale.scale if factor is None else factor / self.loss_scale.scale
         return factor
 
-    def write_norm(self, norm: Tensor | None) -> None:
-        """Writes the gradient norm, and fp16's scale after it, into the row."""
+    def finish_row(self, norm: Tensor | None) -> None:
+        """Writes the gradient norm into the row; for fp16, adapts the loss scale to it and writes that, too."""
         if norm is None:
             return
         self.row[NORM].copy_(norm)

@@ -1,4 +1,4 @@
-"""One optimizer step over a global batch: exact whatever the plan, and without a host sync.
+"""One optimizer step over a global batch: the same whatever the plan, and without a host sync (unless an optimizer needs one).
 
 A step is made of pieces of device work that depend on the step's number only through tensors: one piece for all of
 it where one process takes the batch at once, else one for each micro-batch and one for the update, with the all-reduce
@@ -66,7 +66,7 @@ class Step:
         self.optimizer, self.rates, self.precision, self.group = strategy.optimizer, rates, precision, group
         self.loss_scale = LossScale(group.device) if precision.name == "fp16" else None
         self.loss: Callable[[Any, Any], Any] = task.loss
-        self.objective = Objective(task, feed, self.loss_scale, group, self.raise_if_any_rank_is_short)
+        self.objective = Objective(task, feed, self.loss_scale, group, self.raise_if_any_rank_is_out_of_memory)
         self.objective.on_new_slots = self._make_ring
         if self.loss_scale is not None or self.objective.limits:
             prepare_for_skipped_steps(strategy.optimizer)
@@ -84,13 +84,14 @@ class Step:
         self.sample_hooks: list[Callable[[int, list[int]], None]] = []
         """Called with the step's number and this rank's sample ids, after its last micro-batch was fetched."""
         self.update_hooks: list[Callable[[], None]] = []
-        """Called before each update, when gradients are complete."""
+        """Called before each update, when gradients are complete; not where a CUDA graph replays the update."""
         self.reached: Callable[[str], None] | None = None
         """Told of the observation points within a step, where anybody listens."""
         self.can_undo = True
         """Whether a step that runs out of memory can be undone, on all ranks together."""
         self.host_random = HostRandom(group.device)
         self.number = 0
+        """The present step, from 0."""
         self._buffers = BufferBackup(model)
         self._is_updating = False
         self._seed, self._generator = key(int(task.seed)), model_generator(group.device)
@@ -111,7 +112,7 @@ class Step:
         self.graphs = self.compiled = None
         self.strategy, self._piggyback = strategy, strategy.piggyback
         self.objective.row = () if self._piggyback is None else self._piggyback.unbind(0)
-        self._device_knows_ids = (
+        self._finds_ids_on_device = (
             self._device_number is not None and strategy.is_one_piece and self.feed.sample_ids_on_device(self._device_number, 1) is not None
         )
 
@@ -148,8 +149,9 @@ class Step:
         epoch, index = divmod(step, self.feed.steps_per_epoch)
         self._begin_step(step, epoch, index)
         size = self.feed.batch_size(index)
-        kind, plain = (size, with_norm, self.feed.data_version), 0 if self.graphs is None else self.graphs.num_eager
-        if self.graphs is not None and self.graphs.only_replayed(kind):
+        step_kind = size, with_norm, self.feed.data_version
+        num_eager_before = 0 if self.graphs is None else self.graphs.num_eager
+        if self.graphs is not None and self.graphs.only_replayed(step_kind):
             self._buffers.skip()
         else:
             self._buffers.take()
@@ -157,11 +159,11 @@ class Step:
             self.reached("take")
         micros = self._micro_batches(epoch, index)
         if self.strategy.is_one_piece:
-            self._take_at_once(micros, size, with_norm)
+            self._run_as_one_piece(micros, size, with_norm)
         else:
-            self._take_in_pieces(micros, size, with_norm)
+            self._run_by_micro_batch(micros, size, with_norm)
         if self.graphs is not None:
-            self.graphs.note_step(kind, plain)
+            self.graphs.note_step(step_kind, num_eager_before)
         self._next_device_number = step + 1
         if self.reached is not None:
             self.reached("taken")
@@ -202,14 +204,14 @@ class Step:
         for hook in self.sample_hooks:
             hook(self.number, sample_ids)
 
-    def _take_at_once(self, micros: Iterator[MicroBatch], size: int, with_norm: bool) -> None:
+    def _run_as_one_piece(self, micros: Iterator[MicroBatch], size: int, with_norm: bool) -> None:
         """One process, one micro-batch: all of the step is one piece."""
         try:
             [micro] = micros
             inputs, form = (micro.loaded, micro.ids), Form(micro.num_real, size, False, form_of(micro.loaded), self.feed.data_version)
             self._begin_micro_batch(micro.position, inputs, form)
             if self.graphs is not None:
-                graph_inputs = (None, None) if self._device_knows_ids else inputs
+                graph_inputs = (None, None) if self._finds_ids_on_device else inputs
                 self.graphs(("step", form, with_norm), self._whole_step, graph_inputs, form, with_norm)
             else:
                 self._whole_step(inputs, form, with_norm)
@@ -218,10 +220,10 @@ class Step:
         except torch.OutOfMemoryError:
             if self._is_updating or not self.can_undo:
                 raise
-        self.raise_if_any_rank_is_short(is_short=True)  # out of the except clause, whose traceback holds the memory
+        self.raise_if_any_rank_is_out_of_memory(is_out_of_memory=True)  # out of the except clause, whose traceback holds the memory
 
     def _whole_step(self, inputs: Inputs, form: Form, with_norm: bool) -> None:
-        if self._device_knows_ids and self._device_number is not None:
+        if self._finds_ids_on_device and self._device_number is not None:
             inputs = inputs[0], self.feed.sample_ids_on_device(self._device_number, form.num_real)
         self.strategy.zero_gradients()
         counts: dict[str, Tensor] = {}
@@ -234,18 +236,18 @@ class Step:
         self._begin_update()
         self._update(form.size, bool(counts), with_norm)
 
-    def _take_in_pieces(self, micros: Iterator[MicroBatch], size: int, with_norm: bool) -> None:
+    def _run_by_micro_batch(self, micros: Iterator[MicroBatch], size: int, with_norm: bool) -> None:
         counts: dict[str, Tensor] = {}
-        is_short = False
+        is_out_of_memory = False
         try:
             counts = self._take_micro_batches(micros, size)
         except torch.OutOfMemoryError:
             if not self.can_undo:
                 raise
-            is_short = True
+            is_out_of_memory = True
         if self.reached is not None:
             self.reached("reduce")
-        self.raise_if_any_rank_is_short(is_short)
+        self.raise_if_any_rank_is_out_of_memory(is_out_of_memory)
         self.requests.stop |= bool(self.stop)
         for slot, is_requested in enumerate(self.requests, FIRST_REQUEST):
             if is_requested:
@@ -305,7 +307,7 @@ class Step:
             self.rates.set_on_device(self._device_number)
         factor, limit_passed = self.objective.gradient_factor(size, has_counts), self.objective.limit_passed(size)
         norm = self.strategy.update(factor, self._clip, with_norm, self.loss_scale is not None, limit_passed)
-        self.objective.write_norm(norm)
+        self.objective.finish_row(norm)
         if self._device_number is not None and self._piggyback is not None and self.ring is not None:
             self.ring.write(self._device_number, self._piggyback[: self.slots.num_used])
             self._device_number.add_(1)
@@ -313,6 +315,7 @@ class Step:
     # --- forward and backward ---
 
     def make_batch(self, given: Any, ids: Tensor) -> Any:
+        """Assembles a batch on the device and augments it."""
         batch = self.feed.assemble(given, ids)
         return batch if self._draws is None else augment_batch(self.task, batch, self._draws.for_samples(ids))
 
@@ -335,13 +338,13 @@ class Step:
 
     # --- out of memory ---
 
-    def raise_if_any_rank_is_short(self, is_short: bool = False) -> None:
+    def raise_if_any_rank_is_out_of_memory(self, is_out_of_memory: bool = False) -> None:
         """Before ranks communicate within a step: if memory ran out on any of them, all leave this attempt at the step."""
-        if not self.can_undo or (self.group.size == 1 and not is_short):
+        if not self.can_undo or (self.group.size == 1 and not is_out_of_memory):
             return
-        own = [float(is_short and rank == self.group.rank) for rank in range(self.group.size)]
-        *short, num_unknown = self.group.sum_on_hosts([*own, float(not self._buffers.is_current)])
-        ranks = [rank for rank, flag in enumerate(short) if flag]
+        own = [float(is_out_of_memory and rank == self.group.rank) for rank in range(self.group.size)]
+        *flags, num_unknown = self.group.sum_on_hosts([*own, float(not self._buffers.is_current)])
+        ranks = [rank for rank, flag in enumerate(flags) if flag]
         if ranks:
             raise OutOfMemoryOnRanks(ranks, can_undo=not num_unknown)
 

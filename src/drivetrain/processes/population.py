@@ -218,7 +218,7 @@ class _Program:
             uniform, orders = self._uniform(epoch), self._orders(epoch)
             self._replayed("iterate", lambda inputs: self.population.iterate(*inputs), (uniform, orders))
             done = (epoch + 1) * self.steps_per_epoch
-            if done == self.steps or self.eval_every.next_step(done - self.steps_per_epoch) <= done or self.eval_every.is_overdue():
+            if done == self.steps or self.eval_every.next_step(done - self.steps_per_epoch) <= done or self.eval_every.restart_if_over():
                 self._evaluate(done)
         for trial, member in sorted(enumerate(self.members), key=lambda pair: pair[1].failed_by):  # first those that finished
             self._end(trial, member)

@@ -1,4 +1,4 @@
-"""Ways to advance a training: one step, many steps with nothing due between them, or a whole epoch by the family's own code."""
+"""Ways to advance a training: one step, many steps with nothing due between them, or a whole epoch by the `Source`'s own `EpochStepper`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SingleSteps:
         return due
 
 
-class QuietSteps:
+class UninterruptedSteps:
     """Takes many steps of one process, until something is due or asked for: the fast path, without any check that can wait."""
 
     def __init__(self, single: SingleSteps, rows: RowLog, shows_ticks: bool) -> None:
@@ -58,7 +58,7 @@ class QuietSteps:
 
 
 class WholeEpochs:
-    """Takes the epochs of a `Source` by the family's own stepper; their metrics are in the ring as if the engine had taken the steps."""
+    """Takes the epochs of a `Source` by the `Source`'s own stepper; their metrics are in the ring as if the engine had taken the steps."""
 
     def __init__(self, stepper: EpochStepper, single: SingleSteps, feed: SourceFeed, rows: RowLog) -> None:
         self.stepper, self.single, self.feed, self.rows = stepper, single, feed, rows
@@ -73,7 +73,7 @@ class WholeEpochs:
         cadence, per_epoch, engine_step = self.single.cadence, self.feed.steps_per_epoch, self.single.execution.step
         end = step + per_epoch
         self._reached("step")
-        cadence.request(engine_step.requests, bool(self._stop), step + 1)
+        cadence.request(engine_step.requests, bool(self._stop), end)
         due = cadence.before(step + 1, end)
         self.stepper(step // per_epoch, step, None if self.stepper.collects else self.feed.collected_batch())
         assert engine_step.ring is not None
@@ -88,13 +88,13 @@ def find_whole_epochs(execution: Execution, single: SingleSteps, rows: RowLog, s
     """Returns the stepper that the task's `Source` offers for one GPU, if any; `slots` are the metrics of its steps."""
     setup, step, feed = execution.setup, execution.step, execution.setup.feed
     learning_rates = step.rates.device_table()
-    is_alone = (
+    is_supported = (
         execution.strategy.is_one_piece
         and setup.group.device.type == "cuda"
         and step.loss_scale is None
         and execution.plan.capture != "off"
     )
-    if not is_alone or learning_rates is None or not isinstance(feed, SourceFeed) or feed.steps_per_epoch > HALF_RING:
+    if not is_supported or learning_rates is None or not isinstance(feed, SourceFeed) or feed.steps_per_epoch > HALF_RING:
         return None
     ring = step.ring or MetricRing(slots.num_used, setup.group.device)
     context = StepperContext(

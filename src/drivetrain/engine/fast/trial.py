@@ -131,7 +131,7 @@ class ExecutionTrial:
             )
             if not failures[-1]:
                 break
-        step.raise_if_any_rank_is_short()
+        step.raise_if_any_rank_is_out_of_memory()
         why = next((w for w in self.group.gather_objects(why) if w), "")
         gain = self.group.broadcast_object(gain) if not why else None
         if gain is not None and gain * MAX_COMPILED_SHARE <= 1:

@@ -198,7 +198,7 @@ class ExecutionTuner:
         if self.step.reached is not None:
             self.step.reached("choose")
         # All ranks choose the same, since a trial may communicate.
-        self.step.raise_if_any_rank_is_short()
+        self.step.raise_if_any_rank_is_out_of_memory()
         obstacle = next((why for why in self.group.gather_objects(self._obstacle()) if why), "")
         is_off = self.plan.capture == "off" and self._is_pinned("capture")
         captured_seconds = trial.capture("pinned" if is_off else obstacle) if self.is_cuda else None
