@@ -256,6 +256,20 @@ def test_other_errors_are_not_taken_for_it(error: Exception, tmp_path: Path) -> 
     assert job.execution.plan.micro_batch == 16
 
 
+def test_a_collection_that_does_not_fit_ends_the_run_and_says_what_helps(tmp_path: Path) -> None:
+    """Smaller micro-batches would not make the collection smaller, so no restart is asked for."""
+    job = prepare("Walk", str(tmp_path), {}, {}, "", Group(0, 1, torch.device("cpu")))
+
+    def collect(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("too many environments")
+
+    assert job.setup.source is not None
+    job.setup.source.collect = collect  # type: ignore[method-assign]
+    with pytest.raises(OutOfMemory, match=r"while the source collected samples for step 1 .*\n.*fewer samples at once") as caught:
+        job.run_to_end()
+    assert caught.value.outcome is Outcome.OOM and caught.value.smaller is None
+
+
 def test_models_with_batchnorm_are_warned(tmp_path: Path) -> None:
     found = on_ranks(1, struck, "Normed", str(tmp_path), {}, {}, "oom@step:2")[0]
     assert len(found["notices"]) == 1

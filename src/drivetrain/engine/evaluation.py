@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from drivetrain.engine.evaluate import Evaluation, EvaluationGraphs, Evaluator
-from drivetrain.engine.execution import Execution
+from drivetrain.engine.execution import Activity, Execution
 from drivetrain.engine.faults.out_of_memory import OutOfMemoryOnRanks
 from drivetrain.engine.group.requests import SupportsBool
 from drivetrain.engine.log.rows import RowLog
@@ -21,7 +21,6 @@ class TrainingEvaluation:
 
     def __init__(self, setup: Setup, execution: Execution) -> None:
         self.setup, self.execution = setup, execution
-        self.is_running = False
         self._graphs: EvaluationGraphs | None = None
         self._graphs_version = -1
 
@@ -32,10 +31,10 @@ class TrainingEvaluation:
         setup.observer.reached("evaluate")
         execution.pause()
         execution.strategy.broadcast_buffers()
-        self.is_running = True
+        execution.activity = Activity.EVALUATION
         while isinstance(result := self._try(stop), OutOfMemoryOnRanks):
             execution.shrink_evaluation(step, setup.evaluation, result)
-        self.is_running = False
+        execution.activity = Activity.STEPS
         execution.resume()
         return result
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
+from enum import Enum
 
 import torch
 
@@ -21,6 +22,14 @@ from drivetrain.engine.strategies.replicate import Replicated
 from drivetrain.plan import Plan, PlanChange, halve, halved_size
 
 
+class Activity(Enum):
+    """What a training is doing: it decides what helps when memory runs out."""
+
+    STEPS = "step"
+    EVALUATION = "evaluation"
+    COLLECTION = "collection"
+
+
 class Execution:
     """Takes steps. Where memory runs out on any rank, all ranks halve the micro-batch and take the same step again."""
 
@@ -33,6 +42,7 @@ class Execution:
         self.step.can_undo, self.step.stop = can_undo_steps(plan, setup.model), setup.stop
         self.step.reached = self.observer.reached if self.observer.watches else None
         self.threads = Threads(plan, self.group)
+        self.activity = Activity.STEPS
         self.graph_version = 0
         """Changes when CUDA graphs of the model, wherever they are, become invalid."""
         self.tuner = ExecutionTuner(self.step, plan, self.group, setup.total_steps, self.observer, plan.first_compiled_step(0, None))
@@ -143,17 +153,20 @@ class Execution:
 
     # --- out of memory, by a restart ---
 
-    def restart_error(self, error: torch.OutOfMemoryError, step: int, evaluation: Feed | None) -> OutOfMemory:
-        """Returns the error that ends this process: it says with which plan all processes restart from the last good checkpoint.
-        `evaluation` is the feed of the evaluation in which memory ran out, if it did so in one."""
-        is_evaluation = evaluation is not None
-        feed, during = evaluation or self.setup.feed, "evaluation" if is_evaluation else "step"
-        number = step + (not is_evaluation)
+    def restart_error(self, error: torch.OutOfMemoryError, step: int) -> OutOfMemory:
+        """Returns the error that ends this process: it says with which plan all processes restart from the last good checkpoint."""
         first_line = str(error).partition("\n")[0]
+        if self.activity is Activity.COLLECTION:
+            where = f"while the source collected samples for step {step + 1:,} ({first_line})"
+            advice = "A smaller micro-batch does not help: let collect() make fewer samples at once (PPO: envs, horizon), or take more GPUs"
+            return OutOfMemory(f"out of memory {where}\n{advice}", None)
+        is_evaluation = self.activity is Activity.EVALUATION
+        feed = self.setup.evaluation if is_evaluation and self.setup.evaluation else self.setup.feed
+        number = step + (not is_evaluation)
         smaller = self._smaller_plan(step, feed, is_evaluation)
         if smaller is None:
             return self._unsolvable_error(f"at step {number:,} ({first_line})", feed, is_evaluation)
-        facts = smaller.restart_facts(number, self.group.rank, during)
+        facts = smaller.restart_facts(number, self.group.rank, self.activity.value)
         return OutOfMemory(f"out of memory at step {number:,} ({first_line}): {smaller.sentence()} from here on", facts)
 
     def _smaller_plan(self, step: int, feed: Feed, is_evaluation: bool) -> PlanChange | None:

@@ -62,8 +62,7 @@ class Training:
             self.setup.feed.close()
             return Result(Outcome.PREEMPTED, self.progress.step, self.progress.metrics or {})
         except torch.OutOfMemoryError as error:
-            evaluation = self.setup.evaluation if self.evaluate.is_running else None
-            raise self.execution.restart_error(error, self.progress.step, evaluation) from None
+            raise self.execution.restart_error(error, self.progress.step) from None
 
     def _train(self, cadence: Cadence) -> None:
         setup, progress, step = self.setup, self.progress, self.execution.step
