@@ -1,6 +1,7 @@
 # make train        set up .venv and train the embedded digits task
 # make test         everything that needs neither a GPU nor system packages (pip only, no root)
 # make test-system  the tests with real system parts (installs packages: root)
+# make test-long    all combinations and many repetitions of what the others try once (an hour or more)
 # make test-gpu     the tests that need a CUDA GPU
 # make chaos        200 faults on 1 to 4 processes, and a report in benchmarks/results
 # make lint         ruff and mypy
@@ -11,7 +12,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup train test test-system test-gpu lint bench chaos page clean
+.PHONY: setup train test test-system test-long test-gpu lint bench chaos page clean
 
 setup: .venv/.ready
 
@@ -51,6 +52,12 @@ test-system: .venv/.ready-dev
 	tests/system/install
 	$(call pytest,system and not alone,--numprocesses=2 --dist=loadfile --no-loadscope-reorder)
 	$(call pytest,system and alone)
+
+test-long: .venv/.ready-dev
+	tests/system/install
+	DRIVETRAIN_EVERY=1 $(BIN)/python -m pytest -m "" tests/system/test_strategies_long.py
+	DRIVETRAIN_REPETITIONS=10 $(BIN)/python -m pytest -m "" tests/system/test_oom_sharded.py tests/system/test_oom_long.py tests/engine/test_oom.py
+	$(MAKE) chaos
 
 test-gpu: .venv/.ready-dev
 	$(BIN)/python -m pytest -m gpu tests/gpu --write-results benchmarks/results/gpu-tests.json
