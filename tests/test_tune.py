@@ -218,7 +218,7 @@ def test_a_trial_that_is_always_killed_fails(folder: Path, monkeypatch: pytest.M
     recipe, space, goal = make(find_task("digits"), {}, {}), space_of(RATE), Goal("eval/loss", "min")
     place = folders.open_folder("study", "digits", folders.identity(recipe, space, goal))
     study = Study(place.path, space, "min", "tpe", 0, "none", 1)
-    assert Tuner(TunerSettings(recipe, goal, 1, [[]]), place, study, Table(Screen(quiet=True), space, goal.metric)).run()
+    assert Tuner(TunerSettings(recipe, goal, 1, [Request()]), place, study, Table(Screen(quiet=True), space, goal.metric)).run()
     assert len((folder / "starts").read_text().splitlines()) == 4, "three restarts"
     (trial,) = study.trials()
     assert trial.state == "failed" and "SIGKILL" in trial.facts["message"]

@@ -254,7 +254,7 @@ def _resumes_apart(folder: str, stop: int | None, group: Group) -> list[dict[str
     from unittest.mock import patch
 
     mine = folder if group.is_main else f"{folder}-of-rank-{group.rank}"
-    with patch.object(Group, "reach", lambda *_: False):
+    with patch.object(Group, "shares_folder", lambda *_: False):
         return train("Transformer", mine, ADAM, FSDP, stop, group)
 
 
