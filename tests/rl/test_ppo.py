@@ -386,3 +386,9 @@ def test_an_unrolled_lstm_gives_the_logits_and_values_of_the_collection() -> Non
     assert torch.allclose(value, columns["value"], atol=1e-5)
     log_probs = logits.log_softmax(-1).gather(1, columns["action"][:, None])[:, 0]
     assert torch.allclose(log_probs, columns["log_prob"], atol=1e-5)
+
+
+def test_a_smoke_run_takes_two_small_collections(folder: Path) -> None:
+    """Batches of a few samples would not fit the environments, so it keeps the batch of the task."""
+    assert "train, save, resume and eval work" in good("train", "cartpole", "envs=16", "global_batch=64", "--smoke")
+    assert "train, save, resume and eval work" in good("train", "cartpole", "--smoke")

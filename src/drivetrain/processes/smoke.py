@@ -19,11 +19,11 @@ def smoke_task(task: Task, job: SmokeJob) -> tuple[Task, Plan]:
     from drivetrain.data import Source
     from drivetrain.task_ref import instantiate
 
-    if not isinstance(task.train_data(), Source):
-        _limit_data(task, job.max_samples)
-        return task, job.plan
-    epochs = {"global_batch": job.full_global_batch, "steps": None, "epochs": 2}
-    return instantiate(job.task, job.settings | epochs), job.full_plan
+    full_task = instantiate(job.task, job.settings | {"global_batch": job.full_global_batch, "steps": None, "epochs": 2})
+    if isinstance(full_task.train_data(), Source):
+        return full_task, job.full_plan
+    _limit_data(task, job.max_samples)
+    return task, job.plan
 
 
 def _limit_data(task: Any, max_samples: int) -> None:
