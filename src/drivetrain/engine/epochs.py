@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from drivetrain.engine.cadence import Cadence
-from drivetrain.engine.execution import Activity, Execution
+from drivetrain.engine.execution import Execution, TrainingActivity
 from drivetrain.engine.fast.steppers import SingleSteps, Stepper, UninterruptedSteps, WholeEpochs, find_whole_epochs
 from drivetrain.engine.log.rows import RowLog
 from drivetrain.engine.log.slots import MetricSlots
@@ -48,10 +48,10 @@ class Epochs:
             feed.begin_epoch(epoch, setup.model)
         elif whole is None or not whole.collects:
             setup.observer.reached("collect")
-            execution.activity = Activity.COLLECTION
+            execution.activity = TrainingActivity.COLLECTION
             with setup.precision.forward():
                 execution.strategy.call_unevenly(feed.begin_epoch, epoch, setup.model)
-            execution.activity = Activity.STEPS
+            execution.activity = TrainingActivity.STEPS
             execution.resume()
 
     def _find_whole_epochs(self) -> None:

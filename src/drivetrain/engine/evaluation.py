@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from drivetrain.engine.evaluate import Evaluation, EvaluationGraphs, Evaluator
-from drivetrain.engine.execution import Activity, Execution
+from drivetrain.engine.execution import Execution, TrainingActivity
 from drivetrain.engine.faults.out_of_memory import OutOfMemoryOnRanks
 from drivetrain.engine.group.requests import SupportsBool
 from drivetrain.engine.log.rows import RowLog
@@ -31,10 +31,10 @@ class TrainingEvaluation:
         setup.observer.reached("evaluate")
         execution.pause()
         execution.strategy.broadcast_buffers()
-        execution.activity = Activity.EVALUATION
+        execution.activity = TrainingActivity.EVALUATION
         while isinstance(result := self._try(stop), OutOfMemoryOnRanks):
             execution.shrink_evaluation(step, setup.evaluation, result)
-        execution.activity = Activity.STEPS
+        execution.activity = TrainingActivity.STEPS
         execution.resume()
         return result
 

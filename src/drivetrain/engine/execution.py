@@ -22,7 +22,7 @@ from drivetrain.engine.strategies.replicate import Replicated
 from drivetrain.plan import Plan, PlanChange, halve, halved_size
 
 
-class Activity(Enum):
+class TrainingActivity(Enum):
     """What a training is doing: it decides what helps when memory runs out."""
 
     STEPS = "step"
@@ -42,7 +42,7 @@ class Execution:
         self.step.can_undo, self.step.stop = can_undo_steps(plan, setup.model), setup.stop
         self.step.reached = self.observer.reached if self.observer.watches else None
         self.threads = Threads(plan, self.group)
-        self.activity = Activity.STEPS
+        self.activity = TrainingActivity.STEPS
         self.graph_version = 0
         """Changes when CUDA graphs of the model, wherever they are, become invalid."""
         self.tuner = ExecutionTuner(self.step, plan, self.group, setup.total_steps, self.observer, plan.first_compiled_step(0, None))
@@ -156,11 +156,11 @@ class Execution:
     def restart_error(self, error: torch.OutOfMemoryError, step: int) -> OutOfMemory:
         """Returns the error that ends this process: it says with which plan all processes restart from the last good checkpoint."""
         first_line = str(error).partition("\n")[0]
-        if self.activity is Activity.COLLECTION:
+        if self.activity is TrainingActivity.COLLECTION:
             where = f"while the source collected samples for step {step + 1:,} ({first_line})"
             advice = "A smaller micro-batch does not help: let collect() make fewer samples at once (PPO: envs, horizon), or take more GPUs"
             return OutOfMemory(f"out of memory {where}\n{advice}", None)
-        is_evaluation = self.activity is Activity.EVALUATION
+        is_evaluation = self.activity is TrainingActivity.EVALUATION
         feed = self.setup.evaluation if is_evaluation and self.setup.evaluation else self.setup.feed
         number = step + (not is_evaluation)
         smaller = self._smaller_plan(step, feed, is_evaluation)
