@@ -242,7 +242,6 @@ def test_a_start_that_fails_is_retried(tmp_path: Path, monkeypatch: pytest.Monke
         "restart the workers could not be started: Resource temporarily unavailable; starting anew from the beginning",
         "restart the workers could not be started: Too many open files; starting anew from the beginning",
     ]
-    assert not list(run.path.glob(".attempt-*"))
 
 
 def test_the_fork_server_is_named_when_it_dies(tmp_path: Path) -> None:
@@ -262,7 +261,7 @@ def test_only_scratch_folders_of_dead_processes_are_removed(tmp_path: Path, monk
     assert killed.returncode == -9
     [dead] = tmp_path.iterdir()
     (dead / "listener-x").touch()
-    mine, unmade, foreign = Scratch(), tmp_path / "drivetrain-scratch-new", tmp_path / "pymp-x"
+    mine, unmade, foreign = Scratch(), tmp_path / ".drivetrain-scratch-new", tmp_path / "pymp-x"
     for folder in (unmade, foreign):
         folder.mkdir()
     (tmp_path / "drivetrain-scratch-link").symlink_to(foreign)
@@ -291,17 +290,21 @@ def test_half_written_checkpoints_go_when_the_disk_can_be_written_again(tmp_path
     assert run.checkpoint_steps() == [2] and not list(run.checkpoints.glob(".*"))
 
 
-def test_folders_of_attempts_go_when_the_disk_can_be_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = TrainJob(run=str(tmp_path), task=find_task("digits"), settings={}, plan=Plan(), folder=".")
-    monkeypatch.setattr(Attempt, "run", lambda self, fork_server: None)
+def test_an_attempt_leaves_nothing_and_what_the_dead_left_goes_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary, run = tmp_path / "tmp", tmp_path / "run"
+    temporary.mkdir()
+    run.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    seen = list[int]()
+    monkeypatch.setattr(Attempt, "run", lambda self, fork_server: seen.append(len(list(temporary.glob("*/attempt/job.json")))))
     monkeypatch.setattr(Attempt, "end", lambda self: JobEnd(Outcome.OK))
     monkeypatch.setattr(Supervisor, "_get_fork_server", lambda self: None)
+    job = TrainJob(run=str(run), task=find_task("digits"), settings={}, plan=Plan(), folder=".")
     with supervised(job, Plan(), local_placement(1), Screen(quiet=True), []) as supervisor:
-        with monkeypatch.context() as patch:
-            patch.setattr("drivetrain.supervise.attempt_folder.shutil.rmtree", lambda path, ignore_errors: None)
-            supervisor.run_attempt()
-        assert list(tmp_path.glob(".attempt-*"))
-    assert not list(tmp_path.glob(".attempt-*"))
+        supervisor.run_attempt()
+        supervisor.run_attempt()
+        (temporary / "drivetrain-scratch-of-a-killed-one").mkdir()
+    assert seen == [1, 1] and not list(temporary.iterdir()) and not list(run.iterdir())
 
 
 # --- hangs in phases not seen yet, and ranks that only seem to hang ---

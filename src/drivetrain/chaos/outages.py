@@ -76,14 +76,15 @@ class TrainingOnHosts:
             self._lose_and_restore(outage)
         self._wait_for("the end of the run", self._is_finished)
         for host in self.hosts:
-            if host is not self.hosts[0] and not self._all_take_part():
-                host.kill()  # the run finished before this host was back
-                continue
+            command = self.commands[host.name]
+            is_back = host is self.hosts[0] or self._all_take_part()
+            if not is_back:
+                command.terminate()  # the run finished before this host was back: it would wait for another leader
             try:
-                code = self.commands[host.name].wait(PATIENCE_SECONDS)
+                code = command.wait(PATIENCE_SECONDS)
             except subprocess.TimeoutExpired:
                 raise self._failure(f"{host.name} does not end") from None
-            if code != 0:
+            if is_back and code != 0:
                 raise self._failure(f"the command on {host.name} ended with {code}")
 
     def _lose_and_restore(self, outage: Outage) -> None:

@@ -1,4 +1,9 @@
-"""A scratch folder for files that a run's processes need only while they live. The folder of a killed process is removed by the next start."""
+"""A scratch folder for what a supervisor's processes need only while they live: their job, their stacks, their sockets.
+
+It lies in the system's folder for temporary files, so that the paths of sockets are short and nothing is left in a run. Its owner
+holds a lock on it, which the kernel releases however the owner ends: the next start on the machine removes it then. The lock
+also keeps services away that remove old temporary files.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +13,30 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 PREFIX = "drivetrain-scratch-"
-LOCK_FILE = ".held"
-"""The file that the folder's owner locks; the kernel releases the lock when the process ends, in whatever container it runs."""
 
 
 class Scratch:
-    """A folder in the system's folder for temporary files, so that the paths of sockets in it are short."""
-
     def __init__(self) -> None:
         sweep()
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        unlocked = self.path / f"{LOCK_FILE}-"
-        self._handle = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._handle, fcntl.LOCK_EX)
-        os.rename(unlocked, self.path / LOCK_FILE)  # locked before another process can find it
+        unlocked = Path(tempfile.mkdtemp(prefix=f".{PREFIX}"))
+        self._handle = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # a file system without locks, where sweep() can remove nothing either
+            fcntl.flock(self._handle, fcntl.LOCK_EX)
+        self.path = unlocked.rename(unlocked.with_name(unlocked.name[1:]))  # locked before sweep() can find it
+
+    @contextlib.contextmanager
+    def subfolder(self, name: str) -> Iterator[Path]:
+        """A folder in it that is removed at the end."""
+        folder = self.path / name
+        folder.mkdir()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -38,7 +50,7 @@ def sweep() -> None:
             status = folder.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
                 continue
-            handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)

@@ -16,14 +16,14 @@ from types import FrameType
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 from drivetrain.processes.job import Diagnostics, Job, TrainJob, write
-from drivetrain.runs import Run, write_atomic
+from drivetrain.runs import Run, remove_half_written_files, write_atomic
 from drivetrain.supervise.attempt import PLAN_RECORDING_JOBS, Attempt, WorkerPlacement
-from drivetrain.supervise.attempt_folder import AttemptFolders
 from drivetrain.supervise.ending import JobEnd
 from drivetrain.supervise.fork_server import ForkServer
 from drivetrain.supervise.hang_detector import HangDetector
 from drivetrain.supervise.placement import local_placement
 from drivetrain.supervise.restarts import RestartCount, RestartPolicy, plan_after_oom
+from drivetrain.supervise.scratch import Scratch, sweep
 from drivetrain.supervise.verdicts import LocalVerdicts, Verdict
 from drivetrain.watch.screen import Screen
 from drivetrain.watch.time_breakdown import TimeBreakdown
@@ -58,7 +58,7 @@ class Supervisor:
         self.attempt: Attempt | None = None
         self.fork_server: ForkServer | None = None
         self.num_interrupts, self.stopped = 0, False
-        self._folders = AttemptFolders(self.run_dir, isinstance(job, PLAN_RECORDING_JOBS))
+        self._scratch: Scratch | None = None
         self._restarts = RestartCount(self.run_dir)
         self._earlier_time, self._time_written_at = TimeBreakdown([], 0), time.monotonic()
         self._first_step, self._has_first_step = self._read_first_step(), False
@@ -98,9 +98,12 @@ class Supervisor:
         return replace(end, interrupted=self.num_interrupts > 0, stopped=self.stopped)
 
     def _attempt(self) -> JobEnd:
-        with self._folders.open() as folder:
+        self._remove_half_written_files()
+        if self._scratch is None:
+            self._scratch = Scratch()
+        with self._scratch.subfolder("attempt") as folder:
             file = folder / "job.json"
-            write(replace(self.job, scratch=self._folders.scratch), file)
+            write(replace(self.job, scratch=str(self._scratch.path)), file)
             hang_detector, self._has_first_step = HangDetector(self.policy.hang_after, self._first_step), False
             self.attempt = Attempt(self.job, file, self.place, self.screen, hang_detector, self.verdicts, self.verbose)
             self.attempt.on_poll, self.attempt.on_verdict = self._on_poll, self._record_hang
@@ -197,7 +200,17 @@ class Supervisor:
     def close(self) -> None:
         if self.fork_server is not None:
             self.fork_server.close()
-        self._folders.close()
+        if self._scratch is not None:
+            self._scratch.remove()
+            self._scratch = None  # a member's supervisor is closed twice: by the rendezvous and by its owner
+        sweep()  # what processes that died meanwhile have left
+        self._remove_half_written_files()  # what could not be removed while the disk was read-only
+
+    def _remove_half_written_files(self) -> None:
+        """Removes what processes of this machine that have ended left half written in the run."""
+        if isinstance(self.job, PLAN_RECORDING_JOBS):
+            remove_half_written_files(self.run_dir.path)
+            remove_half_written_files(self.run_dir.log_path(0).parent)
 
     # --- restarts ---
 
