@@ -20,6 +20,7 @@ import pytest
 
 from tests.processes import on_ranks
 from tests.reporting import pytest_addoption, pytest_terminal_summary  # noqa: F401 (hooks of pytest)
+from tests.turns import pytest_runtest_protocol  # noqa: F401 (a hook of pytest)
 
 
 @pytest.fixture

@@ -12,7 +12,10 @@ from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would say at its import that it found no GPU
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "drivetrain.engine.loop", "drivetrain.engine.state.shards", "tests.deep", "deepspeed"])
+_CONTEXT.set_forkserver_preload([
+    "torch", "torch._dynamo", "drivetrain.engine.loop", "drivetrain.engine.state.shards", "tests.deep",
+    "deepspeed", "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.zero.muon.original_muon", "torch._inductor.compile_fx",
+])  # fmt: skip
 
 
 def _enter(rank: int, size: int, meeting: str, answer: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
