@@ -41,9 +41,8 @@ def main() -> None:
 def _preload() -> None:
     """Imports all that every worker would import before its first step."""
     gc.disable()  # what is imported stays: to search it for garbage again and again takes half a second
+    import torch._dynamo  # noqa: F401 (the first optimizer does)
     from torch.utils.tensorboard import SummaryWriter
-
-    import torch._dynamo  # by the first optimizer
 
     import drivetrain.engine.loop
     import drivetrain.engine.state.shards
