@@ -35,13 +35,13 @@ class Curve(Observer):
     """Collects and prints the logged rows, with the time since the start."""
 
     def __init__(self) -> None:
-        self.started, self.rows, self.notices = time.perf_counter(), list[dict[str, Any]](), list[str]()
+        self.start_time, self.rows, self.notices = time.perf_counter(), list[dict[str, Any]](), list[str]()
 
     def notice(self, text: str) -> None:
         self.notices.append(text)
 
     def row(self, row: dict[str, Any]) -> None:
-        seconds = round(time.perf_counter() - self.started, 1)
+        seconds = round(time.perf_counter() - self.start_time, 1)
         figures = {name.removeprefix("train/"): round(row[name], 3) for name in CURVE}
         self.rows.append({"seconds": seconds, "epoch": row["epoch"], **figures})
         print(self.rows[-1], flush=True)
@@ -79,7 +79,7 @@ def main() -> None:
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder:
         result = Training(task, plan, Run(folder), Group(0, 1, device), Observers([curve]), False).run_to_end()
-    seconds = time.perf_counter() - curve.started
+    seconds = time.perf_counter() - curve.start_time
     steps = task.epochs * task.envs * task.horizon * task.agents
     metrics = {name: round(value, 3) for name, value in result.metrics.items()}
     print(f"{steps:,} agent-steps in {seconds:.1f} s, with start and evaluation: {metrics}")
