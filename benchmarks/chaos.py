@@ -1,4 +1,4 @@
-"""Injects 200 faults into runs on one to four processes and prints the seconds that each costs.
+"""Injects 200 faults into runs on one to four processes and prints the time that each fault costs.
 
 python benchmarks/chaos.py --json benchmarks/results/chaos-cpu.json
 """

@@ -37,7 +37,7 @@ from drivetrain.tasks.rl.ppo import Ppo
 from drivetrain.watch.files import MetricsFile
 
 SIZES = ((4096, 64), (16384, 32), (65536, 32))
-PUREJAXRL = {(4096, 64): 32.3e6, (16384, 32): 51.8e6, (65536, 32): 78.2e6}  # measured on an H200 with Gymnax
+PUREJAXRL_STEPS_PER_SECOND = {(4096, 64): 32.3e6, (16384, 32): 51.8e6, (65536, 32): 78.2e6}  # with Gymnax, on an H200
 NUM_WARM_UP_ITERATIONS, NUM_WINDOWS = 40, 5
 SOLVED_RETURN = 475.0
 NUM_EPISODES = 1000  # in one check
@@ -170,7 +170,7 @@ def main(args: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     for envs, horizon in SIZES:
         peer = rl_jax.measure(envs, horizon, args.seconds)
-        deviation = peer["steps_per_second"] / PUREJAXRL[envs, horizon] - 1
+        deviation = peer["steps_per_second"] / PUREJAXRL_STEPS_PER_SECOND[envs, horizon] - 1
         built_in = measure_drivetrain(envs, horizon, False, args.seconds)
         own = measure_drivetrain(envs, horizon, True, args.seconds)
         rows.append(
@@ -182,7 +182,9 @@ def main(args: argparse.Namespace) -> None:
                 f"{envs:6} x {horizon}  {row['steps_per_second'] / 1e6:7.1f} M steps/s  {ratio:5.1f}x  spread {row['spread_percent']:4.1f} %  {name}",
                 flush=True,
             )
-        print(f"{'':14}the peer is {deviation:+.1%} off PureJaxRL's measured {PUREJAXRL[envs, horizon] / 1e6} M", flush=True)
+        print(
+            f"{'':14}the peer is {deviation:+.1%} off PureJaxRL's measured {PUREJAXRL_STEPS_PER_SECOND[envs, horizon] / 1e6} M", flush=True
+        )
     solved = solve(args.seeds if args.seeds > 3 else 16)
     times = sorted(r["milliseconds"] for r in solved)
     print(

@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch runs beside it
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else no GPU memory is left for torch in this process
 
 import flax
 import jax

@@ -21,6 +21,7 @@ interface AgentList {
   agents: { name: string; folder: string }[];
 }
 
+/** Returns the element with this id. */
 function find<T extends HTMLElement>(id: string): T {
   return document.getElementById(id) as T;
 }
@@ -42,14 +43,14 @@ let buttonAction: (() => void) | undefined; // of the notice's button
 
 // --- loading ------------------------------------------------------------------------------------
 
-async function begin(): Promise<void> {
+async function loadAgents(): Promise<void> {
   try {
     const listed = await loadJson<AgentList>("agents.json", "Write the site again: drivetrain play RUN --out DIR.");
     agent.replaceChildren(...listed.agents.map(({ name, folder }) => new Option(name, folder)));
     find("agents").hidden = listed.agents.length < 2;
     const nameInAddress = decode(location.hash.slice(1));
     agent.selectedIndex = Math.max(0, listed.agents.findIndex(({ name }) => name === nameInAddress));
-    await choose(agent.value);
+    await loadAgent(agent.value);
   } catch (error) {
     showError(error);
   }
@@ -63,11 +64,11 @@ function decode(text: string): string {
   }
 }
 
-async function choose(folder: string): Promise<void> {
+async function loadAgent(folder: string): Promise<void> {
   const thisLoad = ++latestLoad;
   const old = environment;
   environment = undefined;
-  enable(false);
+  enableControls(false);
   const showProgress = (numBytes: number) => {
     const [loaded, total] = [numBytes, runtimeBytes].map((size) => (size / 1e6).toFixed(1));
     if (thisLoad === latestLoad) showNotice("Loading the player", `${loaded} of ${total} MB`, numBytes / runtimeBytes);
@@ -81,13 +82,13 @@ async function choose(folder: string): Promise<void> {
     view = VIEWS.find((candidate) => candidate.canShow(next.card)) ?? table;
     await next.reset(Number(seed.value) || 0);
     environment = next;
-    show(next);
+    showEnvironment(next);
   } catch (error) {
     if (thisLoad === latestLoad) showError(error);
   }
 }
 
-function show(next: Environment): void {
+function showEnvironment(next: Environment): void {
   const { card } = next;
   document.title = `${card.task} - drivetrain play`;
   canvas.setAttribute("aria-label", `${card.task}, as a drawing; its figures are in the table "This episode"`);
@@ -102,11 +103,11 @@ function show(next: Environment): void {
   hideNotice();
   resize();
   document.querySelector("aside")!.hidden = false;
-  enable(true);
+  enableControls(true);
 }
 
-function enable(on: boolean): void {
-  find("controls").querySelector("fieldset")!.disabled = !on;
+function enableControls(isEnabled: boolean): void {
+  find("controls").querySelector("fieldset")!.disabled = !isEnabled;
   play.textContent = playing ? "Pause" : "Play";
 }
 
@@ -131,8 +132,8 @@ function hideNotice(): void {
 function showError(error: unknown): void {
   environment = undefined;
   latestLoad++; // drops the result of a load in progress
-  enable(false);
-  const retry: [string, () => void] = ["Try again", () => void begin()];
+  enableControls(false);
+  const retry: [string, () => void] = ["Try again", () => void loadAgents()];
   if (error instanceof LoadError) showNotice(error.file, `${error.message}.\n${error.advice}`, undefined, "trouble", retry);
   else showNotice("The environment stopped", `${String(error).split("\n")[0]}\nExport the run again (drivetrain export RUN), then reload.`, undefined, "trouble", retry);
 }
@@ -278,10 +279,10 @@ function showSpeed(): void {
   speed.setAttribute("aria-valuetext", `${stepsPerSecond()} steps a second`);
 }
 
-function setPlaying(on: boolean): void {
-  playing = on;
+function setPlaying(isPlaying: boolean): void {
+  playing = isPlaying;
   stepsDue = 0;
-  play.textContent = on ? "Pause" : "Play";
+  play.textContent = isPlaying ? "Pause" : "Play";
 }
 
 /** Gives the chosen agent to the person, or to nobody. */
@@ -312,7 +313,7 @@ person.addEventListener("change", () => {
 });
 agent.addEventListener("change", () => {
   location.hash = agent.selectedOptions[0]?.text ?? "";
-  void choose(agent.value);
+  void loadAgent(agent.value);
 });
 again.addEventListener("click", () => buttonAction?.());
 find("controls").addEventListener("submit", (event) => event.preventDefault());
@@ -350,4 +351,4 @@ const consoleApi = {
 Object.assign(window, { drivetrain: consoleApi });
 
 requestAnimationFrame(frame);
-void begin();
+void loadAgents();
