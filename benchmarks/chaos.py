@@ -1,4 +1,4 @@
-"""Injects 200 faults into runs on one to four processes and prints the seconds that each costs.
+"""Injects 200 faults into runs on one to four processes and prints the time that each fault costs.
 
 python benchmarks/chaos.py --json benchmarks/results/chaos-cpu.json
 """
@@ -21,42 +21,45 @@ import torch
 
 from drivetrain.hardware import cpu_cores
 
-PROCESSES = (1, 2, 3, 4)
+NUM_PROCESSES = (1, 2, 3, 4)  # each gets an equal share of the faults
 
 
 def run(procs: int, faults: int, steps: int, seed: int) -> dict[str, Any]:
     """Returns the report of one chaos run of the built-in digits, whether it passed or not."""
     with tempfile.TemporaryDirectory() as folder:
-        words = ["chaos", "digits", "--procs", str(procs), "--faults", str(faults), "--steps", str(steps), "--seed", str(seed)]
-        begun = time.monotonic()
-        done = subprocess.run([sys.executable, "-m", "drivetrain", *words, "--keep", folder], capture_output=True, text=True)
+        arguments = ["chaos", "digits", "--procs", str(procs), "--faults", str(faults), "--steps", str(steps), "--seed", str(seed)]
+        started = time.monotonic()
+        process = subprocess.run([sys.executable, "-m", "drivetrain", *arguments, "--keep", folder], capture_output=True, text=True)
         report = Path(folder) / "report.json"
         if not report.exists():
-            raise SystemExit(f"{procs} processes: no report\n{done.stdout}\n{done.stderr}")
-        return json.loads(report.read_text()) | {"passed": done.returncode == 0, "wall": time.monotonic() - begun}
+            raise SystemExit(f"{procs} processes: no report\n{process.stdout}\n{process.stderr}")
+        return json.loads(report.read_text()) | {"passed": process.returncode == 0, "wall": time.monotonic() - started}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=200, help="in all (default 200)")
+    parser.add_argument("--faults", type=int, default=200, help="faults of all runs together (default 200)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
-    each = args.faults // len(PROCESSES)
+    faults_per_run = args.faults // len(NUM_PROCESSES)
     reports = []
-    for procs in PROCESSES:
-        reports.append(run(procs, each, 4 * each, args.seed + procs))
-        report = reports[-1]
-        result = "passed" if report["passed"] else f"FAILED {json.dumps({k: v for k, v in report.items() if k != 'seconds'})}"
+    for procs in NUM_PROCESSES:
+        report = run(procs, faults_per_run, 4 * faults_per_run, args.seed + procs)
+        reports.append(report)
+        details = {name: value for name, value in report.items() if name != "seconds"}
+        result = "passed" if report["passed"] else f"FAILED {json.dumps(details)}"
         print(f"{procs} processes: {report['struck']} faults in {report['wall']:.0f} s: {result}", flush=True)
     kinds = sorted({kind for report in reports for kind in report["seconds"]})
-    rows = {kind: sorted(s for report in reports for s in report["seconds"].get(kind, [])) for kind in kinds}
-    two = reports[1]["seconds"]
-    print("\nfault to the first step after the fresh start, seconds\n")
+    seconds_of_kind = {kind: sorted(s for report in reports for s in report["seconds"].get(kind, [])) for kind in kinds}
+    with_two_processes = reports[NUM_PROCESSES.index(2)]["seconds"]
+    print("\nseconds from the fault to the first step after the restart\n")
     print(f"{'fault':<10}{'times':>6}{'median':>8}{'worst':>8}{'2 processes: median':>22}{'worst':>8}")
-    for kind, seconds in rows.items():
-        with_two = f"{statistics.median(two[kind]):>22.2f}{max(two[kind]):>8.2f}" if two.get(kind) else ""
-        print(f"{kind:<10}{len(seconds):>6}{statistics.median(seconds):>8.2f}{max(seconds):>8.2f}{with_two}")
+    for kind, seconds in seconds_of_kind.items():
+        line = f"{kind:<10}{len(seconds):>6}{statistics.median(seconds):>8.2f}{max(seconds):>8.2f}"
+        if two := with_two_processes.get(kind):
+            line += f"{statistics.median(two):>22.2f}{max(two):>8.2f}"
+        print(line)
     if args.json:
         facts = {
             "date": datetime.now(UTC).date().isoformat(), "cores": cpu_cores(), "torch": torch.__version__,

@@ -1,8 +1,8 @@
-"""What the engine costs over a loop written by hand, on this CPU: `python benchmarks/engine.py`.
+"""Compares the engine's step time with that of a hand-written loop, on this CPU: `python benchmarks/engine.py`.
 
-Both train the same net on the same tensors with the same fused AdamW and cosine schedule; the engine also
-shuffles by key, seeds dropout, guards against NaN, computes the gradient norm, logs, and keeps its pulse and its times. The two take turns every
-few steps, so that a neighbour's load meets both; what the engine takes more is the median over pairs of turns.
+Both train the same net on the same tensors with the same fused AdamW and cosine schedule. The engine also shuffles by key,
+seeds dropout, checks for NaN, computes the gradient norm, logs, and writes heartbeats and timers. The two loops alternate
+every few steps, so that other load on the machine affects both. The result is the median difference over pairs of turns.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Bench(Task):
 
 
 class ByHand:
-    """A plain loop, a few steps at a time."""
+    """A plain training loop; each call takes a few steps."""
 
     def __init__(self, net: str, steps: int) -> None:
         task = Bench(net=net)
@@ -64,56 +64,56 @@ class ByHand:
         self.x, self.y = task.train_data().columns
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda s: 0.5 * (1 + math.cos(math.pi * s / steps)))
-        self.done = 0
+        self.step = 0
 
     def __call__(self, steps: int) -> None:
         for _ in range(steps):
-            place = self.done * 64 % len(self.x)
-            if place == 0:
+            start = self.step * 64 % len(self.x)
+            if start == 0:
                 self.order = torch.randperm(len(self.x))
-            rows = self.order[place : place + 64]
+            rows = self.order[start : start + 64]
             self.optimizer.zero_grad()
             loss = F.cross_entropy(self.model(self.x[rows]), self.y[rows])
             loss.backward()
             self.optimizer.step()
             self.schedule.step()
-            self.done += 1
-            if self.done % 50 == 0:
-                loss.item()
+            self.step += 1
+            if self.step % 50 == 0:
+                loss.item()  # as for a log line
 
 
 class Turns(Observer):
-    """Lets the plain loop take a turn after every few of the engine's steps, and times both."""
+    """Runs the plain loop after every `block` steps of the engine, for as many steps, and times both."""
 
-    def __init__(self, hand: ByHand, block: int) -> None:
-        self.hand, self.block = hand, block
+    def __init__(self, by_hand: ByHand, block: int) -> None:
+        self.by_hand, self.block = by_hand, block
         self.times: dict[str, list[float]] = {"hand": [], "engine": []}
         self._steps = 0
-        self._begun = time.perf_counter()
+        self._started = time.perf_counter()
 
     def reached(self, name: str) -> None:
         if name != "step":
             return
         if self._steps and self._steps % self.block == 0:
-            now = time.perf_counter()
-            self.hand(self.block)
-            then = time.perf_counter()
-            self.times["engine"].append((now - self._begun) / self.block)
-            self.times["hand"].append((then - now) / self.block)
-            self._begun = time.perf_counter()
+            engine_end = time.perf_counter()
+            self.by_hand(self.block)
+            by_hand_end = time.perf_counter()
+            self.times["engine"].append((engine_end - self._started) / self.block)
+            self.times["hand"].append((by_hand_end - engine_end) / self.block)
+            self._started = time.perf_counter()
         self._steps += 1
 
 
 def compare(net: str, steps: int, block: int) -> dict[str, list[float]]:
-    """`drivetrain train` with its files, and the plain loop between its steps; the first turns are warm-up."""
+    """Runs the engine with all files of `drivetrain train`, and the plain loop between its steps. The first turns are warm-up."""
     with tempfile.TemporaryDirectory() as folder:
         run, task = Run(folder), Bench(net=net, steps=steps)
         plan = choose(task.settings(), detect(), device="cpu", world_size=1, local_procs=1)
         turns = Turns(ByHand(net, steps), block)
-        heart = HeartbeatWriter(open_heartbeat_page())
-        observer = Observers([MetricsFile(run), TensorBoard(Path(folder) / "tensorboard"), heart, turns])
+        heartbeat = HeartbeatWriter(open_heartbeat_page())
+        observer = Observers([MetricsFile(run), TensorBoard(Path(folder) / "tensorboard"), heartbeat, turns])
         training = Training(task, plan, run, Group(0, 1, torch.device("cpu")), observer, False)
-        training.execution.step.reached = heart.reached  # turns are taken between steps
+        training.execution.step.reached = heartbeat.reached  # the plain loop runs between steps, not inside them
         training.run_to_end()
         observer.close()
         return {name: times[3:] for name, times in turns.times.items()}
@@ -122,7 +122,7 @@ def compare(net: str, steps: int, block: int) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--turns", type=int, default=150, help="how often the two take turns with the CNN, and four times as often with the MLP"
+        "--turns", type=int, default=150, help="how often the two loops alternate with the CNN; the MLP gets four times as many"
     )
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
@@ -130,15 +130,16 @@ def main() -> None:
     rows = []
     for net, turns, block in (("mlp", 4 * args.turns, 25), ("cnn", args.turns, 4)):
         times = compare(net, turns * block, block)
-        hand = statistics.median(times["hand"]) * 1e6
-        more = statistics.median(engine - by_hand for engine, by_hand in zip(times["engine"], times["hand"], strict=True)) * 1e6
+        by_hand = statistics.median(times["hand"]) * 1e6
+        differences = [engine - hand for engine, hand in zip(times["engine"], times["hand"], strict=True)]
+        more = statistics.median(differences) * 1e6
         rows.append(
             {
                 "net": net,
-                "by_hand_us": round(hand, 1),
-                "engine_us": round(hand + more, 1),
+                "by_hand_us": round(by_hand, 1),
+                "engine_us": round(by_hand + more, 1),
                 "more_us": round(more, 1),
-                "more_percent": round(100 * more / hand, 2),
+                "more_percent": round(100 * more / by_hand, 2),
             }
         )
     facts = {

@@ -1,4 +1,4 @@
-"""Further models on which plans are checked: most were used to set the predictions' constants, the last three were not."""
+"""Defines further models that check the predictions of plans: most also set the predictions' constants, the last three did not."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ class UnetNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
 
-        def twice(before: int, after: int) -> nn.Module:
-            convs = [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(8, after), nn.SiLU()]
-            return nn.Sequential(*convs, nn.Conv2d(after, after, 3, padding=1), nn.GroupNorm(8, after), nn.SiLU())
+        def two_convs(inputs: int, outputs: int) -> nn.Module:
+            convs = [nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(8, outputs), nn.SiLU()]
+            return nn.Sequential(*convs, nn.Conv2d(outputs, outputs, 3, padding=1), nn.GroupNorm(8, outputs), nn.SiLU())
 
         widths = [64, 128, 256, 512]
-        self.down = nn.ModuleList(twice(a, b) for a, b in zip([3, *widths], widths, strict=False))
-        self.up = nn.ModuleList(twice(b + a, a) for a, b in pairwise(widths))
+        self.down = nn.ModuleList(two_convs(a, b) for a, b in zip([3, *widths], widths, strict=False))
+        self.up = nn.ModuleList(two_convs(b + a, a) for a, b in pairwise(widths))
         self.out = nn.Conv2d(64, 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,8 +75,8 @@ class UnetNet(nn.Module):
             x = stage(x)
             skips.append(x)
             x = F.max_pool2d(x, 2) if stage is not self.down[-1] else x
-        for stage, other in zip(reversed(self.up), reversed(skips[:-1]), strict=True):
-            x = stage(torch.cat((F.interpolate(x, scale_factor=2), other), 1))
+        for stage, skip in zip(reversed(self.up), reversed(skips[:-1]), strict=True):
+            x = stage(torch.cat((F.interpolate(x, scale_factor=2), skip), 1))
         return self.out(x)
 
 
@@ -94,7 +94,7 @@ class Mlp(Labelled):
 
 
 class Residual(Labelled):
-    """A ResNet-18 on images of 128."""
+    """A ResNet-18 on images of 128x128."""
 
     samples: int = 2048
 
@@ -131,13 +131,13 @@ class Gru(Labelled):
 class MixerBlock(nn.Module):
     def __init__(self, tokens: int, width: int) -> None:
         super().__init__()
-        self.n1, self.n2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.across = nn.Sequential(nn.Linear(tokens, 2 * tokens), nn.GELU(), nn.Linear(2 * tokens, tokens))
         self.within = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.across(self.n1(x).transpose(1, 2)).transpose(1, 2)
-        return x + self.within(self.n2(x))
+        x = x + self.across(self.norm1(x).transpose(1, 2)).transpose(1, 2)
+        return x + self.within(self.norm2(x))
 
 
 class MixerNet(nn.Module):
@@ -152,7 +152,7 @@ class MixerNet(nn.Module):
 
 
 class Mixer(VitB):
-    """An MLP-Mixer on images of 224."""
+    """An MLP-Mixer on images of 224x224."""
 
     def model(self) -> nn.Module:
         return MixerNet()
@@ -162,15 +162,15 @@ class PlainBlock(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads, self.qkv, self.out = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.n1, self.n2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.inner = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = self.qkv(self.n1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         scores = (q @ k.transpose(-1, -2) / (width // self.heads) ** 0.5).softmax(-1)
         x = x + self.out((F.dropout(scores, 0.1, self.training) @ v).transpose(1, 2).reshape(batch, length, width))
-        return x + self.inner(self.n2(x))
+        return x + self.inner(self.norm2(x))
 
 
 class PlainNet(nn.Module):
@@ -188,7 +188,7 @@ class PlainNet(nn.Module):
 
 
 class ByHand(Language):
-    """Attention written out in single operations, so that all scores stay in memory."""
+    """Attention in single operations, which keep all scores in memory."""
 
     length: int = 256
     vocabulary: int = 8000
@@ -245,7 +245,7 @@ class DepthwiseBlock(nn.Module):
 
 
 class Depthwise(Labelled):
-    """Depthwise convolutions with perceptrons between them, on images of 96."""
+    """Depthwise convolutions with perceptrons between them, on images of 96x96."""
 
     samples: int = 2048
 
@@ -254,8 +254,8 @@ class Depthwise(Labelled):
 
     def model(self) -> nn.Module:
         stages: list[nn.Module] = []
-        for before, width in ((3, 96), (96, 192), (192, 384)):
-            stages += [nn.Conv2d(before, width, 2, 2), *(DepthwiseBlock(width) for _ in range(3))]
+        for inputs, width in ((3, 96), (96, 192), (192, 384)):
+            stages += [nn.Conv2d(inputs, width, 2, 2), *(DepthwiseBlock(width) for _ in range(3))]
         return nn.Sequential(*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(384, self.classes))
 
 
@@ -263,12 +263,12 @@ class TranslatorNet(nn.Module):
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, 512)
-        self.both = nn.Transformer(512, 8, 4, 4, 2048, 0.1, batch_first=True)
+        self.transformer = nn.Transformer(512, 8, 4, 4, 2048, 0.1, batch_first=True)
         self.head = nn.Linear(512, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        return self.head(self.both(x, x))
+        return self.head(self.transformer(x, x))
 
 
 class Translator(Language):
@@ -287,11 +287,11 @@ class PointsNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         widths = (3, 64, 128, 512)
-        steps = [m for a, b in pairwise(widths) for m in (nn.Conv1d(a, b, 1), nn.BatchNorm1d(b), nn.ReLU())]
-        self.each, self.all = nn.Sequential(*steps), nn.Sequential(nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10))
+        layers = [layer for a, b in pairwise(widths) for layer in (nn.Conv1d(a, b, 1), nn.BatchNorm1d(b), nn.ReLU())]
+        self.per_point, self.head = nn.Sequential(*layers), nn.Sequential(nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.all(self.each(x).amax(2))
+        return self.head(self.per_point(x).amax(2))
 
 
 class Points(Labelled):
@@ -336,7 +336,7 @@ class Graph(Labelled):
 
 
 class Film(Labelled):
-    """Three-dimensional convolutions on eight small images in a row."""
+    """Three-dimensional convolutions on films of eight small images."""
 
     samples: int = 2048
 
@@ -349,32 +349,32 @@ class Film(Labelled):
         return nn.Sequential(*blocks, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(128, 10))
 
 
-# --- unseen models: no constant was set by these ------------------------------------------------
+# --- unseen models: they did not set any constant ------------------------------------------------
 
 
 class DenseNet(nn.Module):
     """Each layer gets the outputs of all layers before it in its stage."""
 
-    def __init__(self, grows: int, depth: int) -> None:
+    def __init__(self, growth: int, depth: int) -> None:
         super().__init__()
         self.first = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-        self.stages, self.halves, width = nn.ModuleList(), nn.ModuleList(), 64
+        self.stages, self.transitions, width = nn.ModuleList(), nn.ModuleList(), 64
         for _ in range(3):
-            widths = [width + grows * i for i in range(depth)]
+            widths = [width + growth * i for i in range(depth)]
             self.stages.append(
-                nn.ModuleList(nn.Sequential(nn.BatchNorm2d(w), nn.ReLU(), nn.Conv2d(w, grows, 3, padding=1, bias=False)) for w in widths)
+                nn.ModuleList(nn.Sequential(nn.BatchNorm2d(w), nn.ReLU(), nn.Conv2d(w, growth, 3, padding=1, bias=False)) for w in widths)
             )
-            width += grows * depth
-            self.halves.append(nn.Sequential(nn.Conv2d(width, width // 2, 1, bias=False), nn.AvgPool2d(2)))
+            width += growth * depth
+            self.transitions.append(nn.Sequential(nn.Conv2d(width, width // 2, 1, bias=False), nn.AvgPool2d(2)))
             width //= 2
         self.last = nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        for stage, half in zip(self.stages, self.halves, strict=True):
+        for stage, transition in zip(self.stages, self.transitions, strict=True):
             for layer in stage:  # type: ignore[attr-defined]
                 x = torch.cat([x, layer(x)], 1)
-            x = half(x)
+            x = transition(x)
         return self.last(x.mean((2, 3)))
 
 
@@ -394,13 +394,13 @@ class WaveNet(nn.Module):
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
         self.first, self.last = nn.Conv1d(1, width, 3, padding=1), nn.Linear(width, 10)
-        self.both = nn.ModuleList(nn.Conv1d(width, 2 * width, 3, padding=2 ** (i % 8), dilation=2 ** (i % 8)) for i in range(depth))
+        self.convs = nn.ModuleList(nn.Conv1d(width, 2 * width, 3, padding=2 ** (i % 8), dilation=2 ** (i % 8)) for i in range(depth))
         self.norms = nn.ModuleList(nn.GroupNorm(8, width) for _ in range(depth))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        for both, norm in zip(self.both, self.norms, strict=True):
-            value, gate = both(norm(x)).chunk(2, 1)
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            value, gate = conv(norm(x)).chunk(2, 1)
             x = x + value.tanh() * gate.sigmoid()
         return self.last(x.mean(2))
 

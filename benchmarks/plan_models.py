@@ -1,4 +1,4 @@
-"""Five models on which plans are checked, and their parts."""
+"""Defines the five models that check the predictions of plans first, and their layers."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ class Attention(nn.Module):
 class LlamaBlock(nn.Module):
     def __init__(self, width: int, heads: int, kv_heads: int, inner: int) -> None:
         super().__init__()
-        self.n1, self.n2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
         self.attention = Attention(width, heads, kv_heads, causal=True, rotary=True)
         self.gate, self.up, self.down = nn.Linear(width, inner, False), nn.Linear(width, inner, False), nn.Linear(inner, width, False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.n1(x))
-        y = self.n2(x)
+        x = x + self.attention(self.norm1(x))
+        y = self.norm2(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
@@ -99,7 +99,7 @@ class Llama(nn.Module):
 
 
 class Language(Task):
-    """Random tokens, the next one predicted."""
+    """Next-token prediction on random tokens."""
 
     samples: int = 512
     """Number of random sequences."""
@@ -134,13 +134,13 @@ class Smol1700(Language):
 class VitBlock(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.n1, self.n2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = Attention(width, heads, heads, causal=False, rotary=False)
         self.inner = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.n1(x))
-        return x + self.inner(self.n2(x))
+        x = x + self.attention(self.norm1(x))
+        return x + self.inner(self.norm2(x))
 
 
 class Vit(nn.Module):
@@ -159,7 +159,7 @@ class Vit(nn.Module):
 
 
 class VitB(Labelled):
-    """A ViT-B/16 on images of 224."""
+    """A ViT-B/16 on images of 224x224."""
 
     samples: int = 1024
     classes: int = 1000

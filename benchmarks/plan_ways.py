@@ -1,6 +1,6 @@
-"""Compares predictions with real training steps: candidates that save memory, and micro-batches that nearly fill it.
+"""Compares predictions with real training steps, for candidates that save memory and micro-batches that nearly fill it.
 
-It uses one process: sharding then does all its copies, and each shard is the full tensor.
+It uses one process: FSDP then makes all its copies, and each shard is the full tensor.
 
     python benchmarks/plan_ways.py --json benchmarks/results/plan-ways-h200.json     # on the described GPU
 """
@@ -17,6 +17,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ SINGLE: dict[str, Any] = {"strategy": "single", "activation_checkpointing": Fals
 CHECKPOINTING = SINGLE | {"activation_checkpointing": True}
 ZERO2, ZERO3 = ({"strategy": "fsdp", "zero_stage": stage, "activation_checkpointing": False, "offload": "none"} for stage in (2, 3))
 OFFLOAD = ZERO3 | {"offload": "all"}
-LARGEST = 0  # stands for the largest micro-batch that is predicted to fit
+LARGEST = 0  # means the largest micro-batch that is predicted to fit
 CASES: list[tuple[str, dict[str, Any], int]] = [
     ("SmolLM2-135M shape", SINGLE, 16),
     ("SmolLM2-135M shape", CHECKPOINTING, 16),
@@ -71,7 +72,7 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
     ("MLP-Mixer", ZERO3, 192),
 ]
 MODELS = NAMED | FURTHER
-# In the first steps the run decides how steps run and captures a graph; only the last ones are timed.
+# In its first steps the engine chooses how steps run and captures a graph; only the last steps are timed.
 NUM_STEPS, NUM_EAGER_STEPS, NUM_TIMED_STEPS = 40, 8, 5
 
 
@@ -80,13 +81,18 @@ class AllStepsTaken(Exception):
 
 
 class StepTimer(Observer):
-    def __init__(self, steps: int) -> None:
-        self.steps, self.times, self.short, self.kind = steps, list[float](), "", "eager"
+    """Records the time of each step, how steps run, and notices about missing memory."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps, self.times, self.memory_notice, self.kind = num_steps, list[float](), "", "eager"
 
     def planned(self, facts: dict[str, Any]) -> None:
-        if "capture" not in facts:  # these facts are about threads
+        if "capture" not in facts:  # the engine also reports its choice of threads here
             return
-        self.kind = "compiled" if facts["compile"] == "on" else "captured" if facts["capture"] == "on" else "eager"
+        if facts["compile"] == "on":
+            self.kind = "compiled"
+        elif facts["capture"] == "on":
+            self.kind = "captured"
 
     def reached(self, name: str) -> None:
         if name == "step":
@@ -94,16 +100,18 @@ class StepTimer(Observer):
             if not self.times:
                 torch.cuda.reset_peak_memory_stats()
             self.times.append(time.perf_counter())
-            if len(self.times) > self.steps:
+            if len(self.times) > self.num_steps:
                 raise AllStepsTaken
 
     def notice(self, text: str) -> None:
         if "memory" in text:
-            self.short = text
+            self.memory_notice = text
 
 
 @dataclass(frozen=True)
 class Case:
+    """A model with pinned choices of the plan: these leave one candidate."""
+
     model: str
     pins: dict[str, Any]
     profile: Profile
@@ -118,7 +126,7 @@ class Case:
         [candidate] = self.rater.candidates(self.pins, deepspeed=False)
         return candidate
 
-    def largest(self) -> int:
+    def largest_micro_batch(self) -> int:
         rater, candidate = self.rater, self.candidate
         size = max(s for s in range(1, 4097) if rater.rate(candidate, s).fits)
         return size - size % 8 if size > 16 else size
@@ -134,7 +142,7 @@ class Case:
 
 
 def on_gpu(kind: Any) -> Any:
-    """Returns the same task with its weights made on the GPU, which is faster."""
+    """Returns the same task, which makes its weights on the GPU: this is faster."""
 
     def model(self: Any) -> Any:
         with torch.device("cuda"):
@@ -144,66 +152,75 @@ def on_gpu(kind: Any) -> Any:
 
 
 def run(case: Case, size: int) -> dict[str, Any]:
-    """Takes real steps; returns their peak memory and the seconds of one."""
+    """Takes real steps; returns their peak memory and the median seconds of a step."""
     task, plan = case.task(size), case.plan(size)
     torch._C._accelerator_setAllocatorSettings(plan.env.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False"))
-    watch = StepTimer(NUM_STEPS if case.pins == SINGLE else NUM_EAGER_STEPS)
+    timer = StepTimer(NUM_STEPS if case.pins == SINGLE else NUM_EAGER_STEPS)
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
-            Training(task, plan, Run(Path(folder)), Group(0, 1, torch.device("cuda", 0)), watch, False).run_to_end()
+            Training(task, plan, Run(Path(folder)), Group(0, 1, torch.device("cuda", 0)), timer, False).run_to_end()
         except AllStepsTaken:
             pass
-    seconds = statistics.median(b - a for a, b in zip(watch.times[-NUM_TIMED_STEPS - 1 :], watch.times[-NUM_TIMED_STEPS:], strict=False))
+    seconds = statistics.median(end - start for start, end in pairwise(timer.times[-NUM_TIMED_STEPS - 1 :]))
     return {
-        "peak_bytes": torch.cuda.max_memory_allocated() - before, "step_seconds": seconds, "kind": watch.kind, "shortage": watch.short
+        "peak_bytes": torch.cuda.max_memory_allocated() - before, "step_seconds": seconds, "kind": timer.kind, "shortage": timer.memory_notice
     }  # fmt: skip
 
 
-def compared(case: Case, size: int, largest: bool, found: dict[str, Any]) -> dict[str, Any]:
+def with_predictions(case: Case, size: int, largest: bool, measured: dict[str, Any]) -> dict[str, Any]:
+    """Adds the predictions and their errors to a measurement."""
     plan = case.plan(size)
     predicted, memory = plan.predicted["step_seconds"], sum(plan.predicted["memory_bytes"].values())
-    return found | {
+    return measured | {
         "model": case.model, "way": case.candidate.name(), "micro_batch": size, "largest": largest, "predicted_bytes": memory, "predicted_seconds": predicted,
-        "memory_error": memory / found["peak_bytes"] - 1, "time_factor": predicted / found["step_seconds"],
+        "memory_error": memory / measured["peak_bytes"] - 1, "time_factor": predicted / measured["step_seconds"],
     }  # fmt: skip
 
 
 def order(rows: list[dict[str, Any]], sweep: str) -> float:
-    """Returns Kendall's tau over the candidates of one model: these, and the micro-batches of plan.py's sweep."""
-    rates = [(r["micro_batch"] / r["step_seconds"], r["micro_batch"] / r["predicted_seconds"]) for r in rows]
+    """Returns Kendall's tau of one model's speeds: of the candidates in `rows` and of the micro-batches of plan.py's sweep."""
+    measured = [r["micro_batch"] / r["step_seconds"] for r in rows]
+    predicted = [r["micro_batch"] / r["predicted_seconds"] for r in rows]
     for model in json.loads(Path(sweep).read_text())["rows"]:
         if model["model"] == rows[0]["model"]:
-            rates += [
-                (r["micro_batch"] / r["step_seconds"], r["micro_batch"] / r["step_seconds"] / r["time_factor"]) for r in model["sizes"]
-            ]
-    return kendall([measured for measured, _ in rates], [predicted for _, predicted in rates])
+            measured += [r["micro_batch"] / r["step_seconds"] for r in model["sizes"]]
+            predicted += [r["micro_batch"] / r["step_seconds"] / r["time_factor"] for r in model["sizes"]]
+    return kendall(measured, predicted)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hardware", default="1xH200-141GB", help="how this machine would be described")
+    parser.add_argument("--hardware", default="1xH200-141GB", help="the description of this machine")
     parser.add_argument("--json", help="write the results here")
     parser.add_argument("--only", nargs="*", help="models to measure")
-    parser.add_argument("--again", help="for other models: take the measurements of a results file and predict again (needs no GPU)")
-    parser.add_argument("--sweep", default="benchmarks/results/plan-h200.json", help="the results of plan.py: more candidates to order")
+    parser.add_argument(
+        "--again", help="a results file: predict again the models that --only does not name, with its measurements (needs no GPU)"
+    )
+    parser.add_argument(
+        "--sweep",
+        default="benchmarks/results/plan-h200.json",
+        help="the results of plan.py, whose micro-batches are ordered together with these candidates",
+    )
     args = parser.parse_args()
     hardware, profiles, rows = parse(args.hardware), dict[str, Profile](), list[dict[str, Any]]()
-    known = {(r["model"], r["way"], r["largest"]): r for r in (json.loads(Path(args.again).read_text())["rows"] if args.again else [])}
+    earlier_rows = json.loads(Path(args.again).read_text())["rows"] if args.again else []
+    earlier_of_case = {(r["model"], r["way"], r["largest"]): r for r in earlier_rows}
     for model, pins, micro_batch in CASES:
         if args.only and model not in args.only and not args.again:
             continue
         if model not in profiles:
             profiles[model] = survey(MODELS[model](), "bf16")
         case, largest = Case(model, pins, profiles[model], hardware), micro_batch == LARGEST
-        size = micro_batch or case.largest()
-        before = None if args.only and model in args.only else known.get((model, case.candidate.name(), largest))
-        if before is not None:
-            rows.append(compared(case, before["micro_batch"], largest, before))
+        size = micro_batch or case.largest_micro_batch()
+        earlier = earlier_of_case.get((model, case.candidate.name(), largest))
+        measure_again = bool(args.only) and model in args.only
+        if earlier is not None and not measure_again:
+            rows.append(with_predictions(case, earlier["micro_batch"], largest, earlier))
         elif torch.cuda.is_available():
-            rows.append(compared(case, size, largest, run(case, size)))
+            rows.append(with_predictions(case, size, largest, run(case, size)))
         else:
             continue
         row = rows[-1]
@@ -213,7 +230,7 @@ def main() -> None:
             flush=True,
         )
     orders = {model: order([r for r in rows if r["model"] == model], args.sweep) for model in profiles}
-    print("order of candidates, with those of the sweep: " + ", ".join(f"{model} {tau:.2f}" for model, tau in orders.items()))
+    print("order of the candidates and of the sweep's micro-batches: " + ", ".join(f"{model} {tau:.2f}" for model, tau in orders.items()))
     if args.json and torch.cuda.is_available():
         facts = {
             "date": date.today().isoformat(), "hardware": torch.cuda.get_device_name(0), "described": args.hardware,

@@ -2,8 +2,8 @@
 
 python benchmarks/preempt.py --json benchmarks/results/preempt-cpu.json
 
-The run is stopped and resumed many times, and its final weights must equal those of a run that was never stopped. Its
-evaluations and saves take seconds, which must not delay a stop.
+The run is stopped and resumed many times. Its final weights must equal those of a run that was never stopped. Its
+evaluations and saves take seconds, and must not delay a stop.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import time
 from drivetrain.tasks.vision.digits import Digits
 
 
-class Slow(Digits):
+class SlowDigits(Digits):
     epochs: int = 1000
     steps: int = 400
 
@@ -48,29 +48,30 @@ class Slow(Digits):
 LATEST_SIGNAL_SECONDS = 15.0  # after the command's start
 
 
-def train(procs: int, name: str) -> list[str]:
+def train_command(procs: int, name: str) -> list[str]:
     settings = ["hidden=2048", "eval_every=40", "save_every=25", "plan.micro_batch=16", "plan.compile=off"]
     return [sys.executable, "-m", "drivetrain", "train", "slow.py", *settings, "--procs", str(procs), "--name", name, "-q"]
 
 
 def stop_at_random(procs: int, times: int, rng: random.Random) -> tuple[list[tuple[float, float]], int]:
-    """Returns (seconds until the signal, seconds from there to the end) of each stop, and how many came before the first step."""
+    """Returns for each stop (seconds until the signal, seconds from it to the end), and the number of stops before the first step."""
     stops, num_before_first_step = [], 0
     for _ in range(times):
         delay = rng.uniform(0.2, LATEST_SIGNAL_SECONDS)
-        front = subprocess.Popen(train(procs, "stopped"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(train_command(procs, "stopped"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            front.wait(delay)
+            process.wait(delay)
             break  # the run is finished
         except subprocess.TimeoutExpired:
             pass
-        begun = time.monotonic()
-        front.send_signal(signal.SIGTERM)
-        code = front.wait()
+        signalled = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        code = process.wait()
         if code not in (200, 0, -signal.SIGTERM):
             raise SystemExit(f"ended with {code} after a signal at {delay:.1f} s")
-        num_before_first_step += code == -signal.SIGTERM
-        stops.append((delay, time.monotonic() - begun))
+        if code == -signal.SIGTERM:  # Python had not yet set its handler
+            num_before_first_step += 1
+        stops.append((delay, time.monotonic() - signalled))
         print(f"{procs} processes: signal after {delay:.1f} s, ended {stops[-1][1]:.2f} s later", file=sys.stderr, flush=True)
     return stops, num_before_first_step
 
@@ -88,9 +89,9 @@ def main() -> None:
             os.chdir(folder)
             Path("slow.py").write_text(TASK)
             stops, num_before_first_step = stop_at_random(procs, args.times, random.Random(args.seed))
-            for name in ("stopped", "whole"):
-                subprocess.run(train(procs, name), check=True)
-            equal = Run("runs/stopped").model_path.read_bytes() == Run("runs/whole").model_path.read_bytes()
+            for name in ("stopped", "uninterrupted"):
+                subprocess.run(train_command(procs, name), check=True)
+            equal = Run("runs/stopped").model_path.read_bytes() == Run("runs/uninterrupted").model_path.read_bytes()
             os.chdir("/")
         seconds = [duration for _, duration in stops]
         worst = max(stops, key=lambda stop: stop[1])

@@ -1,12 +1,12 @@
-"""Learning CartPole-v1 on a CPU: time until it is solved, Stable-Baselines3's PPO and ours in one run.
+"""Measures the time until CartPole-v1 is solved on a CPU: Stable-Baselines3's PPO and drivetrain in one run.
 
     python benchmarks/rl.py --cpu --json benchmarks/results/rl-cpu.json
 
-With --gpu, on a GPU: see rl_gpu.py.
+For --gpu see rl_gpu.py.
 
-Solved: the likeliest actions balance the pole for a mean of 475 steps or more in 100 fresh episodes of Gymnasium's own
-CartPole-v1, whose time does not count, after every few thousand steps. Stable-Baselines3 runs with its defaults on 8
-environments, and with the settings its zoo tuned for CartPole; ours as `drivetrain train cartpole` does.
+Every few thousand steps the likeliest actions play 100 new episodes of Gymnasium's own CartPole-v1; their time does not
+count. The task is solved at a mean return of 475. Stable-Baselines3 runs with its defaults on 8 environments, and with the
+settings that its zoo tuned for CartPole; drivetrain runs as `drivetrain train cartpole` does.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ from drivetrain.runs import Run
 from drivetrain.tasks.rl.worlds import CartPole
 from drivetrain.watch.files import MetricsFile
 
-SOLVED, EPISODES, EVERY = 475.0, 100, 5000  # mean return, fresh episodes, and steps between checks
+SOLVED_RETURN = 475.0
+NUM_EPISODES = 100  # in one check
+STEPS_BETWEEN_CHECKS = 5000
 
 
 @dataclass(frozen=True)
 class Row:
-    """One training until it was solved; `seconds` is None where it never was."""
+    """One training; `seconds` is the time until the task was solved, or None if it never was."""
 
     name: str
     seed: int
@@ -50,82 +52,92 @@ class Row:
     steps: int
     steps_per_second: float
     judged: float
+    """Mean return of the last check."""
 
 
-def judged(act: Callable[[Any], Any], seed: int) -> float:
-    """The mean return of fresh episodes of Gymnasium's own environment."""
+def mean_return(act: Callable[[Any], Any], seed: int) -> float:
+    """Plays new episodes of Gymnasium's own environment and returns their mean return."""
     import gymnasium
 
-    worlds = gymnasium.make_vec("CartPole-v1", num_envs=EPISODES, vectorization_mode="sync")
-    seen, _ = worlds.reset(seed=10_000 + 1000 * seed)
-    going, total = np.ones(EPISODES, dtype=bool), np.zeros(EPISODES)
-    while going.any():
-        seen, _, ended, cut, _ = worlds.step(act(seen))
-        total += going
-        going &= ~(ended | cut)
-    worlds.close()
+    envs = gymnasium.make_vec("CartPole-v1", num_envs=NUM_EPISODES, vectorization_mode="sync")
+    observations, _ = envs.reset(seed=10_000 + 1000 * seed)
+    is_running, total = np.ones(NUM_EPISODES, dtype=bool), np.zeros(NUM_EPISODES)
+    while is_running.any():
+        observations, _, terminated, truncated, _ = envs.step(act(observations))
+        total += is_running  # the reward is 1 in every step
+        is_running &= ~(terminated | truncated)
+    envs.close()
     return float(total.mean())
 
 
 class Clock:
-    """Measures the seconds of training, without the checks. It is true once the task is solved, which stops the engine."""
+    """Measures the seconds of training, without the checks. Its truth value asks the engine to stop: True once the task is solved."""
 
     def __init__(self, seed: int) -> None:
-        self.seed, self.off, self.next = seed, 0.0, EVERY
+        self.seed = seed
+        self.check_seconds, self.next_check = 0.0, STEPS_BETWEEN_CHECKS
         self.seconds: float | None = None
         self.steps, self.mean = 0, 0.0
-        self.begun = time.perf_counter()
+        self.started = time.perf_counter()
 
     def __bool__(self) -> bool:
         return self.seconds is not None
 
     def check(self, steps: int, act: Callable[[Any], Any]) -> bool:
-        if steps < self.next or self:
+        """Plays episodes if a check is due; returns whether the task is solved."""
+        if steps < self.next_check or self:
             return bool(self)
         now = time.perf_counter()
-        self.mean, self.steps, self.next = judged(act, self.seed), steps, steps + EVERY
-        if self.mean >= SOLVED:
-            self.seconds = now - self.begun - self.off
-        self.off += time.perf_counter() - now
+        self.mean, self.steps, self.next_check = mean_return(act, self.seed), steps, steps + STEPS_BETWEEN_CHECKS
+        if self.mean >= SOLVED_RETURN:
+            self.seconds = now - self.started - self.check_seconds
+        self.check_seconds += time.perf_counter() - now
         return bool(self)
 
     def row(self, name: str) -> Row:
-        spent = self.seconds or time.perf_counter() - self.begun - self.off
-        return Row(name, self.seed, self.seconds and round(self.seconds, 3), self.steps, round(self.steps / spent), round(self.mean, 1))
+        training_seconds = self.seconds or time.perf_counter() - self.started - self.check_seconds
+        return Row(
+            name,
+            self.seed,
+            self.seconds and round(self.seconds, 3),
+            self.steps,
+            round(self.steps / training_seconds),
+            round(self.mean, 1),
+        )
 
 
-# --- contestants --------------------------------------------------------------------------------
+# --- the compared programs ----------------------------------------------------------------------
 
 
-def ours(seed: int) -> Row:
+def train_drivetrain(seed: int) -> Row:
     task = CartPole(seed=seed, eval_episodes=0)
     plan = choose(task.settings(), detect(), device="cpu", world_size=1, local_procs=1, pins=None)
-    each = task.envs * task.horizon
+    steps_per_collection = task.envs * task.horizon
     with tempfile.TemporaryDirectory() as folder:
         observer = Observers([MetricsFile(Run(folder))])
         clock = Clock(seed)
         training = Training(task, plan, Run(folder), Group(0, 1, torch.device("cpu")), observer, clock)
         collect = training.setup.feed.begin_epoch
 
-        def checked(epoch: int, model: Any) -> None:
-            def act(seen: Any) -> Any:
+        def check_and_collect(epoch: int, model: Any) -> None:
+            def act(observations: Any) -> Any:
                 with torch.no_grad():
-                    return model.policy(torch.from_numpy(seen)).argmax(-1).numpy()
+                    return model.policy(torch.from_numpy(observations)).argmax(-1).numpy()
 
-            clock.check(epoch * each, act)
+            clock.check(epoch * steps_per_collection, act)
             collect(epoch, model)
 
-        training.setup.feed.begin_epoch = checked  # type: ignore[method-assign]
-        clock.begun = time.perf_counter()
+        training.setup.feed.begin_epoch = check_and_collect  # type: ignore[method-assign]
+        clock.started = time.perf_counter()
         training.run_to_end()
         observer.close()
     return clock.row("drivetrain")
 
 
-ZOO = {"n_steps": 32, "batch_size": 256, "n_epochs": 20, "gae_lambda": 0.8, "gamma": 0.98, "ent_coef": 0.0}
+ZOO_SETTINGS = {"n_steps": 32, "batch_size": 256, "n_epochs": 20, "gae_lambda": 0.8, "gamma": 0.98, "ent_coef": 0.0}
 
 
-def stable_baselines(seed: int, tuned: bool) -> Row:
+def train_stable_baselines(seed: int, tuned: bool) -> Row:
     from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
@@ -134,28 +146,36 @@ def stable_baselines(seed: int, tuned: bool) -> Row:
 
     class Check(BaseCallback):
         def _on_training_start(self) -> None:
-            clock.begun = time.perf_counter()
+            clock.started = time.perf_counter()
 
         def _on_step(self) -> bool:
             return not clock
 
         def _on_rollout_start(self) -> None:
-            clock.check(self.num_timesteps, lambda seen: self.model.predict(seen, deterministic=True)[0])
+            clock.check(self.num_timesteps, lambda observations: self.model.predict(observations, deterministic=True)[0])
 
-    rates = {"learning_rate": lambda left: 1e-3 * left, "clip_range": lambda left: 0.2 * left}
-    model = PPO("MlpPolicy", make_vec_env("CartPole-v1", 8, seed=seed), seed=seed, device="cpu", **(ZOO | rates if tuned else {}))
+    # Both fall linearly; stable_baselines3 calls them with the remaining share of the training.
+    schedules = {"learning_rate": lambda remaining: 1e-3 * remaining, "clip_range": lambda remaining: 0.2 * remaining}
+    settings = ZOO_SETTINGS | schedules if tuned else {}
+    model = PPO("MlpPolicy", make_vec_env("CartPole-v1", 8, seed=seed), seed=seed, device="cpu", **settings)
     model.learn(100_000 if tuned else 300_000, callback=Check())
     return clock.row("Stable-Baselines3, its zoo's settings" if tuned else "Stable-Baselines3, its defaults")
 
 
+def median_seconds(rows: list[Row]) -> float:
+    return statistics.median(float("inf") if r.seconds is None else r.seconds for r in rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--cpu", action="store_true", help="time until it is solved, beside Stable-Baselines3")
-    where.add_argument("--gpu", action="store_true", help="speed and time until it is solved, beside PureJaxRL's configuration in JAX")
-    parser.add_argument("--seconds", type=float, default=3.0, help="with --gpu: to time one contestant at one size")
+    device = parser.add_mutually_exclusive_group(required=True)
+    device.add_argument("--cpu", action="store_true", help="time until it is solved, compared with Stable-Baselines3")
+    device.add_argument(
+        "--gpu", action="store_true", help="speed and time until it is solved, compared with PureJaxRL's configuration in JAX"
+    )
+    parser.add_argument("--seconds", type=float, default=3.0, help="with --gpu: time to measure one program at one size")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=0, help="of torch; by default as many as there are cores")
+    parser.add_argument("--threads", type=int, default=0, help="threads of torch (default: the number of cores)")
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -166,20 +186,26 @@ def main() -> None:
         return
     threads = args.threads or cpu_cores()
     rows: list[Row] = []
+    programs: list[tuple[Callable[[int], Row], int]] = [
+        (train_drivetrain, threads),
+        # Stable-Baselines3's small batches gain nothing from a second thread.
+        (lambda seed: train_stable_baselines(seed, True), 1),
+        (lambda seed: train_stable_baselines(seed, False), 1),
+    ]
     for seed in range(args.seeds):
-        for contestant, count in ((ours, threads), (lambda s: stable_baselines(s, True), 1), (lambda s: stable_baselines(s, False), 1)):
-            torch.set_num_threads(count)  # small batches gain nothing from a second thread
-            rows.append(contestant(seed))
+        for program, num_threads in programs:
+            torch.set_num_threads(num_threads)
+            rows.append(program(seed))
             r = rows[-1]
-            told = "not solved" if r.seconds is None else f"solved after {r.seconds:.2f} s"
+            result = "not solved" if r.seconds is None else f"solved after {r.seconds:.2f} s"
             print(
-                f"{r.name:<40} seed {seed}: {told}, {r.steps:,} steps, {r.steps_per_second:,.0f} steps/s, judged {r.judged:.0f}", flush=True
+                f"{r.name:<40} seed {seed}: {result}, {r.steps:,} steps, {r.steps_per_second:,.0f} steps/s, judged {r.judged:.0f}",
+                flush=True,
             )
-    found = {name: [r.seconds for r in rows if r.name == name] for name in dict.fromkeys(r.name for r in rows)}
-    mine = statistics.median(s if s is not None else float("inf") for s in found["drivetrain"])
-    for name, seconds in found.items():
-        middle = statistics.median(s if s is not None else float("inf") for s in seconds)
-        print(f"{name:<40} median {middle:7.2f} s   {middle / mine:5.1f}x")
+    names = list(dict.fromkeys(r.name for r in rows))
+    medians = {name: median_seconds([r for r in rows if r.name == name]) for name in names}
+    for name, median in medians.items():
+        print(f"{name:<40} median {median:7.2f} s   {median / medians['drivetrain']:5.1f}x")
     if args.json:
         facts = {
             "date": datetime.now(UTC).date().isoformat(), "hardware": f"{cpu_cores()} CPU cores ({platform.machine()})",

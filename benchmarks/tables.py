@@ -1,6 +1,6 @@
 """Writes the tables of the README and docs from benchmarks/results: `python benchmarks/tables.py` (`--check` only compares).
 
-A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`; it is made from results/NAME.json alone.
+The table between `<!-- table: NAME -->` and `<!-- end of table -->` contains only figures from results/NAME.json.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re
 
 
 def vision(result: dict[str, Any]) -> list[str]:
-    """Compares drivetrain with each peer at the same kind of work and batch."""
+    """Compares drivetrain with each other program, at the same work and batch."""
     lines = ["| guide 001's net | batch | images/s | drivetrain | |", "|---|--:|--:|--:|--:|"]
     rows = result["rows"]
     for row in rows:
-        if "drivetrain" in row["name"] or row["name"].startswith(" "):
+        if "drivetrain" in row["name"] or row["name"].startswith(" "):  # a leading space marks variants of drivetrain
             continue
         ours = next(r for r in rows if (r["work"], r["batch"], r["name"]) == (row["work"], row["batch"], "drivetrain"))
         ratio = ours["images_per_second"] / row["images_per_second"]
@@ -33,7 +33,7 @@ def vision(result: dict[str, Any]) -> list[str]:
 
 
 def vision_variants(result: dict[str, Any]) -> list[str]:
-    """Shows which of drivetrain's optimizations brings how much."""
+    """Shows how much each of drivetrain's optimizations gains."""
     lines = ["| drivetrain, batch 128, augmented | images/s |", "|---|--:|"]
     for row in result["rows"]:
         if row["batch"] == 128 and row["work"] == "augmented" and (row["name"] == "drivetrain" or row["name"].startswith(" ")):
@@ -51,23 +51,27 @@ def accuracy(result: dict[str, Any]) -> list[str]:
 
 
 def plan(result: dict[str, Any]) -> list[str]:
-    """Shows the largest error of each model's predictions: from the description, and after measuring at sizes that were not measured."""
+    """Shows the largest errors of each model's predictions: from the description, and at unmeasured micro-batches after measuring."""
     lines = [
         "| model | micro-batches | memory | time | order (tau) | memory, measured | time, measured | chosen, of the best |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for model in result["rows"]:
         rows = model["sizes"]
-        new = [r for r in rows if not r["probed"]]
+        unmeasured = [r for r in rows if not r["probed"]]
         memory = max((r["memory_error"] for r in rows), key=abs)
-        factor = max((r["time_factor"] for r in rows), key=lambda f: abs(math.log(f)))
-        after = [f"{100 * max((r[k] for r in new), key=abs):+.1f} %" if new else "-" for k in ("fitted_memory_error", "fitted_time_error")]
+        factor = max((r["time_factor"] for r in rows), key=lambda factor: abs(math.log(factor)))
+        fitted_memory, fitted_time = (_largest_error(unmeasured, name) for name in ("fitted_memory_error", "fitted_time_error"))
         name = f"{model['model']} (unseen)" if model["unseen"] else model["model"]
         lines.append(
             f"| {name} | {rows[0]['micro_batch']} to {rows[-1]['micro_batch']:,} | {100 * memory:+.1f} % | x {factor:.2f} |"
-            f" {model['kendall_tau']:.2f} | {after[0]} | {after[1]} | {100 * model['chosen']['measured']['of_the_best']:.0f} % |"
+            f" {model['kendall_tau']:.2f} | {fitted_memory} | {fitted_time} | {100 * model['chosen']['measured']['of_the_best']:.0f} % |"
         )
     return lines
+
+
+def _largest_error(rows: list[dict[str, Any]], name: str) -> str:
+    return f"{100 * max((r[name] for r in rows), key=abs):+.1f} %" if rows else "-"
 
 
 def plan_candidates(result: dict[str, Any]) -> list[str]:
@@ -82,7 +86,7 @@ def plan_candidates(result: dict[str, Any]) -> list[str]:
 
 
 def rl(result: dict[str, Any]) -> list[str]:
-    """Compares, for each size, the peer with drivetrain's built-in environment and with a user's own."""
+    """Compares PureJaxRL's configuration with drivetrain, for the built-in environment and a user's own, at each size."""
     lines = [
         "| CartPole, environments x steps | PureJaxRL's configuration, JAX | drivetrain | | an environment of your own, in torch | |",
         "|---|--:|--:|--:|--:|--:|",
@@ -130,15 +134,15 @@ TABLE_OF_RESULT = {
 
 
 def with_tables(text: str) -> str:
-    """Returns a page's text with each table made anew."""
+    """Returns a page's text with all tables updated."""
 
-    def table(match: re.Match[str]) -> str:
+    def updated_table(match: re.Match[str]) -> str:
         name = match[2]
         result = json.loads((ROOT / "benchmarks" / "results" / f"{name.removesuffix('-ways')}.json").read_text())
         origin = f"{result['hardware']}, torch {result['torch']}, {result['date']}, `{result['command']}`"
         return f"{match[1]}\n" + "\n".join(TABLE_OF_RESULT[name](result)) + f"\n\n{origin}\n\n{match[3]}"
 
-    return TABLE.sub(table, text)
+    return TABLE.sub(updated_table, text)
 
 
 def main() -> None:

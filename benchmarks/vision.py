@@ -1,12 +1,12 @@
-"""Training speed of guide 001's net: the guide's own loop, Lightning, Accelerate and drivetrain in one run.
+"""Compares the training speed of guide 001's net: the guide's own loop, Lightning, Accelerate and drivetrain.
 
     python benchmarks/vision.py                              # on a GPU; about four minutes
     python benchmarks/vision.py --cpu                        # on any machine
-    python benchmarks/vision.py --accuracy --data-dir data   # MNIST and Fashion-MNIST: accuracy, and the time to it
+    python benchmarks/vision.py --accuracy --data-dir data   # MNIST and Fashion-MNIST: accuracy, and the time until it is reached
 
 All train the same net (Conv4, 463,882 parameters) with AdamW on 60,000 images of 28x28 bytes. Every figure is the
-median of three windows after a warm-up. drivetrain runs as `drivetrain train` runs a long training; below it stand
-the same steps with parts of that switched off, so that one sees where the gain comes from.
+median of three windows after a warm-up. drivetrain runs as `drivetrain train` runs a long training. The rows below it
+switch off one optimization after another, to show what each gains.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vision_peers import Row, Window, accelerate, guide, images, lightning
+from vision_peers import Row, Window, images, measure_accelerate, measure_guide, measure_lightning
 
 from drivetrain import __version__
 from drivetrain.data import Rand, Tensors
@@ -64,11 +64,11 @@ class Bench(Mnist):
         return None
 
     def augment(self, batch: Any, rand: Rand) -> Any:
-        return super().augment(batch, rand if self.keyed else _Still(rand.ids))
+        return super().augment(batch, rand if self.keyed else _ConstantRand(rand.ids))
 
 
-class _Still:
-    """Numbers that cost nothing, to see what keyed ones cost."""
+class _ConstantRand:
+    """Gives constants instead of random numbers keyed by sample, to measure what the keyed ones cost."""
 
     def __init__(self, ids: Tensor) -> None:
         self.ids = ids
@@ -78,82 +78,83 @@ class _Still:
 
 
 class Clock(Observer):
-    """Times the steps once the engine has settled how they run; then asks to stop."""
+    """Times the steps after the engine has chosen how they run. Its truth value asks the engine to stop."""
 
     def __init__(self, window: Window, profile: bool) -> None:
-        self.window, self.profile, self.settled = window, profile, False
+        self.window, self.profile, self.is_planned = window, profile, False
         self.plan: dict[str, Any] = {}
         self.trace: dict[str, float] = {}
-        self._done = False
+        self._is_done = False
         self._profiler: Any = None
         self._steps = 0
 
     def __bool__(self) -> bool:
-        return self._done
+        return self._is_done
 
     def planned(self, facts: dict[str, Any]) -> None:
-        if "capture" in facts:  # else it speaks of threads
-            self.plan, self.settled = facts, True
+        if "capture" in facts:  # the engine also reports its choice of threads here
+            self.plan, self.is_planned = facts, True
 
     def reached(self, name: str) -> None:
-        if name != "step" or not self.settled or self._done:
+        if name != "step" or not self.is_planned or self._is_done:
             return
         if self._profiler is None:
             if not self.window():
                 return
             if not self.profile:
-                self._done = True
+                self._is_done = True
                 return
             torch.cuda.synchronize()
             self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             self._profiler.start()
             return
         self._steps += 1
-        if self._steps == PROFILED:
+        if self._steps == NUM_PROFILED_STEPS:
             torch.cuda.synchronize()
             self._profiler.stop()
             self.trace = read_trace(self._profiler)
-            self._done = True
+            self._is_done = True
 
 
-PROFILED, LEFT_OUT = 120, 20  # steps; the profiler takes its time over the first launches of a graph
+NUM_PROFILED_STEPS = 120
+NUM_IGNORED_STEPS = 20  # the profiler slows the first launches of a graph
 
 
 def read_trace(profiler: Any) -> dict[str, float]:
-    """From a profile of captured steps: host syncs a step, kernels a step, and how long the device had nothing to do."""
+    """Returns host syncs per step, kernels per step, and the device's idle time, from a profile of captured steps."""
     with tempfile.TemporaryDirectory() as folder:
         profiler.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
-    waits = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+    sync_calls = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
     device = sorted((e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")), key=lambda e: e["ts"])
-    launches = sorted((e for e in events if e.get("name") == "cudaGraphLaunch"), key=lambda e: e["ts"])[LEFT_OUT:]
+    launches = sorted((e for e in events if e.get("name") == "cudaGraphLaunch"), key=lambda e: e["ts"])[NUM_IGNORED_STEPS:]
     graph_ids = {e["args"]["correlation"] for e in launches}
-    begun = next(i for i, e in enumerate(device) if e["args"].get("correlation") in graph_ids)
-    device, steps = device[begun:], len(launches)
+    first = next(i for i, e in enumerate(device) if e["args"].get("correlation") in graph_ids)
+    device, steps = device[first:], len(launches)
     calls = [e for e in events if e.get("cat") == "cuda_runtime" and launches[0]["ts"] <= e["ts"] < launches[-1]["ts"]]
-    syncs = sum(e["name"] in waits for e in calls)  # the profile itself ends with one more
+    syncs = sum(e["name"] in sync_calls for e in calls)  # the end of the profile makes one more
     span = device[-1]["ts"] + device[-1]["dur"] - device[0]["ts"]
-    end, idle, between = device[0]["ts"], 0.0, 0.0
-    previous = device[0]["args"].get("correlation")
+    end, idle, idle_between_steps = device[0]["ts"], 0.0, 0.0
+    previous_id = device[0]["args"].get("correlation")
     for event in device:
-        gap, mine = max(0.0, event["ts"] - end), event["args"].get("correlation")
+        gap, graph_id = max(0.0, event["ts"] - end), event["args"].get("correlation")
         idle += gap
-        if mine != previous or mine not in graph_ids:  # not inside of one graph
-            between += gap
-        end, previous = max(end, event["ts"] + event["dur"]), mine
+        if graph_id != previous_id or graph_id not in graph_ids:  # the gap is not inside one graph
+            idle_between_steps += gap
+        end, previous_id = max(end, event["ts"] + event["dur"]), graph_id
     return {
         "host_syncs_per_step": syncs / steps,
         "device_operations_per_step": round(len(device) / steps, 1),
-        "device_idle_between_steps_percent": round(100 * between / span, 2),
+        "device_idle_between_steps_percent": round(100 * idle_between_steps / span, 2),
         "device_idle_percent": round(100 * idle / span, 2),
     }
 
 
-def ours(
+def measure_drivetrain(
     device: torch.device, batch: int, augmented: bool, name: str, window: Window,
     pins: dict[str, Any] | None = None, profile: bool = False, keyed: bool = True,
 ) -> Row:  # fmt: skip
-    """`drivetrain train` of a training long enough for every means to pay, with its files, until it is timed."""
+    """Times the engine with all files of `drivetrain train`, in a training that is long enough for every optimization."""
     task = Bench(
         global_batch=batch, rotation=10.0 if augmented else 0.0, translation=0.1 if augmented else 0.0, keyed=keyed,
         epochs=2000 * batch // 128 if device.type == "cuda" else 20,
@@ -176,79 +177,80 @@ def ours(
 def speed_rows(device: torch.device, quick: bool) -> Iterator[Row]:
     gpu = device.type == "cuda"
 
-    def window(seconds: float = 1.0, warm: int = 60) -> Window:
-        return Window(device, warm if gpu else 3, (0.4 if quick else seconds) if gpu else (0.2 if quick else 4.0))
+    def window(seconds: float = 1.0, num_warm_up: int = 60) -> Window:
+        if gpu:
+            return Window(device, num_warm_up, 0.4 if quick else seconds)
+        return Window(device, 3, 0.2 if quick else 4.0)
 
-    fed = 3.0  # seconds: loops that loader workers feed come in waves
-
+    loader_seconds = 3.0  # longer windows, because the speed of loops with loader workers varies
     small = 128
     workers = 4 if gpu else 0
-    plain = {"capture": "off", "compile": "off"}
-    usual = {"compile": "off"} if quick and not gpu else None  # a C++ compiler takes longer than all else here
-    yield guide(device, small, workers, window(fed))
-    yield ours(device, small, True, "drivetrain", window(), usual, profile=gpu)
+    eager = {"capture": "off", "compile": "off"}
+    usual = {"compile": "off"} if quick and not gpu else None  # the C++ compiler would take most of a quick run's time
+    yield measure_guide(device, small, workers, window(loader_seconds))
+    yield measure_drivetrain(device, small, True, "drivetrain", window(), usual, profile=gpu)
     if gpu:
-        yield ours(device, small, True, "  captured, not compiled", window(), {"compile": "off"}, profile=True)
-        yield ours(device, small, True, "  captured, random numbers not keyed", window(), {"compile": "off"}, keyed=False)
-        yield ours(device, small, True, "  eager", window(), plain)
-    yield lightning(device, small, workers, window(fed))
-    yield accelerate(device, small, workers, window(fed))
-    yield ours(device, small, False, "drivetrain", window(), usual)
+        yield measure_drivetrain(device, small, True, "  captured, not compiled", window(), {"compile": "off"}, profile=True)
+        yield measure_drivetrain(device, small, True, "  captured, random numbers not keyed", window(), {"compile": "off"}, keyed=False)
+        yield measure_drivetrain(device, small, True, "  eager", window(), eager)
+    yield measure_lightning(device, small, workers, window(loader_seconds))
+    yield measure_accelerate(device, small, workers, window(loader_seconds))
+    yield measure_drivetrain(device, small, False, "drivetrain", window(), usual)
     if gpu:
-        yield ours(device, small, False, "  captured, not compiled", window(), {"compile": "off"})
-        yield ours(device, small, False, "  eager", window(), plain)
-        yield accelerate(device, 2048, 16, window(fed, 20))
-        yield ours(device, 2048, False, "drivetrain", window())
+        yield measure_drivetrain(device, small, False, "  captured, not compiled", window(), {"compile": "off"})
+        yield measure_drivetrain(device, small, False, "  eager", window(), eager)
+        yield measure_accelerate(device, 2048, 16, window(loader_seconds, 20))
+        yield measure_drivetrain(device, 2048, False, "drivetrain", window())
 
 
 def accuracy_rows(data_dir: str, device: str) -> Iterator[dict[str, Any]]:
-    """Guide 001's net on real data, through the command."""
+    """Trains guide 001's net on real data, by the command."""
     recipes = Path(__file__).parent.parent / "recipes"
-    for name, bar in (("guide-001", 0.993), ("fashion-mnist", 0.92)):
+    for name, required_accuracy in (("guide-001", 0.993), ("fashion-mnist", 0.92)):
         with tempfile.TemporaryDirectory() as folder:
-            words = ["train", str(recipes / f"{name}.yaml"), f"data_dir={data_dir}", "--run-dir", f"{folder}/run", "--device", device]
-            begun = time.perf_counter()
-            done = subprocess.run([sys.executable, "-m", "drivetrain", *words], text=True, capture_output=True)
-            wall = time.perf_counter() - begun
-            if done.returncode:
-                raise SystemExit(done.stdout + done.stderr)
+            arguments = ["train", str(recipes / f"{name}.yaml"), f"data_dir={data_dir}", "--run-dir", f"{folder}/run", "--device", device]
+            started = time.perf_counter()
+            process = subprocess.run([sys.executable, "-m", "drivetrain", *arguments], text=True, capture_output=True)
+            seconds = time.perf_counter() - started
+            if process.returncode:
+                raise SystemExit(process.stdout + process.stderr)
             rows = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
             evaluated = [(r["time"], r["eval/accuracy"]) for r in rows if "eval/accuracy" in r]
-            reached = next((t for t, a in evaluated if a >= bar), None)
+            reached = next((seconds for seconds, accuracy in evaluated if accuracy >= required_accuracy), None)
             yield {
-                "recipe": f"recipes/{name}.yaml", "accuracy": evaluated[-1][1], "best": max(a for _, a in evaluated), "bar": bar, "seconds_to_bar": reached,
-                "seconds_of_training": rows[-1]["time"], "seconds_of_the_command": round(wall, 1), "steps": rows[-1]["step"],
+                "recipe": f"recipes/{name}.yaml", "accuracy": evaluated[-1][1], "best": max(a for _, a in evaluated), "bar": required_accuracy,
+                "seconds_to_bar": reached, "seconds_of_training": rows[-1]["time"], "seconds_of_the_command": round(seconds, 1), "steps": rows[-1]["step"],
                 "plan": json.loads((Path(folder) / "run" / "run.json").read_text())["plan"]["measured"],
             }  # fmt: skip
 
 
-def merged(seen: list[Row]) -> list[Row]:
-    """One row a contestant: the median of its rounds."""
-    found: dict[tuple[str, str, int], list[Row]] = {}
-    for row in seen:
-        found.setdefault((row.work, row.name, row.batch), []).append(row)
+def merge_rounds(rows: list[Row]) -> list[Row]:
+    """Returns one row for each program: the median of its rounds."""
+    rows_of_program: dict[tuple[str, str, int], list[Row]] = {}
+    for row in rows:
+        rows_of_program.setdefault((row.work, row.name, row.batch), []).append(row)
     merged = []
-    for rounds in found.values():
+    for rounds in rows_of_program.values():
         speeds = [r.images_per_second for r in rounds]
         spread = max([r.spread for r in rounds] + [max(speeds) / min(speeds) - 1])
         merged.append(replace(rounds[-1], images_per_second=round(statistics.median(speeds), 1), spread=round(spread, 3)))
     return merged
 
 
-def environment(device: torch.device, words: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {
+def environment(device: torch.device, arguments: list[str]) -> dict[str, Any]:
+    facts: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": torch.cuda.get_device_name() if device.type == "cuda" else f"{cpu_cores()} CPU cores ({platform.machine()})",
         "cpu_cores": cpu_cores(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "drivetrain": __version__,
-        "command": "python benchmarks/vision.py" + "".join(f" {w}" for w in words),
+        "command": "python benchmarks/vision.py" + "".join(f" {argument}" for argument in arguments),
     }
     for name in ("lightning", "accelerate", "torchvision"):
         with contextlib.suppress(Exception):
-            found[name] = __import__(name).__version__
-    return found
+            facts[name] = __import__(name).__version__
+    return facts
 
 
 def show(rows: list[Row]) -> None:
@@ -256,9 +258,9 @@ def show(rows: list[Row]) -> None:
     for work in ("augmented", "not augmented"):
         for batch in sorted({r.batch for r in rows if r.work == work}):
             group = [r for r in rows if (r.work, r.batch) == (work, batch)]
-            best = next((r.images_per_second for r in group if r.name == "drivetrain"), None)
+            ours = next((r.images_per_second for r in group if r.name == "drivetrain"), None)
             for r in group:
-                ratio = f"{best / r.images_per_second:.1f}x" if best else ""
+                ratio = f"{ours / r.images_per_second:.1f}x" if ours else ""
                 print(f"{batch:>6}  {r.images_per_second:>10,.0f}  {100 * r.spread:>5.1f}%  {ratio:>6}  {work}: {r.name}")
     for r in rows:
         if "host_syncs_per_step" in r.facts:
@@ -268,17 +270,17 @@ def show(rows: list[Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", action="store_true", help="on the CPU, whatever this machine has")
-    parser.add_argument("--quick", action="store_true", help="short windows: to see that it runs")
-    parser.add_argument("--accuracy", action="store_true", help="guide 001's recipe on MNIST and Fashion-MNIST instead")
-    parser.add_argument("--rounds", type=int, default=1, help="go over all contestants so often: on a machine with neighbours")
+    parser.add_argument("--cpu", action="store_true", help="use the CPU, even if there is a GPU")
+    parser.add_argument("--quick", action="store_true", help="short windows, to test the program")
+    parser.add_argument("--accuracy", action="store_true", help="instead, train guide 001's net on MNIST and Fashion-MNIST to its accuracy")
+    parser.add_argument("--rounds", type=int, default=1, help="measure all programs this many times: for a machine with other load")
     parser.add_argument("--data-dir", default="data")
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     device = torch.device("cuda" if torch.cuda.is_available() and not args.cpu else "cpu")
-    kept = [w for w in sys.argv[1:] if w not in ("--json", args.json, "--data-dir", args.data_dir)]
-    facts = environment(device, kept)
+    arguments = [w for w in sys.argv[1:] if w not in ("--json", args.json, "--data-dir", args.data_dir)]
+    facts = environment(device, arguments)
     if args.accuracy:
         facts["rows"] = list(accuracy_rows(args.data_dir, device.type))
         for r in facts["rows"]:
@@ -288,14 +290,14 @@ def main() -> None:
                 f" {r['seconds_of_training']:.1f} s of training, {r['seconds_of_the_command']:.1f} s for the command"
             )
     else:
-        seen: list[Row] = []
+        rows: list[Row] = []
         for _ in range(args.rounds):
             for row in speed_rows(device, args.quick):
-                seen.append(row)
+                rows.append(row)
                 print(f"{row.work}: {row.name}, batch {row.batch}: {row.images_per_second:,.0f} images/s", flush=True)
-                facts["rows"] = [asdict(r) for r in merged(seen)]
+                facts["rows"] = [asdict(r) for r in merge_rounds(rows)]
                 write(facts, args.json)
-        show(merged(seen))
+        show(merge_rounds(rows))
     write(facts, args.json)
 
 

@@ -1,4 +1,4 @@
-"""The loops that benchmarks/vision.py compares with, each as its users write it, and how a loop is timed."""
+"""Times the loops that benchmarks/vision.py compares with, each written as its users write it."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from drivetrain.tasks.vision.nets import Conv4
 
-MEAN, STD = 0.1307, 0.3081
-IMAGES = 60_000
-WINDOWS = 3
+MEAN, STD = 0.1307, 0.3081  # of MNIST's pixels
+NUM_IMAGES = 60_000
+NUM_WINDOWS = 3
 
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant's figure."""
+    """The speed of one program."""
 
     work: str
     name: str
     batch: int
     images_per_second: float
     spread: float
-    """Largest over smallest window, less one."""
+    """Largest over smallest speed of a window, minus one."""
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def images(count: int = IMAGES) -> tuple[Tensor, Tensor]:
-    """Bytes like MNIST's (a fifth of the pixels set) that carry their label."""
+def images(count: int = NUM_IMAGES) -> tuple[Tensor, Tensor]:
+    """Makes random images like MNIST's: a fifth of the pixels are set, and one pixel shows the label."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(10, (count,), generator=generator)
     pixels = torch.randint(0, 256, (count, 28, 28), generator=generator, dtype=torch.uint8)
@@ -47,31 +47,33 @@ def images(count: int = IMAGES) -> tuple[Tensor, Tensor]:
 
 
 class Window:
-    """Times windows of steps: called once a step, it says when it has seen enough."""
+    """Times several windows of steps, after a warm-up."""
 
-    def __init__(self, device: torch.device, warm: int, seconds: float) -> None:
-        self.device, self.warm, self.seconds = device, warm, seconds
+    def __init__(self, device: torch.device, num_warm_up: int, seconds: float) -> None:
+        self.device, self.num_warm_up, self.seconds = device, num_warm_up, seconds
         self.speeds: list[float] = []
-        self._seen = self._steps = 0
-        self._begun = 0.0
+        """Steps per second, for each window."""
+        self._num_calls = self._num_steps = 0
+        self._started = 0.0
 
     def __call__(self) -> bool:
-        self._seen += 1
-        if self._seen < self.warm:
+        """Counts a step; returns whether all windows are timed."""
+        self._num_calls += 1
+        if self._num_calls < self.num_warm_up:
             return False
-        if self._seen == self.warm:
+        if self._num_calls == self.num_warm_up:
             self._start()
             return False
-        self._steps += 1
-        if time.perf_counter() - self._begun >= self.seconds and self._steps >= 3:
+        self._num_steps += 1
+        if time.perf_counter() - self._started >= self.seconds and self._num_steps >= 3:
             self._sync()
-            self.speeds.append(self._steps / (time.perf_counter() - self._begun))
+            self.speeds.append(self._num_steps / (time.perf_counter() - self._started))
             self._start()
-        return len(self.speeds) == WINDOWS
+        return len(self.speeds) == NUM_WINDOWS
 
     def _start(self) -> None:
         self._sync()
-        self._begun, self._steps = time.perf_counter(), 0
+        self._started, self._num_steps = time.perf_counter(), 0
 
     def _sync(self) -> None:
         if self.device.type == "cuda":
@@ -86,7 +88,7 @@ class Window:
 
 
 class PilImages(Dataset[Any]):
-    """As the guide reads MNIST: a PIL image a sample, torchvision's transforms on it."""
+    """Reads samples as the guide reads MNIST: one PIL image each, with torchvision's transforms."""
 
     def __init__(self) -> None:
         from PIL import Image
@@ -96,9 +98,9 @@ class PilImages(Dataset[Any]):
         try:
             from torchvision import transforms
         except (ImportError, RuntimeError):
-            self.transform, self.how = _transform_by_pil, "the same transforms by PIL (no torchvision here)"
+            self.transform, self.transform_name = _transform_by_pil, "the same transforms by PIL (no torchvision here)"
         else:
-            self.how = "torchvision's transforms"
+            self.transform_name = "torchvision's transforms"
             self.transform = transforms.Compose(
                 [
                     transforms.RandomRotation(10),
@@ -118,13 +120,13 @@ class PilImages(Dataset[Any]):
 def _transform_by_pil(image: Any) -> Tensor:
     from PIL import Image
 
-    angle, right, down = torch.rand(3).tolist()
-    image = image.rotate(20 * angle - 10)
-    image = image.transform(image.size, Image.Transform.AFFINE, (1, 0, round(5.6 * right - 2.8), 0, 1, round(5.6 * down - 2.8)))
+    angle, right, down = (2 * torch.rand(3) - 1).tolist()
+    image = image.rotate(10 * angle)
+    image = image.transform(image.size, Image.Transform.AFFINE, (1, 0, round(2.8 * right), 0, 1, round(2.8 * down)))
     return (torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(1, 28, 28).float() / 255 - MEAN) / STD
 
 
-def guide(device: torch.device, batch: int, workers: int, window: Window) -> Row:
+def measure_guide(device: torch.device, batch: int, workers: int, window: Window) -> Row:
     """Guide 001's loop: loader workers, DDP's wrapper, AMP with a GradScaler, loss and accuracy read every step."""
     data = PilImages()
     loader = DataLoader(data, batch, shuffle=True, num_workers=workers, pin_memory=device.type == "cuda", persistent_workers=workers > 0)
@@ -147,7 +149,7 @@ def guide(device: torch.device, batch: int, workers: int, window: Window) -> Row
                 total += loss.item()
                 correct += outputs.argmax(1).eq(y).sum().item()
                 if window():
-                    return window.row("augmented", f"the guide's loop, {workers} workers", batch, transforms=data.how)
+                    return window.row("augmented", f"the guide's loop, {workers} workers", batch, transforms=data.transform_name)
 
 
 @contextlib.contextmanager
@@ -155,7 +157,7 @@ def _process_group(device: torch.device) -> Iterator[None]:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
     with tempfile.TemporaryDirectory() as folder:
         torch.distributed.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1
+            "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
         )
         try:
             yield
@@ -165,20 +167,20 @@ def _process_group(device: torch.device) -> Iterator[None]:
         os.environ.pop(name, None)
 
 
-def _ready_loader(device: torch.device, batch: int, workers: int) -> DataLoader[Any]:
-    """Samples that need no more than collating: normalised floats in memory."""
+def _tensor_loader(device: torch.device, batch: int, workers: int) -> DataLoader[Any]:
+    """Loads normalised floats from memory; workers only collate them."""
     pixels, labels = images()
     data = TensorDataset(((pixels.float() / 255 - MEAN) / STD).unsqueeze(1), labels)
     return DataLoader(data, batch, shuffle=True, num_workers=workers, pin_memory=device.type == "cuda", persistent_workers=workers > 0)
 
 
-def accelerate(device: torch.device, batch: int, workers: int, window: Window) -> Row:
+def measure_accelerate(device: torch.device, batch: int, workers: int, window: Window) -> Row:
     from accelerate import Accelerator
 
     accelerator = Accelerator(mixed_precision="bf16" if device.type == "cuda" else "no", cpu=device.type == "cpu")
     model = Conv4(10, 0.5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-4)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, _ready_loader(device, batch, workers))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, _tensor_loader(device, batch, workers))
     model.train()
     while True:
         for x, y in loader:
@@ -191,7 +193,7 @@ def accelerate(device: torch.device, batch: int, workers: int, window: Window) -
                 return window.row("not augmented", "Accelerate", batch, workers=workers)
 
 
-def lightning(device: torch.device, batch: int, workers: int, window: Window) -> Row:
+def measure_lightning(device: torch.device, batch: int, workers: int, window: Window) -> Row:
     import lightning
 
     class Module(lightning.LightningModule):
@@ -215,5 +217,5 @@ def lightning(device: torch.device, batch: int, workers: int, window: Window) ->
         max_epochs=1000, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         barebones=False, min_epochs=0,
     )  # fmt: skip
-    trainer.fit(Module(), _ready_loader(device, batch, workers))
+    trainer.fit(Module(), _tensor_loader(device, batch, workers))
     return window.row("not augmented", "Lightning", batch, workers=workers)

@@ -1,4 +1,4 @@
-// A browser for tests, on a string: a JSON command a line on stdin, a JSON answer a line on stdout.
+// Controls a browser for tests: reads one JSON command per line from stdin, writes one JSON answer per line to stdout.
 //   {"open": URL, "width": 1200, "height": 900, "scheme": "light"}   {"run": "JavaScript"}   {"press": "ArrowUp"}
 //   {"click": "#play"}   {"choose": ["#person", "0"]}   {"shot": "file.png"}   {"seen": true}: requests, bytes and errors
 import { createInterface } from "node:readline";
@@ -17,8 +17,8 @@ async function open({ open: url, width = 1200, height = 900, scheme = "light", t
   page.on("pageerror", (error) => seen.errors.push(String(error)));
   page.on("console", (message) => message.type() === "error" && seen.errors.push(message.text()));
   page.on("requestfinished", async (request) => (seen.bytes[request.url()] = (await request.sizes()).responseBodySize));
-  if (insecure) await page.addInitScript(() => Object.defineProperty(crypto, "subtle", { value: undefined })); // as without https
-  if (hold) await page.route(new RegExp(hold), () => {}); // never answered
+  if (insecure) await page.addInitScript(() => Object.defineProperty(crypto, "subtle", { value: undefined })); // as if without https
+  if (hold) await page.route(new RegExp(hold), () => {}); // these requests get no answer
   await page.goto(url);
 }
 

@@ -1,4 +1,4 @@
-// Put the built page into the Python package: the wasm compressed, everything else as it is.
+// Copies the built page into the Python package, with the wasm files compressed.
 import { cpSync, mkdirSync, readFileSync, readdirSync, rmSync, writeFileSync } from "node:fs";
 import { gzipSync } from "node:zlib";
 

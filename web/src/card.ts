@@ -1,16 +1,16 @@
 /** The contents of export.json, which `drivetrain export` writes for an agent and its environment. */
 
-export interface Put {
+export interface TensorInfo {
   name: string;
   dtype: string;
-  /** Sizes; a free size is a name. The first dimension is the batch of environments. */
+  /** A free size is a name instead of a number. The first dimension is the batch of environments. */
   shape: (number | string)[];
 }
 
 export interface Graph {
   file: string;
-  inputs: Put[];
-  outputs: Put[];
+  inputs: TensorInfo[];
+  outputs: TensorInfo[];
 }
 
 export interface Card {
@@ -19,7 +19,7 @@ export interface Card {
   task: string;
   settings: Record<string, unknown>;
   graphs: Record<"reset" | "policy" | "step", Graph>;
-  /** Of every exported file, in hexadecimal. */
+  /** The SHA-256 of each exported file, in hexadecimal. */
   sha256: Record<string, string>;
   training: {
     date: string;
@@ -31,12 +31,12 @@ export interface Card {
   };
 }
 
-/** The shape of one environment's part of a tensor: without the batch dimension. */
-export function sizesOf(puts: Put[], name: string): number[] | undefined {
-  return puts.find((put) => put.name === name)?.shape.slice(1).map(Number);
+/** The shape of the tensor of one environment: without the batch dimension. */
+export function sizesOf(tensors: TensorInfo[], name: string): number[] | undefined {
+  return tensors.find((tensor) => tensor.name === name)?.shape.slice(1).map(Number);
 }
 
-/** The shape of a tensor that the reset gives: `next_NAME` for state, or `observation`. */
+/** The shape of an output of the reset graph: `next_NAME` for a part of the state, or `observation`. */
 export function shapeOf(card: Card, name: string): number[] | undefined {
   return sizesOf(card.graphs.reset.outputs, name);
 }

@@ -1,207 +1,210 @@
-/** The page: shows one environment at a time, drawn once per screen frame. */
+/** The page: shows one environment at a time, and draws it once per screen frame. */
 
-import { chance } from "./chance";
-import { tellFacts } from "./facts";
-import { json, Trouble } from "./files";
-import { Steer, typing } from "./steer";
+import { Environment, runtimeBytes } from "./environment";
+import { showFacts } from "./facts";
+import { LoadError, loadJson } from "./files";
+import { randomNumbers } from "./random";
+import { isTyping, Steer } from "./steer";
 import { cartpole } from "./views/cartpole";
 import { snake } from "./views/snake";
 import { table } from "./views/table";
 import type { View } from "./views/view";
-import { runtimeBytes, World } from "./world";
 
 const VIEWS = [snake, cartpole, table];
-const OVER = 1200; // milliseconds between two episodes
+const PAUSE_BETWEEN_EPISODES_MS = 1200;
 const SPEEDS = [1, 2, 4, 8, 15, 25, 50, 100, 200]; // steps a second, for each position of the slider
-const BUDGET = 14; // milliseconds of a frame for steps
+const STEP_BUDGET_MS = 14; // of each screen frame
 
-interface Listed {
+/** The contents of agents.json. */
+interface AgentList {
   format: number;
   agents: { name: string; folder: string }[];
 }
 
+/** Returns the element with this id. */
 function find<T extends HTMLElement>(id: string): T {
   return document.getElementById(id) as T;
 }
 
 const canvas = find<HTMLCanvasElement>("canvas");
-const pen = canvas.getContext("2d")!;
+const context = canvas.getContext("2d")!;
 const [play, again, notice, progress] = [find("play"), find("again"), find("notice"), find<HTMLProgressElement>("progress")];
 const [speed, seed] = [find<HTMLInputElement>("speed"), find<HTMLInputElement>("seed")];
 const [agent, greedy, person] = [find<HTMLSelectElement>("agent"), find<HTMLSelectElement>("greedy"), find<HTMLSelectElement>("person")];
 const steer = new Steer(canvas, find("pad"));
 
-let world: World | undefined;
+let environment: Environment | undefined;
 let view: View = table;
 let playing = !matchMedia("(prefers-reduced-motion: reduce)").matches;
-let owed = 0; // steps that are due
-let overSince = 0; // when the episode ended, or 0
-let wanted = 0; // number of the latest load: results of earlier ones are dropped
-let offered: (() => void) | undefined; // the action of the notice's button
+let stepsDue = 0;
+let endTime = 0; // of the episode, or 0 while it runs
+let latestLoad = 0; // results of earlier loads are dropped
+let buttonAction: (() => void) | undefined; // of the notice's button
 
 // --- loading ------------------------------------------------------------------------------------
 
-async function begin(): Promise<void> {
+async function loadAgents(): Promise<void> {
   try {
-    const listed = await json<Listed>("agents.json", "Write the site anew: drivetrain play RUN --out DIR.");
+    const listed = await loadJson<AgentList>("agents.json", "Write the site again: drivetrain play RUN --out DIR.");
     agent.replaceChildren(...listed.agents.map(({ name, folder }) => new Option(name, folder)));
     find("agents").hidden = listed.agents.length < 2;
-    const asked = decoded(location.hash.slice(1));
-    agent.selectedIndex = Math.max(0, listed.agents.findIndex(({ name }) => name === asked));
-    await choose(agent.value);
+    const nameInAddress = decode(location.hash.slice(1));
+    agent.selectedIndex = Math.max(0, listed.agents.findIndex(({ name }) => name === nameInAddress));
+    await loadAgent(agent.value);
   } catch (error) {
-    tell(error);
+    showError(error);
   }
 }
 
-function decoded(text: string): string {
+function decode(text: string): string {
   try {
     return decodeURIComponent(text);
   } catch {
-    return text; // a lone percent sign
+    return text; // a percent sign without a code
   }
 }
 
-async function choose(folder: string): Promise<void> {
-  const mine = ++wanted;
-  const old = world;
-  world = undefined;
-  enable(false);
-  const loaded = (count: number) => {
-    const [now, all] = [count, runtimeBytes].map((size) => (size / 1e6).toFixed(1));
-    if (mine === wanted) say("Loading the player", `${now} of ${all} MB`, count / runtimeBytes);
+async function loadAgent(folder: string): Promise<void> {
+  const thisLoad = ++latestLoad;
+  const old = environment;
+  environment = undefined;
+  enableControls(false);
+  const showProgress = (numBytes: number) => {
+    const [loaded, total] = [numBytes, runtimeBytes].map((size) => (size / 1e6).toFixed(1));
+    if (thisLoad === latestLoad) showNotice("Loading the player", `${loaded} of ${total} MB`, numBytes / runtimeBytes);
   };
-  if (old) say("Loading the agent", " ");
-  else loaded(0);
+  if (old) showNotice("Loading the agent", " ");
+  else showProgress(0);
   try {
     await old?.release();
-    const next = await World.load(folder, loaded);
-    if (mine !== wanted) return void next.release();
-    view = VIEWS.find((one) => one.fits(next.card)) ?? table;
+    const next = await Environment.load(folder, showProgress);
+    if (thisLoad !== latestLoad) return void next.release();
+    view = VIEWS.find((candidate) => candidate.canShow(next.card)) ?? table;
     await next.reset(Number(seed.value) || 0);
-    world = next;
-    show(next);
+    environment = next;
+    showEnvironment(next);
   } catch (error) {
-    if (mine === wanted) tell(error);
+    if (thisLoad === latestLoad) showError(error);
   }
 }
 
-function show(next: World): void {
+function showEnvironment(next: Environment): void {
   const { card } = next;
   document.title = `${card.task} - drivetrain play`;
-  canvas.setAttribute("aria-label", `${card.task}, drawn; its figures are in the table "This episode"`);
+  canvas.setAttribute("aria-label", `${card.task}, as a drawing; its figures are in the table "This episode"`);
   greedy.value = card.settings["greedy"] === false ? "drawn" : "likeliest";
   speed.value = String(SPEEDS.indexOf(view.speed));
-  person.replaceChildren(new Option("nobody", ""), ...names(next).map((name, i) => new Option(name, String(i))));
-  find("persons").hidden = !view.steered;
-  takeOver();
-  tellSpeed();
-  tellFacts(card, next.checked);
-  [owed, overSince] = [0, 0];
+  person.replaceChildren(new Option("nobody", ""), ...playerNames(next).map((name, i) => new Option(name, String(i))));
+  find("persons").hidden = !view.steering;
+  choosePlayer();
+  showSpeed();
+  showFacts(card, next.checked);
+  [stepsDue, endTime] = [0, 0];
   hideNotice();
   resize();
   document.querySelector("aside")!.hidden = false;
-  enable(true);
+  enableControls(true);
 }
 
-function enable(on: boolean): void {
-  find("controls").querySelector("fieldset")!.disabled = !on;
+function enableControls(isEnabled: boolean): void {
+  find("controls").querySelector("fieldset")!.disabled = !isEnabled;
   play.textContent = playing ? "Pause" : "Play";
 }
 
 // --- messages over the environment ----------------------------------------------------------------
 
-/** `offer` is a button: its label and its action. */
-function say(title: string, text: string, done?: number, kind = "", offer?: [string, () => void]): void {
+/** `fraction` of the progress bar, none by default; `button` is a label and an action. */
+function showNotice(title: string, text: string, fraction?: number, kind = "", button?: [string, () => void]): void {
   [find("notice-title").textContent, find("notice-text").textContent] = [title, text];
   notice.className = kind;
   notice.hidden = false;
-  progress.hidden = done === undefined;
-  progress.value = Math.min(1, done ?? 0);
-  again.hidden = !offer;
-  [again.textContent, offered] = offer ?? ["", undefined];
+  progress.hidden = fraction === undefined;
+  progress.value = Math.min(1, fraction ?? 0);
+  again.hidden = !button;
+  [again.textContent, buttonAction] = button ?? ["", undefined];
 }
 
 function hideNotice(): void {
   notice.hidden = true;
-  offered = undefined;
+  buttonAction = undefined;
 }
 
-function tell(error: unknown): void {
-  world = undefined;
-  wanted++; // drops the result of a load in progress
-  enable(false);
-  const retry: [string, () => void] = ["Try again", () => void begin()];
-  if (error instanceof Trouble) say(error.file, `${error.message}.\n${error.advice}`, undefined, "trouble", retry);
-  else say("The world stopped", `${String(error).split("\n")[0]}\nExport the run again (drivetrain export RUN), then reload.`, undefined, "trouble", retry);
+function showError(error: unknown): void {
+  environment = undefined;
+  latestLoad++; // drops the result of a load in progress
+  enableControls(false);
+  const retry: [string, () => void] = ["Try again", () => void loadAgents()];
+  if (error instanceof LoadError) showNotice(error.file, `${error.message}.\n${error.advice}`, undefined, "trouble", retry);
+  else showNotice("The environment stopped", `${String(error).split("\n")[0]}\nExport the run again (drivetrain export RUN), then reload.`, undefined, "trouble", retry);
 }
 
-/** What became of the person's own player, with a new episode at a button or the Enter key. */
-function sayEnd(one: World, title: string, text: string): void {
+/** Shows how the episode of the person's agent ended; a button or the Enter key starts a new episode. */
+function showEnd(shown: Environment, title: string, text: string): void {
   const next = () => {
     setPlaying(true);
     canvas.focus({ preventScroll: true });
-    void restart(one, one.episode + 1).catch(tell);
+    void restart(shown, shown.episode + 1).catch(showError);
   };
-  say(title, text, undefined, "brief", ["Play again", next]);
+  showNotice(title, text, undefined, "brief", ["Play again", next]);
 }
 
 // --- playing ------------------------------------------------------------------------------------
 
-async function step(one: World): Promise<void> {
-  const steered = view.steered;
-  const mine = steer.agent;
-  const turn = steered && mine !== undefined ? { agent: mine, action: steer.next(steered.heading(one, mine)) } : undefined;
-  const alive = mine !== undefined && !one.ended[mine];
-  await one.step({ greedy: greedy.value === "likeliest", person: turn });
-  if (alive && one.ended[mine] && mine === steer.agent) sayEnd(one, `You died at step ${one.steps}`, one.done ? "" : "The others play on.");
+async function step(shown: Environment): Promise<void> {
+  const steering = view.steering;
+  const played = steer.agent; // by the person
+  let turn: { agent: number; action: number } | undefined;
+  if (steering && played !== undefined) turn = { agent: played, action: steer.nextTurn(steering.heading(shown, played)) };
+  const wasAlive = played !== undefined && !shown.ended[played];
+  await shown.step({ greedy: greedy.value === "likeliest", person: turn });
+  if (wasAlive && shown.ended[played] && played === steer.agent) showEnd(shown, `You died at step ${shown.steps}`, shown.done ? "" : "The others play on.");
 }
 
-async function restart(one: World, episode: number): Promise<void> {
+async function restart(shown: Environment, episode: number): Promise<void> {
   seed.value = String(episode);
-  await one.reset(episode);
-  [owed, overSince] = [0, 0];
-  steer.take(steer.agent); // drops the turns of the last episode
+  await shown.reset(episode);
+  [stepsDue, endTime] = [0, 0];
+  steer.setAgent(steer.agent); // drops the turns of the last episode
   hideNotice();
 }
 
-/** Takes the steps that are due, as far as the frame's time allows. */
-async function advance(one: World, now: number, passed: number): Promise<void> {
-  if (one.done) {
-    if (!overSince) {
-      overSince = now;
-      const title = `Over after ${one.steps} steps`;
-      if (steer.agent === undefined) say(title, "", undefined, "brief");
-      else sayEnd(one, title, one.ended[steer.agent] ? "You died." : "You are still alive.");
-    } else if (steer.agent === undefined && now - overSince > OVER) await restart(one, one.episode + 1);
+/** Takes the steps that are due, but stops when the frame's time is used up. */
+async function advance(shown: Environment, now: number, elapsedSeconds: number): Promise<void> {
+  if (shown.done) {
+    if (!endTime) {
+      endTime = now;
+      const title = `Over after ${shown.steps} steps`;
+      if (steer.agent === undefined) showNotice(title, "", undefined, "brief");
+      else showEnd(shown, title, shown.ended[steer.agent] ? "You died." : "You are still alive.");
+    } else if (steer.agent === undefined && now - endTime > PAUSE_BETWEEN_EPISODES_MS) await restart(shown, shown.episode + 1);
     return;
   }
-  owed = Math.min(owed + passed * rate(), rate() / 4 + 1);
-  for (; owed >= 1 && !one.done && performance.now() - now < BUDGET; owed--) await step(one);
+  stepsDue = Math.min(stepsDue + elapsedSeconds * stepsPerSecond(), stepsPerSecond() / 4 + 1);
+  for (; stepsDue >= 1 && !shown.done && performance.now() - now < STEP_BUDGET_MS; stepsDue--) await step(shown);
 }
 
-let before = 0;
-const drawn = { since: 0, frames: 0, steps: 0 };
+let previousTime = 0;
+const counted = { since: 0, frames: 0, steps: 0 }; // for the display of FPS and speed
 
 async function frame(now: number): Promise<void> {
-  const one = world;
-  if (one) {
+  const shown = environment;
+  if (shown) {
     try {
-      const had = one.steps;
-      if (playing) await advance(one, now, Math.min(0.25, (now - before) / 1000));
-      drawn.frames++;
-      drawn.steps += Math.max(0, one.steps - had);
-      if (one === world) draw(one);
+      const stepsBefore = shown.steps;
+      if (playing) await advance(shown, now, Math.min(0.25, (now - previousTime) / 1000));
+      counted.frames++;
+      counted.steps += Math.max(0, shown.steps - stepsBefore);
+      if (shown === environment) draw(shown);
     } catch (error) {
-      if (one === world) tell(error);
+      if (shown === environment) showError(error);
     }
-    if (now - drawn.since > 500) {
-      const [frames, steps] = [drawn.frames, drawn.steps].map((count) => ((count * 1000) / (now - drawn.since)).toFixed(0));
+    if (now - counted.since > 500) {
+      const [frames, steps] = [counted.frames, counted.steps].map((count) => ((count * 1000) / (now - counted.since)).toFixed(0));
       find("rate").textContent = `${frames} FPS, ${steps} steps/s`;
-      [drawn.since, drawn.frames, drawn.steps] = [now, 0, 0];
+      [counted.since, counted.frames, counted.steps] = [now, 0, 0];
     }
   }
-  before = now;
+  previousTime = now;
   requestAnimationFrame(frame);
 }
 
@@ -209,53 +212,55 @@ async function frame(now: number): Promise<void> {
 
 let colours = getComputedStyle(document.documentElement);
 
-function draw(one: World): void {
+function draw(shown: Environment): void {
   const [width, height] = [canvas.clientWidth, canvas.clientHeight];
-  const dense = canvas.width / Math.max(1, width);
-  pen.setTransform(dense, 0, 0, dense, 0, 0);
-  view.draw(pen, width, height, one, (name) => colours.getPropertyValue(`--${name}`), steer.agent);
-  find("episode").textContent = `Episode ${one.episode}, step ${one.steps}`;
-  score(one);
+  const pixelRatio = canvas.width / Math.max(1, width);
+  context.setTransform(pixelRatio, 0, 0, pixelRatio, 0, 0);
+  view.draw(context, width, height, shown, (name) => colours.getPropertyValue(`--${name}`), steer.agent);
+  find("episode").textContent = `Episode ${shown.episode}, step ${shown.steps}`;
+  updateScores(shown);
 }
 
 function resize(): void {
   find("board").classList.toggle("low", view.height < 1);
   canvas.style.aspectRatio = `1 / ${view.height}`;
-  const dense = Math.min(2, devicePixelRatio || 1);
-  [canvas.width, canvas.height] = [canvas.clientWidth * dense, canvas.clientHeight * dense].map(Math.round) as [number, number];
-  if (world) draw(world);
+  const pixelRatio = Math.min(2, devicePixelRatio || 1);
+  [canvas.width, canvas.height] = [canvas.clientWidth * pixelRatio, canvas.clientHeight * pixelRatio].map(Math.round) as [number, number];
+  if (environment) draw(environment);
 }
 
-function names(one: World): string[] {
-  return one.agents > 1 ? Array.from({ length: one.agents }, (_, i) => `${view.player} ${i + 1}`) : [view.player];
+function playerNames(shown: Environment): string[] {
+  return shown.agents > 1 ? Array.from({ length: shown.agents }, (_, i) => `${view.player} ${i + 1}`) : [view.player];
 }
 
-/** Updates one row per agent; writes only what changed. */
-function score(one: World): void {
+/** Updates shown row per agent; writes only what changed. */
+function updateScores(shown: Environment): void {
   const scores = find<HTMLTableElement>("scores");
   const heads = ["", ...view.columns];
-  write(scores.tHead!, [heads], "th");
-  write(scores.tBodies[0]!, names(one).map((name, i) => [i === steer.agent ? `${name} (you)` : name, ...view.figures(one, i)]), "td", one.agents > 1);
-  [...scores.tBodies[0]!.rows].forEach((row, i) => row.classList.toggle("ended", Boolean(one.ended[i])));
+  updateCells(scores.tHead!, [heads], "th");
+  const rows = playerNames(shown).map((name, i) => [i === steer.agent ? `${name} (you)` : name, ...view.figures(shown, i)]);
+  updateCells(scores.tBodies[0]!, rows, "td", shown.agents > 1);
+  [...scores.tBodies[0]!.rows].forEach((row, i) => row.classList.toggle("ended", Boolean(shown.ended[i])));
 }
 
-function write(part: HTMLTableSectionElement, rows: string[][], kind: "td" | "th", swatches = false): void {
+function updateCells(part: HTMLTableSectionElement, rows: string[][], kind: "td" | "th", swatches = false): void {
   if (part.rows.length !== rows.length || part.rows[0]?.cells.length !== rows[0]?.length) {
-    part.replaceChildren(...rows.map((row, i) => line(row.length, i, kind, swatches)));
+    part.replaceChildren(...rows.map((row, i) => newRow(row.length, i, kind, swatches)));
   }
   rows.forEach((row, i) =>
     row.forEach((text, j) => {
-      const place = part.rows[i]!.cells[j]!.lastChild as Text;
-      if (place.data !== text) place.data = text;
+      const node = part.rows[i]!.cells[j]!.lastChild as Text;
+      if (node.data !== text) node.data = text;
     }),
   );
 }
 
-function line(cells: number, index: number, kind: "td" | "th", swatches: boolean): HTMLTableRowElement {
+function newRow(numCells: number, index: number, kind: "td" | "th", swatches: boolean): HTMLTableRowElement {
   const row = document.createElement("tr");
-  for (let j = 0; j < cells; j++) {
+  for (let j = 0; j < numCells; j++) {
     const cell = document.createElement(j ? kind : "th");
-    cell.scope = kind === "th" ? "col" : j ? "" : "row";
+    if (kind === "th") cell.scope = "col";
+    else if (j === 0) cell.scope = "row";
     if (swatches && !j) cell.innerHTML = `<svg class="swatch player-${index}" viewBox="0 0 2 2" aria-hidden="true"><circle cx="1" cy="1" r="1"/></svg>`;
     cell.append(document.createTextNode(""));
     row.append(cell);
@@ -265,55 +270,56 @@ function line(cells: number, index: number, kind: "td" | "th", swatches: boolean
 
 // --- controls -----------------------------------------------------------------------------------
 
-function rate(): number {
+function stepsPerSecond(): number {
   return SPEEDS[Number(speed.value)] ?? 1;
 }
 
-function tellSpeed(): void {
-  find("speed-said").textContent = `${rate()} steps/s`;
-  speed.setAttribute("aria-valuetext", `${rate()} steps a second`);
+function showSpeed(): void {
+  find("speed-said").textContent = `${stepsPerSecond()} steps/s`;
+  speed.setAttribute("aria-valuetext", `${stepsPerSecond()} steps a second`);
 }
 
-function setPlaying(on: boolean): void {
-  playing = on;
-  owed = 0;
-  play.textContent = on ? "Pause" : "Play";
+function setPlaying(isPlaying: boolean): void {
+  playing = isPlaying;
+  stepsDue = 0;
+  play.textContent = isPlaying ? "Pause" : "Play";
 }
 
-function takeOver(): void {
-  steer.take(person.value === "" ? undefined : Number(person.value));
+/** Gives the chosen agent to the person, or to nobody. */
+function choosePlayer(): void {
+  steer.setAgent(person.value === "" ? undefined : Number(person.value));
   find("pad").hidden = steer.agent === undefined;
   canvas.classList.toggle("steered", steer.agent !== undefined);
   if (notice.classList.contains("brief")) hideNotice();
-  if (world && steer.agent !== undefined && world.ended[steer.agent]) sayEnd(world, `${names(world)[steer.agent]} is dead`, "");
+  if (environment && steer.agent !== undefined && environment.ended[steer.agent]) showEnd(environment, `${playerNames(environment)[steer.agent]} is dead`, "");
 }
 
-async function single(): Promise<void> {
+async function stepOnce(): Promise<void> {
   setPlaying(false);
-  if (!world) return;
-  if (world.done) await restart(world, world.episode + 1);
-  else await step(world);
-  draw(world);
+  if (!environment) return;
+  if (environment.done) await restart(environment, environment.episode + 1);
+  else await step(environment);
+  draw(environment);
 }
 
 play.addEventListener("click", () => setPlaying(!playing));
-find("step").addEventListener("click", () => void single().catch(tell));
-find("reset").addEventListener("click", () => world && void restart(world, asked()).catch(tell));
-seed.addEventListener("change", () => world && void restart(world, asked()).catch(tell));
-speed.addEventListener("input", tellSpeed);
+find("step").addEventListener("click", () => void stepOnce().catch(showError));
+find("reset").addEventListener("click", () => environment && void restart(environment, chosenSeed()).catch(showError));
+seed.addEventListener("change", () => environment && void restart(environment, chosenSeed()).catch(showError));
+speed.addEventListener("input", showSpeed);
 person.addEventListener("change", () => {
-  takeOver();
-  if (steer.agent !== undefined) canvas.focus({ preventScroll: true }); // the arrow keys are the snake's from now on
+  choosePlayer();
+  if (steer.agent !== undefined) canvas.focus({ preventScroll: true }); // from now on the arrow keys steer the snake
 });
 agent.addEventListener("change", () => {
   location.hash = agent.selectedOptions[0]?.text ?? "";
-  void choose(agent.value);
+  void loadAgent(agent.value);
 });
-again.addEventListener("click", () => offered?.());
+again.addEventListener("click", () => buttonAction?.());
 find("controls").addEventListener("submit", (event) => event.preventDefault());
 addEventListener("keydown", (event) => {
-  if (event.code === "Enter" && event.target === canvas) offered?.();
-  if (event.code !== "Space" || typing(event.target) || event.target instanceof HTMLButtonElement || !world) return;
+  if (event.code === "Enter" && event.target === canvas) buttonAction?.();
+  if (event.code !== "Space" || isTyping(event.target) || event.target instanceof HTMLButtonElement || !environment) return;
   if ((event.target as HTMLElement).tagName === "SUMMARY") return;
   event.preventDefault();
   setPlaying(!playing);
@@ -321,28 +327,28 @@ addEventListener("keydown", (event) => {
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (colours = getComputedStyle(document.documentElement)));
 new ResizeObserver(resize).observe(find("board"));
 
-function asked(): number {
+function chosenSeed(): number {
   return Math.min(2 ** 32 - 1, Math.max(0, Math.floor(Number(seed.value) || 0)));
 }
 
-// --- for the console, and for tests -------------------------------------------------------------
+// --- for the browser's console and for tests -------------------------------------------------------------
 
-const hook = {
+const consoleApi = {
   /** The random numbers of a step. */
-  chance: (episode: number, step: number, count: number) => Array.from(chance(episode, step, count)),
+  chance: (episode: number, step: number, count: number) => Array.from(randomNumbers(episode, step, count)),
   pause: () => setPlaying(false),
   play: () => setPlaying(true),
-  /** Begin an episode; play one step; both give the state. */
-  reset: async (episode: number) => world && (await restart(world, episode), hook.state()),
-  step: async () => world && (await step(world), hook.state()),
-  /** The current state as plain numbers; undefined while loading. */
+  /** `reset` starts an episode and `step` takes shown step; both return the state. */
+  reset: async (episode: number) => environment && (await restart(environment, episode), consoleApi.state()),
+  step: async () => environment && (await step(environment), consoleApi.state()),
+  /** Returns the current state as plain numbers; undefined while loading. */
   state: () =>
-    world && {
-      episode: world.episode, steps: world.steps, done: world.done, ended: world.ended, returns: world.returns, actions: world.actions,
-      probability: world.probability, state: Object.fromEntries(world.names.map((name) => [name, world!.state(name)])),
+    environment && {
+      episode: environment.episode, steps: environment.steps, done: environment.done, ended: environment.ended, returns: environment.returns, actions: environment.actions,
+      probability: environment.probability, state: Object.fromEntries(environment.names.map((name) => [name, environment!.state(name)])),
     },
 };
-Object.assign(window, { drivetrain: hook });
+Object.assign(window, { drivetrain: consoleApi });
 
 requestAnimationFrame(frame);
-void begin();
+void loadAgents();

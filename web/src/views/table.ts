@@ -1,36 +1,36 @@
-/** A world that nobody drew: its numbers. */
+/** Shows the numbers of an environment that has no drawing. */
 
-import { fixed, type View } from "./view";
+import { formatFixed, type View } from "./view";
 
-const SHOWN = 8; // numbers of one part
+const MAX_NUMBERS = 8; // shown of one part of the state
 
 export const table: View = {
-  fits: () => true,
+  canShow: () => true,
   height: 0.6,
   speed: 4,
   player: "Agent",
   columns: ["action", "return", ""],
-  figures: (world, agent) => [
-    String(world.actions[agent] ?? "none yet"),
-    fixed(world.returns[agent], 2),
-    world.ended[agent] ? "ended" : "",
+  figures: (environment, agent) => [
+    String(environment.actions[agent] ?? "none yet"),
+    formatFixed(environment.returns[agent], 2),
+    environment.ended[agent] ? "ended" : "",
   ],
-  draw(pen, width, height, world, colour) {
-    pen.fillStyle = colour("board");
-    pen.fillRect(0, 0, width, height);
-    const lines = world.names.map((name) => [name, shown(world.state(name))] as const);
-    const row = Math.min(28, height / (lines.length + 1));
-    pen.font = `${Math.round(row * 0.55)}px ui-monospace, monospace`;
-    lines.forEach(([name, text], i) => {
-      pen.fillStyle = colour("muted");
-      pen.fillText(name, row, row * (i + 1.2));
-      pen.fillStyle = colour("ink");
-      pen.fillText(text, Math.max(width * 0.25, 5 * row), row * (i + 1.2));
+  draw(context, width, height, environment, colour) {
+    context.fillStyle = colour("board");
+    context.fillRect(0, 0, width, height);
+    const parts = environment.names.map((name) => [name, formatNumbers(environment.state(name))] as const);
+    const rowHeight = Math.min(28, height / (parts.length + 1));
+    context.font = `${Math.round(rowHeight * 0.55)}px ui-monospace, monospace`;
+    parts.forEach(([name, text], i) => {
+      context.fillStyle = colour("muted");
+      context.fillText(name, rowHeight, rowHeight * (i + 1.2));
+      context.fillStyle = colour("ink");
+      context.fillText(text, Math.max(width * 0.25, 5 * rowHeight), rowHeight * (i + 1.2));
     });
   },
 };
 
-function shown(numbers: number[]): string {
-  const few = numbers.slice(0, SHOWN).map((n) => (Number.isInteger(n) ? String(n) : n.toFixed(3)));
-  return few.join("  ") + (numbers.length > SHOWN ? `  and ${numbers.length - SHOWN} more` : "");
+function formatNumbers(numbers: number[]): string {
+  const first = numbers.slice(0, MAX_NUMBERS).map((n) => (Number.isInteger(n) ? String(n) : n.toFixed(3)));
+  return first.join("  ") + (numbers.length > MAX_NUMBERS ? `  and ${numbers.length - MAX_NUMBERS} more` : "");
 }
