@@ -54,11 +54,11 @@ def test_a_task_of_a_module_equals_the_command(folder: Path, monkeypatch: pytest
     monkeypatch.delitem(sys.modules, "mine", raising=False)  # of another test
     import mine  # type: ignore[import-not-found]
 
-    from tests.command import good
-    from tests.samples import rows
+    from tests.command import run_ok
+    from tests.sample_tasks import rows
 
     run = drivetrain.train(mine.Small(hidden=8), steps=5, name="api", quiet=True)
-    good("train", "mine.py", "hidden=8", "steps=5", "--name", "cli")
+    run_ok("train", "mine.py", "hidden=8", "steps=5", "--name", "cli")
     assert rows(run.path) == rows("runs/cli")
     assert (run.path / "task" / "mine.py").is_file()
     del sys.modules["mine"]

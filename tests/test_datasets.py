@@ -20,7 +20,7 @@ import torch
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.tasks import datasets
 from drivetrain.tasks.vision.nets import SmallCNN
-from tests.command import bad, good
+from tests.command import expect_error, run_ok
 
 
 def idx_bytes(array: np.ndarray) -> bytes:
@@ -46,7 +46,7 @@ def write_mnist(folder: Path, zipped: bool = True, samples: int = 120) -> None:
 @pytest.mark.parametrize("zipped", [True, False])
 def test_mnist_trains_from_files(zipped: bool, folder: Path) -> None:
     write_mnist(Path("data/mnist") if zipped else Path("data"), zipped)
-    output = good("train", "mnist", "epochs=6", "global_batch=20", DRIVETRAIN_OFFLINE="1")
+    output = run_ok("train", "mnist", "epochs=6", "global_batch=20", DRIVETRAIN_OFFLINE="1")
     assert "225,034 parameters" in output
     assert "Dataset:            mnist" in Path("runs/mnist-001/summary.txt").read_text()
 
@@ -56,7 +56,7 @@ def test_the_small_cnn_has_as_many_parameters_as_the_guides() -> None:
 
 
 def test_without_a_network_the_error_names_the_files_and_their_folder(folder: Path) -> None:
-    message = bad("train", "fashion-mnist", DRIVETRAIN_OFFLINE="1")
+    message = expect_error("train", "fashion-mnist", DRIVETRAIN_OFFLINE="1")
     assert "train-images-idx3-ubyte[.gz]" in message
     assert f"{folder}/data/fashion-mnist" in message
     assert "DRIVETRAIN_OFFLINE=1" in message
@@ -271,7 +271,7 @@ def test_pickled_cifar_is_refused(name: str, folder: Path) -> None:
     path = Path("data", name)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"cos\nsystem\n(S'touch harmed'\ntR.")
-    message = bad("train", "cifar10", DRIVETRAIN_OFFLINE="1")
+    message = expect_error("train", "cifar10", DRIVETRAIN_OFFLINE="1")
     assert "pickle" in message
     assert "cifar-10-binary.tar.gz" in message
     assert f"{folder}/data/cifar10" in message
@@ -307,6 +307,6 @@ def test_a_damaged_archive_is_refused(harm: str, why: str, tmp_path: Path) -> No
 
 def test_cifar_trains_from_files(folder: Path) -> None:
     write_cifar(Path("data/cifar10"))
-    output = good("train", "cifar10", "net=cnn", "steps=2", "global_batch=10", DRIVETRAIN_OFFLINE="1")
+    output = run_ok("train", "cifar10", "net=cnn", "steps=2", "global_batch=10", DRIVETRAIN_OFFLINE="1")
     assert "step 2/2" in output
     assert "Channels:           3" in Path("runs/cifar10-001/summary.txt").read_text()

@@ -36,9 +36,9 @@ from drivetrain.supervise.verdicts import LocalVerdicts, find_hang
 from drivetrain.task_ref import find_task
 from drivetrain.watch.heartbeat import PHASE_INDEX, HeartbeatReader, HeartbeatWriter, WorkerHeartbeat, open_heartbeat_page
 from drivetrain.watch.screen import Screen
-from tests.command import good
-from tests.patience import until
-from tests.samples import rows, weights
+from tests.command import run_ok
+from tests.sample_tasks import rows, weights
+from tests.waiting import wait_until
 
 TASK = """\
 import os, sys, torch
@@ -93,8 +93,8 @@ def test_whatever_ends_without_a_result_is_started_anew(folder: Path) -> None:
     Path("dying.py").write_text(TASK)
     words = ["train", "dying.py", "plan.workers=2", "--procs", "2", "--restarts", "9"]
     before = set(Path(tempfile.gettempdir()).glob("pymp-*"))
-    good(*words, "--name", "whole")
-    output = good(*words, "--name", "broken", FAULTS="1")
+    run_ok(*words, "--name", "whole")
+    output = run_ok(*words, "--name", "broken", FAULTS="1")
     assert rows("runs/broken") == rows("runs/whole") and weights("runs/broken") == weights("runs/whole")
     told = [line for line in output.splitlines() if line.startswith("restart ")]
     assert len(told) == 4 and "Traceback" not in output, output
@@ -349,7 +349,7 @@ def test_a_hang_in_a_phase_not_seen_yet_has_a_verdict(place: str, stuck: Callabl
     assert hang_detector.limit(rank.heartbeat) == 3600 and hang_detector.idle_limit(rank.heartbeat) == 2.0, "with 30 s: five minutes"
     assert HangDetector(30).idle_limit(rank.heartbeat._replace(slowest=200.0)) == 600, "scaled by what was seen"
     begun = time.monotonic()
-    verdict = until(lambda: find_hang(hang_detector.check([rank]) or [], all_ranks=True), "a verdict", 60)
+    verdict = wait_until(lambda: find_hang(hang_detector.check([rank]) or [], all_ranks=True), "a verdict", 60)
     assert verdict.ranks == [0] and "rank 0 hangs in step 1" in verdict.message and time.monotonic() - begun > 2
 
 
@@ -368,11 +368,11 @@ def test_what_imports_is_not_hung_while_it_gets_on(stuck: Callable[..., WatchedR
     while time.monotonic() < deadline:
         assert find_hang(hang_detector.check([importing]) or [], all_ranks=True) is None
         time.sleep(0.2)
-    assert until(lambda: find_hang(hang_detector.check([spinning]) or [], all_ranks=True), "a verdict", 60).ranks == [1], (
+    assert wait_until(lambda: find_hang(hang_detector.check([spinning]) or [], all_ranks=True), "a verdict", 60).ranks == [1], (
         "a loop at one line"
     )
     os.kill(importing.pid, signal.SIGSTOP)
-    assert until(lambda: find_hang(hang_detector.check([importing]) or [], all_ranks=True), "a verdict", 60).ranks == [0]
+    assert wait_until(lambda: find_hang(hang_detector.check([importing]) or [], all_ranks=True), "a verdict", 60).ranks == [0]
 
 
 def test_a_heartbeat_has_the_longest_duration_of_all_phases() -> None:

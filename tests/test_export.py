@@ -28,15 +28,14 @@ from drivetrain.engine.model import weights_of
 from drivetrain.export.calls import graphs_of
 from drivetrain.export.graphs import WrittenGraph, write_graph
 from drivetrain.task_ref import find_task, instantiate
-from tests.command import TASK, bad, good, write_task
-from tests.command import drivetrain as drivetrain_command
+from tests.command import TASK, expect_error, run_drivetrain, run_ok, write_task
 
 SMALL = ["epochs=1", "envs=8", "horizon=8", "global_batch=32", "eval_episodes=2", "-q"]
 
 
 ODD = """
 
-class Odd(nn.Module):
+class UnusualModel(nn.Module):
     def __init__(self, hidden):
         super().__init__()
         self.last = nn.Linear(64, 10)
@@ -65,8 +64,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.chdir(place)
     try:
         write_task(text=TASK + PREDICT)
-        good("train", "small.py", "epochs=1", "--name", "one", "-q")
-        said = good("export", "one", "--out", "a folder")
+        run_ok("train", "small.py", "epochs=1", "--name", "one", "-q")
+        said = run_ok("export", "one", "--out", "a folder")
         assert "running the code kept in runs/one/task" in said, "it may be somebody else's"
     finally:
         os.chdir(before)
@@ -169,7 +168,7 @@ class Net(nn.Module):
         return self._forward(self, *args, **kwargs)
 
 
-class Odd(Task):
+class UnusualModel(Task):
     """A task with a given way to call its model."""
 
     call = staticmethod(lambda model, x: model(x))
@@ -185,7 +184,9 @@ class Odd(Task):
 
 def exported(folder: Path, net: Net, **members: Any) -> WrittenGraph:
     """The model of a task with these members, exported."""
-    task = type("Odd", (Odd,), {name: staticmethod(value) if callable(value) else value for name, value in members.items()})()
+    task = type(
+        "UnusualModel", (UnusualModel,), {name: staticmethod(value) if callable(value) else value for name, value in members.items()}
+    )()
     [(name, graph)] = graphs_of(task, net.eval()).items()
     return write_graph(name, graph, folder)
 
@@ -284,12 +285,12 @@ def test_an_unexportable_model_is_refused_in_two_lines(net: Net, members: dict[s
 )
 def test_malformed_exports_are_refused(given: Any, said: str) -> None:
     with pytest.raises(Problem, match=said):
-        graphs_of(type("Named", (Odd,), {"exports": lambda self, model: given})(), nn.Identity())
+        graphs_of(type("Named", (UnusualModel,), {"exports": lambda self, model: given})(), nn.Identity())
 
 
 def test_a_classifier_takes_raw_images(folder: Path) -> None:
-    good("train", "digits", "epochs=2", "--name", "one", "-q")
-    assert "images -> logits, probability" in good("export", "one", "--out", "out")
+    run_ok("train", "digits", "epochs=2", "--name", "one", "-q")
+    assert "images -> logits, probability" in run_ok("export", "one", "--out", "out")
     from drivetrain import datasets
 
     images, labels = datasets.digits("test")[:]
@@ -310,8 +311,8 @@ def test_a_classifier_takes_raw_images(folder: Path) -> None:
 )
 def test_the_graphs_of_an_environment_reproduce_it(world: list[str], folder: Path) -> None:
     """100 steps by ONNX alone, and the same by torch: the same states."""
-    good("train", *world, *SMALL, "--name", "one")
-    good("export", "one", "-q")
+    run_ok("train", *world, *SMALL, "--name", "one")
+    run_ok("export", "one", "-q")
     reset, policy, step = (session(Path(f"runs/one/model/{name}.onnx")) for name in ("reset", "policy", "step"))
     card = json.loads(Path("runs/one/model/export.json").read_text())
     settings = card["settings"]
@@ -339,8 +340,8 @@ def test_the_graphs_of_an_environment_reproduce_it(world: list[str], folder: Pat
 
 @pytest.mark.system  # slow
 def test_a_limit_ends_an_episode(folder: Path) -> None:
-    good("train", "bandit", *SMALL, "--name", "one")
-    good("export", "one", "-q")
+    run_ok("train", "bandit", *SMALL, "--name", "one")
+    run_ok("export", "one", "-q")
     step = session(Path("runs/one/model/step.onnx"))
     zero = np.zeros((2, 1), dtype=np.int64)
     steps = np.array([97, 99])
@@ -349,11 +350,11 @@ def test_a_limit_ends_an_episode(folder: Path) -> None:
 
 
 def test_a_refused_export_writes_nothing(folder: Path) -> None:
-    write_task(text=TASK + ODD, change=("return nn.Sequential(", "return Odd(self.hidden)\n        return nn.Sequential("))
-    good("train", "small.py", "--name", "one", "-q")
-    assert "model cannot be exported: small.py:" in bad("export", "one", code=2)
+    write_task(text=TASK + ODD, change=("return nn.Sequential(", "return UnusualModel(self.hidden)\n        return nn.Sequential("))
+    run_ok("train", "small.py", "--name", "one", "-q")
+    assert "model cannot be exported: small.py:" in expect_error("export", "one", code=2)
     assert not list(Path("runs/one/model").glob("*.onnx"))
-    assert "no run" in bad("export", "nothing", code=2)
+    assert "no run" in expect_error("export", "nothing", code=2)
 
 
 NOISY = """
@@ -375,19 +376,19 @@ NOISY = """
 def test_a_graph_that_differs_from_torch_is_refused_and_nothing_is_left(folder: Path) -> None:
     """It gives other numbers each time; the graph before it is good, and of no use without it."""
     write_task(text=TASK + NOISY)
-    good("train", "small.py", "--name", "one", "-q")
+    run_ok("train", "small.py", "--name", "one", "-q")
     before = sorted(Path("runs/one").rglob("*"))
-    message = bad("export", "one", code=2)
+    message = expect_error("export", "one", code=2)
     assert "second cannot be exported: it gives other numbers each time, with random numbers of small.py:" in message
     assert sorted(Path("runs/one").rglob("*")) == before
-    assert "cannot be exported" in bad("export", "one", "--out", "files", code=2)
+    assert "cannot be exported" in expect_error("export", "one", "--out", "files", code=2)
     assert not Path("files").exists()
 
 
 @pytest.mark.system  # slow
 def test_an_unfinished_runs_last_checkpoint(folder: Path) -> None:
     write_task()
-    drivetrain_command("train", "small.py", "--name", "one", "-q", "save_every=5", DRIVETRAIN_FAULTS="kill@step:12")
-    good("export", "one")
+    run_drivetrain("train", "small.py", "--name", "one", "-q", "save_every=5", DRIVETRAIN_FAULTS="kill@step:12")
+    run_ok("export", "one")
     assert sorted(p.name for p in Path("runs/one/export").iterdir()) == ["export.json", "model.onnx", "model.safetensors"]
     assert not Path("runs/one/model/model.safetensors").exists()

@@ -18,7 +18,7 @@ from PIL import Image
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.tasks import imagecache, images
 from drivetrain.tasks.vision.folder import Folder
-from tests.command import bad, good
+from tests.command import expect_error, run_ok
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
 
@@ -382,8 +382,8 @@ def test_processes_that_ask_together_decode_once(tmp_path: Path) -> None:
 def test_a_folder_trains_and_evaluates(folder: Path) -> None:
     write_folder(Path("my photos"), train=20, test=6)
     words = ("data_dir=my photos", "size=16", "net=cnn", "steps=25", "global_batch=16", "rotation=10", "flip=true")
-    good("train", "folder", *words, "--name", "first")
-    output = good("eval", "first")
+    run_ok("train", "folder", *words, "--name", "first")
+    output = run_ok("eval", "first")
     assert "accuracy 100.0 %" in output
     assert "(12 samples; weights of step 25)" in output
     assert Path("runs/first/confusion.png").is_file()
@@ -396,6 +396,6 @@ def test_a_folder_trains_and_evaluates(folder: Path) -> None:
 def test_a_bad_image_ends_the_command(folder: Path) -> None:
     top = write_folder(Path("photos"))
     break_images(top)
-    assert "bad_samples=skip" in bad("train", "folder", "data_dir=photos", "size=16", code=Outcome.DATA.code)
-    output = good("train", "folder", "data_dir=photos", "size=16", "net=mlp", "steps=1", "bad_samples=skip", "--procs", "2")
+    assert "bad_samples=skip" in expect_error("train", "folder", "data_dir=photos", "size=16", code=Outcome.DATA.code)
+    output = run_ok("train", "folder", "data_dir=photos", "size=16", "net=mlp", "steps=1", "bad_samples=skip", "--procs", "2")
     assert output.count("3 images could not be read") == 1

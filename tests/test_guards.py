@@ -16,7 +16,7 @@ from drivetrain.plan import HOST_SYNC_REASON, Plan
 from drivetrain.runs import Run
 from drivetrain.watch.heartbeat import PARTS
 from drivetrain.watch.time_breakdown import TimeBreakdown
-from tests.command import TASK, bad, drivetrain, good, write_task
+from tests.command import TASK, expect_error, run_drivetrain, run_ok, write_task
 from tests.launching import free_port
 
 HEALTHY = {"compute": 8.0, "data": 0.5, "optimizer": 0.5, "loop": 0.2, "communication": 0.3, "evaluation": 0.5}
@@ -85,25 +85,25 @@ class Rows(torch.utils.data.Dataset):
 def test_planted_bottlenecks_are_named(folder: Path) -> None:
     file = write_task(change=('return datasets.digits("train")', "return Rows()"))
     file.write_text(file.read_text() + LOADER)
-    output = good("train", "small.py", "epochs=3", "plan.workers=1", "--name", "loading")
+    output = run_ok("train", "small.py", "epochs=3", "plan.workers=1", "--name", "loading")
     assert "data loading is" in output and "raise plan.workers from 1" in output, output
-    assert "data loading is" in good("status", "loading")
+    assert "data loading is" in run_ok("status", "loading")
 
     write_task("late.py", ("return F.cross", "import os, time; time.sleep(0.05 * int(os.environ['RANK']))\n        return F.cross"))
-    output = good("train", "late.py", "epochs=6", "--procs", "2", "--name", "late")
+    output = run_ok("train", "late.py", "epochs=6", "--procs", "2", "--name", "late")
     assert "rank 1 is slow: its computing takes" in output, output
 
     write_task("saving.py")
     slow = ",".join(f"slow@save:{step}" for step in range(5, 60, 5))
-    output = good("train", "saving.py", "epochs=4", "save_every=5", "--name", "saving", DRIVETRAIN_FAULTS=slow)
+    output = run_ok("train", "saving.py", "epochs=4", "save_every=5", "--name", "saving", DRIVETRAIN_FAULTS=slow)
     assert "saving is" in output and "raise save_every" in output, output
 
 
 def test_a_healthy_run_names_none(folder: Path) -> None:
     write_task(change=("return F.cross", "import time; time.sleep(0.02)\n        return F.cross"))  # its model's work
-    output = good("train", "small.py", "epochs=10", "save_every=50", "--name", "healthy")
+    output = run_ok("train", "small.py", "epochs=10", "save_every=50", "--name", "healthy")
     assert "\ntime " not in output, output
-    told = json.loads(good("status", "healthy", "--json"))["time"]
+    told = json.loads(run_ok("status", "healthy", "--json"))["time"]
     assert told["shares"]["compute"] > 0.8 and told["bottleneck"] == ""
 
 
@@ -129,7 +129,7 @@ MODULE = "\n\nclass Root(nn.Module):\n    def forward(self, x):\n        return 
 def test_the_source_of_a_nan_is_found(change: tuple[str, str], module: str, word: str, folder: Path) -> None:
     file = write_task(change=change)
     file.write_text(file.read_text() + (MODULE.format(module) if module else ""))
-    message = bad("train", "small.py", "--find-nan", "--name", "nan", code=70)
+    message = expect_error("train", "small.py", "--find-nan", "--name", "nan", code=70)
     assert word in message, message
     assert [e["why"] for e in Run("runs/nan").events() if e["event"] == "restarted"] == ["nan"]
 
@@ -137,7 +137,7 @@ def test_the_source_of_a_nan_is_found(change: tuple[str, str], module: str, word
 def test_a_nan_that_does_not_come_again_keeps_its_outcome(folder: Path) -> None:
     once = "import os; bad = not os.path.exists('seen'); open('seen', 'a').close(); return (float('nan') if bad else 1.0) * x + 0.1"
     write_task(change=("return x + 0.1", once))
-    message = bad("train", "small.py", "--find-nan", "--name", "nan", code=70)
+    message = expect_error("train", "small.py", "--find-nan", "--name", "nan", code=70)
     assert "was not a number at step 1, but --find-nan found nothing" in message and "plan.compile=off" in message
     assert [e["step"] for e in Run("runs/nan").events() if e["event"] == "nan"] == [1]
     assert Run("runs/nan").read()["outcome"] == "nan"
@@ -145,7 +145,7 @@ def test_a_nan_that_does_not_come_again_keeps_its_outcome(folder: Path) -> None:
 
 def test_a_nan_says_how_to_find_its_source(folder: Path) -> None:
     write_task(change=("return x + 0.1", "return float('nan') * x + 0.1"))
-    assert "drivetrain resume nan --find-nan" in bad("train", "small.py", "--name", "nan", code=70)
+    assert "drivetrain resume nan --find-nan" in expect_error("train", "small.py", "--name", "nan", code=70)
 
 
 def test_spikes_are_noticed_once() -> None:
@@ -169,7 +169,7 @@ ODD = (
 
 def test_a_rank_out_of_step_is_named(folder: Path) -> None:
     write_task(change=ODD)
-    message = bad("train", "small.py", "--procs", "2", "--check-collectives", code=1)
+    message = expect_error("train", "small.py", "--procs", "2", "--check-collectives", code=1)
     assert "rank 1 is out of step: it is in broadcast(float32[3]) at small.py:" in message and "the others in all_" in message
 
 
@@ -187,17 +187,17 @@ import os, torch.distributed as dist
 def test_the_collectives_of_a_part_of_the_ranks_are_compared_among_them(folder: Path) -> None:
     words = ["train", "small.py", "steps=4", "save_every=2", "--procs", "3", "--check-collectives"]
     write_task(change=("return F.cross", PART.replace("ODD", "2")))
-    message = bad(*words, "--name", "odd", code=1)
+    message = expect_error(*words, "--name", "odd", code=1)
     assert "collective 2: rank 1 is out of step: it is in all_reduce(float32[2]) at small.py:" in message or (
         "collective 2: rank 2 is out of step: it is in all_reduce(float32[3]) at small.py:" in message
     ), message
     write_task(change=("return F.cross", PART.replace("ODD", "9")))
-    good(*words, "--name", "even")
+    run_ok(*words, "--name", "even")
 
 
 def test_sharded_saves_are_checked_from_their_own_thread(folder: Path) -> None:
     write_task()
-    good("train", "small.py", "steps=6", "save_every=1", "plan.strategy=fsdp", "--procs", "2", "--check-collectives", "--name", "parts")
+    run_ok("train", "small.py", "steps=6", "save_every=1", "plan.strategy=fsdp", "--procs", "2", "--check-collectives", "--name", "parts")
     assert Run("runs/parts").checkpoint_steps()[-1] == 6
 
 
@@ -205,14 +205,14 @@ def test_a_collective_that_the_task_took_by_name_is_checked_too(folder: Path) ->
     text = TASK.replace("import torch\n", "import torch, os\nfrom torch.distributed import all_gather\n", 1)
     gather = "kind = torch.float64 if os.environ['RANK'] == '1' else torch.float32; all_gather([torch.zeros(1, dtype=kind) for _ in '12'], torch.zeros(1, dtype=kind))"
     write_task(change=("return F.cross", f"{gather}\n        return F.cross"), text=text)
-    message = bad("train", "small.py", "--procs", "2", "--check-collectives", code=1)
+    message = expect_error("train", "small.py", "--procs", "2", "--check-collectives", code=1)
     assert "out of step: it is in all_gather(float" in message and "at small.py:" in message
 
 
 def test_checked_collectives_change_nothing(folder: Path) -> None:
     write_task()
-    good("train", "small.py", "--procs", "2", "--name", "plain")
-    good("train", "small.py", "--procs", "2", "--name", "checked", "--check-collectives")
+    run_ok("train", "small.py", "--procs", "2", "--name", "plain")
+    run_ok("train", "small.py", "--procs", "2", "--name", "checked", "--check-collectives")
     assert Path("runs/plain/model/model.safetensors").read_bytes() == Path("runs/checked/model/model.safetensors").read_bytes()
 
 
@@ -221,7 +221,7 @@ def test_checked_collectives_change_nothing(folder: Path) -> None:
 
 def test_a_profile(folder: Path) -> None:
     write_task()
-    output = good("train", "small.py", "--profile", "5", "--name", "seen")
+    output = run_ok("train", "small.py", "--profile", "5", "--name", "seen")
     assert "profile of 5 steps:" in output and "most of it aten::" in output
     assert json.loads(Path("runs/seen/logs/profile.json").read_text())["traceEvents"]
     assert "aten::addmm" in Path("runs/seen/logs/profile.txt").read_text()
@@ -241,16 +241,16 @@ def alone() -> dict[str, str]:
 
 def test_flags_that_another_launcher_leaves_without_effect_are_named(folder: Path) -> None:
     write_task()
-    output = good("train", "small.py", "steps=4", "--restarts", "5", "--hang-after", "1min", "--name", "told", **alone())
+    output = run_ok("train", "small.py", "steps=4", "--restarts", "5", "--hang-after", "1min", "--name", "told", **alone())
     assert "without effect, for it needs drivetrain's own processes (--procs N): --restarts, --hang-after" in output
-    assert "without effect" not in good("train", "small.py", "steps=4", "--name", "plain", **alone())
+    assert "without effect" not in run_ok("train", "small.py", "steps=4", "--name", "plain", **alone())
 
 
 def test_a_profile_under_another_launcher_and_of_too_short_a_run(folder: Path) -> None:
     write_task()
-    assert "profile of 5 steps:" in good("train", "small.py", "--profile", "5", "--name", "seen", **alone())
+    assert "profile of 5 steps:" in run_ok("train", "small.py", "--profile", "5", "--name", "seen", **alone())
     assert Path("runs/seen/logs/profile.txt").is_file()
-    assert "no profile: it begins with step 12" in good("train", "small.py", "steps=4", "--profile", "5", "--name", "short")
+    assert "no profile: it begins with step 12" in run_ok("train", "small.py", "steps=4", "--profile", "5", "--name", "short")
 
 
 def test_what_a_save_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,6 +267,6 @@ def test_what_a_save_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_flags_are_explained() -> None:
-    text = drivetrain("train", "--help").stdout
+    text = run_drivetrain("train", "--help").stdout
     for flag in ("--restarts", "--hang-after", "--time-limit", "--find-nan", "--profile", "--check-collectives"):
         assert flag in text

@@ -30,9 +30,9 @@ from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
 from drivetrain.plan.capacity import MachineCapacity
 from drivetrain.plan.choose import choose
-from tests.command import bad, good
-from tests.patience import Stopwatch
-from tests.samples import Plain
+from tests.command import expect_error, run_ok
+from tests.sample_tasks import Plain
+from tests.waiting import Stopwatch
 
 L4 = tuple(Gpu(i, "NVIDIA L4", 24 * 2**30, (8, 9)) for i in range(4))
 T4 = tuple(Gpu(i, "Tesla T4", 16 * 2**30, (7, 5)) for i in range(2))
@@ -362,8 +362,8 @@ def test_mig_slices_are_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_command_reports_this_machine_and_a_described_one(folder: Path) -> None:
-    here = good("hardware")
+    here = run_ok("hardware")
     assert "cores" in here and "/dev/shm" in here and "disk" in here and "torch 2." in here
-    facts = json.loads(good("hardware", "--hardware", "2 nodes x 8xA100-40GB, 100Gb/s", "--json"))
+    facts = json.loads(run_ok("hardware", "--hardware", "2 nodes x 8xA100-40GB, 100Gb/s", "--json"))
     assert facts["hardware"]["nodes"] == 2 and facts["cards"][0]["bandwidth"] == 1555
-    assert "nearest" in bad("hardware", "--hardware", "4xL5")
+    assert "nearest" in expect_error("hardware", "--hardware", "4xL5")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.killing import MOMENTS, break_and_compare
+from tests.killing import KILL_POINTS, kill_and_compare
 
 
 @pytest.mark.system  # it takes its time
 @pytest.mark.timeout(1200)
 def test_killed_at_every_named_moment(folder: Path) -> None:
-    print(break_and_compare(1, False, len(MOMENTS), seed=0))
+    print(kill_and_compare(1, False, len(KILL_POINTS), seed=0))

@@ -19,7 +19,7 @@ from drivetrain.launch.launchers import first_host, tasks_per_node
 from drivetrain.launch.rendezvous.messages import StartAttempt
 from drivetrain.plan import Plan
 from tests.launching import STEPS, events, free_port, info, is_training, losses, only_run, run, start, write_task
-from tests.patience import until
+from tests.waiting import wait_until
 
 TRAIN = ("train", "small.py")
 MODULE = ("drivetrain", *TRAIN)
@@ -56,7 +56,7 @@ def check_one_machine(mine: Path, own: Path) -> None:
 def test_torchrun_and_a_stop_from_which_the_repeated_command_goes_on(task: Path, own: Path) -> None:
     command = ("torchrun", "--nproc-per-node", 2, "--master-port", free_port(), "-m", *MODULE)
     with start(*command, folder=task, NAP=0.1) as torchrun:
-        until(lambda: is_training(task), "some steps")
+        wait_until(lambda: is_training(task), "some steps")
         rank_1 = next(p for p in torchrun.children() if p.environ().get("RANK") == "1")
         rank_1.send_signal(signal.SIGTERM)
         assert torchrun.wait() != 0
@@ -133,7 +133,7 @@ def test_a_worker_that_waits_for_the_others_ends_on_ctrl_c(task: Path) -> None:
     port = free_port()
     with start("drivetrain", *TRAIN, folder=task, RANK=0, WORLD_SIZE=2, MASTER_ADDR=LOCAL, MASTER_PORT=port) as alone:
         process = psutil.Process(alone.process.pid)
-        until(lambda: any(c.laddr.port == port for c in process.net_connections() if c.status == "LISTEN"), "a store that listens")
+        wait_until(lambda: any(c.laddr.port == port for c in process.net_connections() if c.status == "LISTEN"), "a store that listens")
         alone.process.send_signal(signal.SIGINT)
         assert alone.wait(5) != 0
     assert not (task / "runs").exists()
@@ -148,7 +148,7 @@ def start_on_two_machines(*folders: Path, port: int, **variables: object) -> Ite
     command = ("drivetrain", *TRAIN, ONE_THREAD, "--nodes", 2, "--rendezvous", f"{LOCAL}:{port}")
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(start(*command, folder=folders[0], **variables))
-        until(lambda: "waiting at" in first.output, "a machine that waits")
+        wait_until(lambda: "waiting at" in first.output, "a machine that waits")
         yield [first, stack.enter_context(start(*command, folder=folders[1], **variables))]
 
 
@@ -164,7 +164,7 @@ def test_two_machines_without_one_stop_and_go_on(task: Path, own: Path, tmp_path
     """Only the first machine has the run; the second gets its state from there."""
     other, port = write_task(tmp_path / "another folder"), free_port()
     with start_on_two_machines(task, other, port=port, NAP=0.1) as (first, second):
-        until(lambda: is_training(task), "some steps")
+        wait_until(lambda: is_training(task), "some steps")
         second.process.send_signal(signal.SIGTERM)
         assert (first.wait(), second.wait()) == (200, 200)
     assert info(only_run(task))["outcome"] == "preempted"
@@ -191,10 +191,10 @@ def test_machines_with_different_commands_do_not_train_together() -> None:
 
     first = threading.Thread(target=join, args=({"seed": 0},), daemon=True)
     first.start()
-    until(lambda: any("waiting at" in text for text in notices), "a machine that waits")
+    wait_until(lambda: any("waiting at" in text for text in notices), "a machine that waits")
     with pytest.raises(Problem, match=f"the run at {LOCAL}:{port} does not take this machine: another task, code or settings"):
         join({"seed": 1})
-    until(lambda: any("turned" in text and "away: another task" in text for text in notices), "a notice")
+    wait_until(lambda: any("turned" in text and "away: another task" in text for text in notices), "a notice")
     join({"seed": 0})
     first.join(5)
     assert sorted(ranks) == [0, 1]
@@ -202,7 +202,7 @@ def test_machines_with_different_commands_do_not_train_together() -> None:
 
 def test_processes_of_one_machine_listen_on_loopback_only(task: Path) -> None:
     with start("drivetrain", *TRAIN, "--procs", 2, folder=task, NAP=0.1) as training:
-        until(lambda: is_training(task), "some steps", of=training.process)
+        wait_until(lambda: is_training(task), "some steps", process=training.process)
         sockets = [(process.pid, s.laddr.ip) for process in training.children() for s in listening(process)]
     assert len({pid for pid, _ in sockets}) == 2, "torch's store and gloo listen"
     assert {address for _, address in sockets} == {LOCAL}, sockets

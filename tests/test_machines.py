@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from drivetrain.supervise.verdicts import LEADER, LeaderVerdicts, MemberVerdicts, RankReport, Verdict
-from tests.hangs import write
-from tests.launching import Started, events, free_port, info, run, start
-from tests.patience import until
+from tests.hanging_tasks import write_hanging_task
+from tests.launching import StartedCommand, events, free_port, info, run, start
+from tests.waiting import wait_until
 
 LIMIT, WITHIN = 2.0, 10.0
 
 
 @contextlib.contextmanager
-def start_two_machines(folder: Path, *words: str, **variables: object) -> Iterator[tuple[Started, Started]]:
+def start_two_machines(folder: Path, *words: str, **variables: object) -> Iterator[tuple[StartedCommand, StartedCommand]]:
     command = [
         "drivetrain",
         "train",
@@ -46,7 +46,7 @@ def start_two_machines(folder: Path, *words: str, **variables: object) -> Iterat
 )
 def test_all_machines_name_the_rank_that_hangs(way: str, place: str, rank: int, folder: Path) -> None:
     """Even if all wait in collectives, so that no machine can decide alone."""
-    line = write(way, place, rank)
+    line = write_hanging_task(way, place, rank)
     with start_two_machines(folder, "stuck.py", "--restarts", "0", "--hang-after", f"{LIMIT:.0f}s") as machines:
         assert [machine.wait(120) for machine in machines] == [202, 202]
         for machine in machines:
@@ -66,7 +66,7 @@ def test_all_machines_name_the_rank_that_hangs(way: str, place: str, rank: int, 
 @pytest.mark.system  # slow by design
 def test_slow_work_on_one_machine_is_no_hang(folder: Path) -> None:
     """A slow first step of the second, slow evaluations and a slow save of the first: each longer than the shortest hang."""
-    write("sleep", "forward", rank=-1)
+    write_hanging_task("sleep", "forward", rank=-1)
     slow = {
         'at("loss")': "globals().setdefault('first', os.environ['RANK'] != '1' or time.sleep(5))",
         'at("metrics")': "time.sleep(4 * (os.environ['RANK'] == '0'))",
@@ -85,7 +85,7 @@ def test_slow_work_on_one_machine_is_no_hang(folder: Path) -> None:
 
 @pytest.mark.system  # it takes its time
 def test_after_a_hang_all_machines_restart(folder: Path) -> None:
-    write("sleep", "forward", rank=-1)
+    write_hanging_task("sleep", "forward", rank=-1)
     words = ["stuck.py", "steps=30", "save_every=5", "--hang-after", f"{LIMIT:.0f}s"]
     with start_two_machines(folder, *words, DRIVETRAIN_FAULTS="hang@step:12:rank=1") as (first, second):
         assert "rank 1 hangs in step 12" in first.succeed(120) and "rank 1 hangs in step 12" in second.succeed(120)
@@ -95,11 +95,11 @@ def test_after_a_hang_all_machines_restart(folder: Path) -> None:
 @pytest.mark.system  # it takes its time
 def test_the_first_machine_has_the_time_breakdown_of_all(folder: Path) -> None:
     """Both could write the file; the first machine does, with all ranks."""
-    write("sleep", "forward", rank=-1)
+    write_hanging_task("sleep", "forward", rank=-1)
     slow = (folder / "stuck.py").read_text().replace("time.sleep(0.01)", "time.sleep(0.03 + 0.06 * int(os.environ['RANK']))")
     (folder / "stuck.py").write_text(slow)
     with start_two_machines(folder, "stuck.py", "steps=120", "eval_every=1000") as (first, second):
-        until(
+        wait_until(
             lambda: len(ranks := spent(folder).get("ranks", [])) == 2 and ranks[1]["compute"] > ranks[0]["compute"],
             "both",
             of=first.process,

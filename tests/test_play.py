@@ -29,7 +29,7 @@ from drivetrain.tasks.rl.envs.snake import SnakeEnv
 from drivetrain.tasks.rl.exported import export_graphs
 from drivetrain.tasks.rl.nets import ConvAgent
 from tests.browser import served
-from tests.command import COMMAND, bad, environment, good, write_task
+from tests.command import COMMAND, environment, expect_error, run_ok, write_task
 
 SMALL = ["epochs=1", "envs=8", "horizon=8", "global_batch=32", "eval_episodes=2", "-q"]
 
@@ -116,7 +116,7 @@ def test_a_foreign_host_name_is_refused(hosts: list[str], status: int, address: 
 
 
 def test_a_static_site_has_relative_paths_only(folder: Path) -> None:
-    said = good("play", "--out", "site", "snake")
+    said = run_ok("play", "--out", "site", "snake")
     files = {p.relative_to("site").as_posix(): p for p in Path("site").rglob("*") if p.is_file()}
     size = sum(path.stat().st_size for path in files.values())
     assert f"site: {len(files)} files, {size / 1e6:.0f} MB" in said
@@ -128,15 +128,15 @@ def test_a_static_site_has_relative_paths_only(folder: Path) -> None:
 
 
 def test_a_site_is_written_over_another_and_over_nothing_else(folder: Path) -> None:
-    good("play", "snake", "--out", "site")
-    good("play", "cartpole", "--out", "site")
+    run_ok("play", "snake", "--out", "site")
+    run_ok("play", "cartpole", "--out", "site")
     assert [p.name for p in Path("site/agents").iterdir()] == ["cartpole"]
     Path("mine").mkdir()
     Path("mine/agents.json").write_text("[]")
-    assert "not empty and no site" in bad("play", "snake", "--out", "mine")
+    assert "not empty and no site" in expect_error("play", "snake", "--out", "mine")
     assert [p.name for p in Path("mine").iterdir()] == ["agents.json"]
-    assert "is a file" in bad("play", "snake", "--out", "mine/agents.json")
-    assert "mine/agents.json/site cannot be written: Not a directory" in bad("play", "snake", "--out", "mine/agents.json/site")
+    assert "is a file" in expect_error("play", "snake", "--out", "mine/agents.json")
+    assert "mine/agents.json/site cannot be written: Not a directory" in expect_error("play", "snake", "--out", "mine/agents.json/site")
 
 
 @pytest.fixture(scope="module")
@@ -146,10 +146,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     before = Path.cwd()
     os.chdir(place)
     try:
-        good("train", "bandit", *SMALL, "--name", "plays")
+        run_ok("train", "bandit", *SMALL, "--name", "plays")
         assert not list(Path("runs").rglob("*.onnx"))
-        good("play", "plays", "--out", "site")
-        good("train", write_task().name, "epochs=1", "-q", "--name", "other")
+        run_ok("play", "plays", "--out", "site")
+        run_ok("train", write_task().name, "epochs=1", "-q", "--name", "other")
     finally:
         os.chdir(before)
     return place
@@ -167,11 +167,11 @@ def test_a_run_is_exported_when_it_is_first_played_and_when_it_has_changed(runs:
     assert (card["run"], card["settings"]["envs"]) == ("plays", 8)
     graph = runs / "plays/model/step.onnx"
     first = graph.stat().st_mtime_ns
-    good("play", "plays", "--out", "site")
+    run_ok("play", "plays", "--out", "site")
     assert graph.stat().st_mtime_ns == first, "nothing had changed"
     exported = runs / "plays/model/export.json"
     exported.write_text(exported.read_text().replace('"envs": 8', '"envs": 16'))
-    good("play", "plays", "--out", "site")
+    run_ok("play", "plays", "--out", "site")
     assert graph.stat().st_mtime_ns > first
     card = json.loads(exported.read_text())
     assert card["settings"]["envs"] == 8
@@ -181,18 +181,18 @@ def test_a_run_is_exported_when_it_is_first_played_and_when_it_has_changed(runs:
 
 
 def test_unplayable_runs_are_refused(runs: Path) -> None:
-    assert "learns nothing that can be played" in bad("play", "other", "--out", "new")
+    assert "learns nothing that can be played" in expect_error("play", "other", "--out", "new")
     assert not list((runs / "other").rglob("*.onnx")) and not Path("new").exists()
-    assert "there is no run 'nobody'" in bad("play", "nobody")
+    assert "there is no run 'nobody'" in expect_error("play", "nobody")
 
 
 def test_a_broken_file_is_named(runs: Path) -> None:
     policy = runs / "plays/model/policy.onnx"
     whole = policy.read_bytes()
     policy.write_bytes(whole[:-100])
-    assert "policy.onnx is broken: it has" in bad("play", "plays", "--out", "site")
+    assert "policy.onnx is broken: it has" in expect_error("play", "plays", "--out", "site")
     policy.write_bytes(b"\xff" * len(whole))
-    message = bad("play", "plays", "--out", "site")
+    message = expect_error("play", "plays", "--out", "site")
     assert "policy.onnx is broken: " in message and "drivetrain export plays writes it anew" in message
     flipped = bytearray(whole)  # in the weights: the graph is still one
     flipped[len(whole) // 2] ^= 255
@@ -202,14 +202,14 @@ def test_a_broken_file_is_named(runs: Path) -> None:
     ):
         play.check(play.ExportedAgent("plays", policy.parent))
     policy.unlink()
-    assert "policy.onnx is missing" in bad("play", "plays", "--out", "site")
+    assert "policy.onnx is missing" in expect_error("play", "plays", "--out", "site")
     card = json.loads((policy.parent / EXPORT_CARD).read_text())
     del card["graphs"]["policy"]["file"]
     (policy.parent / EXPORT_CARD).write_text(json.dumps(card))
     with pytest.raises(Problem, match=r"export.json cannot be read"):
         play.check(play.ExportedAgent("plays", policy.parent))
     (runs / "plays/model/export.json").write_text("{")
-    assert "export.json cannot be read" in bad("play", "plays", "--out", "site")
+    assert "export.json cannot be read" in expect_error("play", "plays", "--out", "site")
 
 
 def test_a_policy_beside_an_environment_of_another_grid_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,5 +255,5 @@ def test_it_serves_until_ctrl_c(folder: Path) -> None:
 def test_a_port_that_is_in_use(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert f"port {port} is in use: leave --port out" in bad("play", "snake", "--no-open", "--port", str(port))
-    assert "to 65535" in bad("play", "snake", "--no-open", "--port", "70000")
+        assert f"port {port} is in use: leave --port out" in expect_error("play", "snake", "--no-open", "--port", str(port))
+    assert "to 65535" in expect_error("play", "snake", "--no-open", "--port", "70000")

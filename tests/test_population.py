@@ -48,8 +48,8 @@ from drivetrain.tune.table import Table
 from drivetrain.tune.tuner import TunerSettings
 from drivetrain.watch.files import MetricsFile
 from drivetrain.watch.screen import Screen, replay
-from tests.command import COMMAND, bad, environment, good
-from tests.patience import until
+from tests.command import COMMAND, environment, expect_error, run_ok
+from tests.waiting import wait_until
 
 pytest.importorskip("optuna")
 
@@ -150,7 +150,7 @@ def test_trials_of_one_shape_are_one_program() -> None:
     assert [len(group) for group in programs(some, VARYING, 2)] == [2, 1, 1, 1], "no more at once than fit"
 
 
-class Waits(TorchDispatchMode):
+class HostSync(TorchDispatchMode):
     """Records operations that copy from the host or to it."""
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ def test_an_iteration_does_not_use_the_host(monkeypatch: pytest.MonkeyPatch) -> 
     trials.begin(torch.zeros(3, 8, trials.num_reset_uniform, device=device))
     inputs = torch.zeros(3, 8, trials.num_uniform, device=device), torch.zeros(3, 2, 8, 8, dtype=torch.int64, device=device)
     trials.iterate(*inputs)
-    with Waits() as waits:
+    with HostSync() as waits:
         trials.iterate(*inputs)
         told = trials.evaluate(torch.zeros(5, dtype=torch.int64, device=device))
     assert waits.all > 1000 and waits.found == []
@@ -324,15 +324,15 @@ def test_a_killed_population_is_resumed(folder: Path) -> None:
     words = ["cartpole", "epochs=40", "envs=64", "horizon=16", "global_batch=256", "eval_every=2ep", "eval_episodes=3", "best=return"]
     words += ["--search", SEARCH[0], "--search", SEARCH[1], "--trials", "6", "--population", "2", "--name", "killed"]
     tuner = subprocess.Popen([*COMMAND, "tune", *words, "-q"], env=environment())
-    until(lambda: list(read_lines(Path("runs/killed/trials/trial-0003/metrics.jsonl"))), "the second generation", 500, of=tuner)
+    wait_until(lambda: list(read_lines(Path("runs/killed/trials/trial-0003/metrics.jsonl"))), "the second generation", 500, process=tuner)
     tuner.send_signal(signal.SIGKILL)
     assert tuner.wait() == -9
     kept = {n: Path(f"runs/killed/trials/trial-{n:04d}/run.json").read_bytes() for n in (0, 1)}
     assert all(json.loads(text)["status"] == "finished" for text in kept.values())
-    result = json.loads(good("tune", *words, "--json"))
+    result = json.loads(run_ok("tune", *words, "--json"))
     assert [t["state"] for t in result["trials"]] == ["finished"] * 6
     assert {n: Path(f"runs/killed/trials/trial-{n:04d}/run.json").read_bytes() for n in (0, 1)} == kept
-    assert f"return {result['best']['value']:.4g}" in good("eval", f"killed/trials/trial-{result['best']['trial']:04d}")
+    assert f"return {result['best']['value']:.4g}" in run_ok("eval", f"killed/trials/trial-{result['best']['trial']:04d}")
 
 
 # --- when populations are used -------------------------------------------------------------------------------------
@@ -397,6 +397,6 @@ def test_an_impossible_task_names_the_reason() -> None:
 
 
 def test_the_command_line_names_tasks_that_can_be_populations(folder: Path) -> None:
-    message = bad("tune", "digits", "--search", "hidden=8..64", "--population", "4")
+    message = expect_error("tune", "digits", "--search", "hidden=8..64", "--population", "4")
     assert "bandit, cartpole, snake" in message and "--population off" in message
     assert not Path("runs").exists(), "a mistake leaves nothing behind"

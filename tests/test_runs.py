@@ -19,7 +19,7 @@ from drivetrain.outcomes import Problem
 from drivetrain.runs import Follower, Run, files, layout, read_lines, truncate_rows
 from drivetrain.tune.study import Proposal
 from drivetrain.tune.trial import RunningTrial
-from tests.command import bad, good, write_task
+from tests.command import expect_error, run_ok, write_task
 
 PLAN = {"world_size": 1, "nodes": 1, "device": "cpu", "precision": "fp32", "global_batch": 8, "reasons": {}}
 
@@ -214,8 +214,8 @@ def test_prune_deletes_only_checkpoints(ask: Callable[..., str]) -> None:
 
 def test_names_that_are_too_long_are_refused_in_one_line(folder: Path) -> None:
     long = "x" * 300
-    assert "File name too long" in bad("train", "digits", "--run-dir", long)
-    assert "File name too long" in bad("tune", "digits", "--search", "learning_rate=0.1..0.2", "--run-dir", long)
+    assert "File name too long" in expect_error("train", "digits", "--run-dir", long)
+    assert "File name too long" in expect_error("tune", "digits", "--search", "learning_rate=0.1..0.2", "--run-dir", long)
 
 
 # --- the final weights -----------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_names_that_are_too_long_are_refused_in_one_line(folder: Path) -> None:
 def test_all_verbs_and_files_show_the_metrics_of_the_final_weights(folder: Path) -> None:
     """With `best` those are not the weights of the last step."""
     write_task()
-    text = good("train", "small.py", "--name", "a", "steps=6", "eval_every=1", "best=min:accuracy")
+    text = run_ok("train", "small.py", "--name", "a", "steps=6", "eval_every=1", "best=min:accuracy")
     evaluated = {row["step"]: row for row in read_lines(Path("runs/a/metrics.jsonl"))}
     best = min(evaluated, key=lambda step: evaluated[step]["eval/accuracy"])
     figure = evaluated[best]["eval/accuracy"]
@@ -232,22 +232,22 @@ def test_all_verbs_and_files_show_the_metrics_of_the_final_weights(folder: Path)
     card = json.loads(Path("runs/a/model/task.json").read_text())
     assert (card["step"], card["steps"], card["metrics"]["accuracy"]) == (best, 6, figure)
     assert f"accuracy {100 * figure:.1f} %   (450 samples; weights of step {best}, the best by accuracy)" in text
-    status = good("status", "a")
+    status = run_ok("status", "a")
     assert f"eval         accuracy {100 * figure:.1f} %   (step {best}, the weights in model/)" in status
-    told = json.loads(good("status", "a", "--json"))
+    told = json.loads(run_ok("status", "a", "--json"))
     assert told["evaluated"] == {"step": best, "eval/accuracy": figure}
     assert (told["weights_step"], told["last"]["step"]) == (best, 6)
-    assert f"accuracy {100 * figure:.1f} %" in good("runs")
+    assert f"accuracy {100 * figure:.1f} %" in run_ok("runs")
     summary = Path("runs/a/summary.txt").read_text()
     assert f"Test Accuracy:      {100 * figure:.2f} %" in summary
     assert f"Weights:            of step {best}, the best by accuracy" in summary
-    result = json.loads(good("eval", "a", "--json"))
+    result = json.loads(run_ok("eval", "a", "--json"))
     assert (result["step"], result["metrics"]["accuracy"]) == (best, pytest.approx(figure))
     # A run that goes on after its end is unfinished again: its final weights are yet to come.
     run = Run(Path("runs/a"))
     run.update(status="stopped", outcome="preempted")
-    assert json.loads(good("status", "a", "--json"))["evaluated"]["step"] == 6
-    assert json.loads(good("eval", "a", "--json"))["step"] == 6
+    assert json.loads(run_ok("status", "a", "--json"))["evaluated"]["step"] == 6
+    assert json.loads(run_ok("eval", "a", "--json"))["step"] == 6
 
 
 # --- long files --------------------------------------------------------------------------------

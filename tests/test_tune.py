@@ -29,8 +29,8 @@ from drivetrain.tune.study import Study
 from drivetrain.tune.table import Table
 from drivetrain.tune.tuner import Tuner, TunerSettings, with_early_evaluations
 from drivetrain.watch.screen import Screen
-from tests.command import COMMAND, bad, drivetrain, environment, good, write_task
-from tests.patience import until
+from tests.command import COMMAND, environment, expect_error, run_drivetrain, run_ok, write_task
+from tests.waiting import wait_until
 
 pytest.importorskip("optuna")
 
@@ -87,7 +87,7 @@ def test_a_bad_trial_is_stopped_early_and_recorded(studied: tuple[Path, dict[str
 def test_the_folder_holds_all_results(studied: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     place, result = studied
     monkeypatch.chdir(place)
-    listed = next(line for line in good("runs").splitlines() if line.startswith("s "))
+    listed = next(line for line in run_ok("runs").splitlines() if line.startswith("s "))
     assert "finished  4 trials  best accuracy 9" in listed
     told = json.loads((place / "runs/s/tune.json").read_text())
     assert (told["format"], told["status"], told["task"]) == (1, "finished", "digits")
@@ -104,7 +104,7 @@ def test_the_folder_holds_all_results(studied: tuple[Path, dict[str, Any]], monk
 def test_the_best_recipe_trains_to_the_same_value(studied: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     place, result = studied
     monkeypatch.chdir(place)
-    good("train", result["recipe"], "--name", "again")
+    run_ok("train", result["recipe"], "--name", "again")
     values = [row["eval/accuracy"] for row in read_lines(place / "runs/again/metrics.jsonl") if "eval/accuracy" in row]
     assert max(values) == result["best"]["value"]
 
@@ -115,12 +115,12 @@ def test_a_finished_study_says_so_and_different_studies_are_refused(
     place, _ = studied
     monkeypatch.chdir(place)
     before = (place / "runs/s/study.journal").read_bytes()
-    assert "runs/s is finished: 4 trials" in good("tune", *STUDY, "--trials", "4", "--name", "s")
+    assert "runs/s is finished: 4 trials" in run_ok("tune", *STUDY, "--trials", "4", "--name", "s")
     other = [w.replace("16|64", "16|32") for w in STUDY]
-    assert "hidden=16|64 (now 16|32)" in bad("tune", *other, "--trials", "4", "--name", "s")
-    assert "eval/accuracy (now eval/loss)" in bad("tune", *STUDY[:-1], "eval/loss", "--trials", "4", "--name", "s")
-    assert "epochs=30 (now 4)" in bad("tune", "digits", "epochs=4", *STUDY[2:], "--name", "s")
-    assert "study of digits, not of bandit" in bad("tune", "bandit", "--search", RATE, "--name", "s")
+    assert "hidden=16|64 (now 16|32)" in expect_error("tune", *other, "--trials", "4", "--name", "s")
+    assert "eval/accuracy (now eval/loss)" in expect_error("tune", *STUDY[:-1], "eval/loss", "--trials", "4", "--name", "s")
+    assert "epochs=30 (now 4)" in expect_error("tune", "digits", "epochs=4", *STUDY[2:], "--name", "s")
+    assert "study of digits, not of bandit" in expect_error("tune", "bandit", "--search", RATE, "--name", "s")
     assert (place / "runs/s/study.journal").read_bytes() == before
 
 
@@ -153,7 +153,7 @@ def exit_code_after(tuner: subprocess.Popen[bytes], number: int) -> int:
     assert len(family) >= 2
     tuner.send_signal(number)
     code = tuner.wait(timeout=240)
-    until(lambda: not any(alive(process) for process in family), f"the end of {family}", 30)
+    wait_until(lambda: not any(alive(process) for process in family), f"the end of {family}", 30)
     return code
 
 
@@ -169,7 +169,7 @@ def test_nothing_is_lost_or_repeated_when_the_tuner_dies(folder: Path) -> None:
     write_task(change=SLOW)
     Path("slow").touch()
     tuner = begin("broken", 3)
-    until(lambda: rows_of(0) and rows_of(1), "two trials at work", of=tuner)
+    wait_until(lambda: rows_of(0) and rows_of(1), "two trials at work", process=tuner)
     assert exit_code_after(tuner, signal.SIGTERM) == 200, "the exit code of a resumable run"
     assert json.loads(Path("runs/broken/tune.json").read_text())["status"] == "stopped"
     first = params()
@@ -177,16 +177,16 @@ def test_nothing_is_lost_or_repeated_when_the_tuner_dies(folder: Path) -> None:
 
     Path("slow").unlink()
     tuner = begin("broken", 3)
-    until(lambda: journal_rows("6"), "a finished trial", of=tuner)
+    wait_until(lambda: journal_rows("6"), "a finished trial", process=tuner)
     Path("slow").touch()
-    until(lambda: rows_of(2), "the third trial at work", of=tuner)
+    wait_until(lambda: rows_of(2), "the third trial at work", process=tuner)
     assert exit_code_after(tuner, signal.SIGKILL) == -9
     finished = {row["trial_id"]: row["values"] for row in journal_rows("6")}
     kept = {n: Path(f"runs/broken/trials/trial-{n:04d}/run.json").read_bytes() for n in finished}
     second = params()
 
     Path("slow").unlink()
-    result = json.loads(good("tune", "small.py", *WORDS["broken"], "--trials", "3", "--json"))
+    result = json.loads(run_ok("tune", "small.py", *WORDS["broken"], "--trials", "3", "--json"))
     assert [t["trial"] for t in result["trials"]] == [0, 1, 2]
     assert {t["state"] for t in result["trials"]} == {"finished"}
     assert params() == second and second[:2] == first, "running trials were resumed with the same parameters"
@@ -204,7 +204,7 @@ def test_nothing_is_lost_or_repeated_when_the_tuner_dies(folder: Path) -> None:
 def test_a_killed_trial_is_restarted(folder: Path) -> None:
     kill = "import os, pathlib\n        if not pathlib.Path('{0}').exists():\n            pathlib.Path('{0}').touch()\n            os.kill(int(os.environ['_DRIVETRAIN_FRONT']), 9)\n        "
     write_task(change=("return nn.Sequential", kill.format(folder / "killed") + "return nn.Sequential"))
-    text = good("tune", "small.py", "epochs=1", "--search", RATE, "--metric", "accuracy", "--trials", "1", "--name", "k")
+    text = run_ok("tune", "small.py", "epochs=1", "--search", RATE, "--metric", "accuracy", "--trials", "1", "--name", "k")
     assert "restarted" in text and "SIGKILL" in text
     assert "1 finished" in text
 
@@ -225,10 +225,10 @@ def test_a_trial_that_is_always_killed_fails(folder: Path, monkeypatch: pytest.M
 
 
 def test_three_failures_end_the_search_with_their_message(folder: Path) -> None:
-    message = bad("tune", "digits", "plan.micro_batch=many", "--search", RATE, "--trials", "9", "--name", "f", lines=3)
+    message = expect_error("tune", "digits", "plan.micro_batch=many", "--search", RATE, "--trials", "9", "--name", "f", max_lines=3)
     assert "the first 3 trials failed" in message and "micro_batch" in message
     assert len(list(Path("runs/f/trials").iterdir())) == 3
-    good("runs", "rm", "f", "--yes")
+    run_ok("runs", "rm", "f", "--yes")
     assert not Path("runs/f").exists()
 
 
@@ -237,7 +237,7 @@ def test_a_folder_in_use_names_the_process(folder: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        message = bad("tune", "digits", "--search", RATE, "--name", "used", lines=1)
+        message = expect_error("tune", "digits", "--search", RATE, "--name", "used", max_lines=1)
         assert f"being tuned by process {other.pid}" in message
         other.communicate(b"\n")
 
@@ -281,13 +281,13 @@ def test_the_command_lines_search_replaces_the_tasks() -> None:
 
 def test_ppo_tasks_declare_what_is_searched(folder: Path) -> None:
     words = ["cartpole", "epochs=3", "envs=8", "horizon=8", "global_batch=32", "eval_episodes=2", "--name", "own"]
-    text = good("tune", *words, "--trials", "2")
+    text = run_ok("tune", *words, "--trials", "2")
     assert "(cartpole's own; --search replaces it)" in text and "eval_every=1ep, not 10ep" in text
     told = json.loads(Path("runs/own/tune.json").read_text())
     assert told["metric"] == "eval/return" and told["search"] == tune_facts(find_task("cartpole")).search
     assert len(told["search"]) > 3 and all(name in VARYING for name in told["search"]), "they can be trained as a population"
     assert len([row for row in Run("runs/own/trials/trial-0000").rows() if "eval/return" in row]) == 3
-    assert "entropy_weight=1e-4..3e-2,log" in good("tune", "bandit", "--help") and "gamma" not in tune_facts(find_task("bandit")).search
+    assert "entropy_weight=1e-4..3e-2,log" in run_ok("tune", "bandit", "--help") and "gamma" not in tune_facts(find_task("bandit")).search
 
 
 def test_a_trial_is_evaluated_during_training_unless_eval_every_is_set() -> None:
@@ -307,23 +307,23 @@ def test_a_task_may_declare_what_is_searched(folder: Path) -> None:
     write_task("derived.py", ("class Small(Task):", "from plain import Small as Base\n\n\nclass Small(Base):"))
     assert tune_facts(find_task("derived.py:Small")).search == {"hidden": "8|16"}, "only importing the file tells it"
     write_task("wrong.py", ("    hidden: int", '    search: str = "hidden"\n    hidden: int'))
-    assert "search is what `tune` searches" in bad("train", "wrong.py", "--dry-run")
+    assert "search is what `tune` searches" in expect_error("train", "wrong.py", "--dry-run")
 
 
 def test_mistakes_on_the_command_line(folder: Path) -> None:
-    assert "did you mean hidden" in bad("tune", "digits", "--search", "hiden=8..64")
-    assert "nothing to search" in bad("tune", "digits")
-    assert "To search it: --search 'hidden=8..64'" in bad("tune", "digits", "hidden=8..64")
-    assert "eval/NAME" in bad("tune", "digits", "--search", RATE, "--metric", "train/loss")
+    assert "did you mean hidden" in expect_error("tune", "digits", "--search", "hiden=8..64")
+    assert "nothing to search" in expect_error("tune", "digits")
+    assert "To search it: --search 'hidden=8..64'" in expect_error("tune", "digits", "hidden=8..64")
+    assert "eval/NAME" in expect_error("tune", "digits", "--search", RATE, "--metric", "train/loss")
     assert not Path("runs").exists(), "a mistake leaves nothing behind"
     Path("hidden").mkdir()
     Path("hidden/optuna.py").write_text("raise ImportError")
-    done = drivetrain("tune", "digits", "--search", RATE, PYTHONPATH=f"{folder / 'hidden'}:{':'.join(sys.path)}")
+    done = run_drivetrain("tune", "digits", "--search", RATE, PYTHONPATH=f"{folder / 'hidden'}:{':'.join(sys.path)}")
     assert done.returncode == 2 and "pip install 'drivetrain[tune]'" in done.stderr
 
 
 def test_help_shows_examples_and_settings(folder: Path) -> None:
-    text = good("tune", "digits", "--help")
+    text = run_ok("tune", "digits", "--help")
     assert "--search 'hidden=64|128|256'" in text and "Width of the hidden layer" in text
 
 

@@ -19,7 +19,7 @@ from drivetrain.tasks.vision import augment, nets
 from drivetrain.tasks.vision.cifar import Cifar10
 from drivetrain.tasks.vision.classify import Pixels
 from drivetrain.tasks.vision.mnist import Mnist
-from tests.command import good
+from tests.command import run_ok
 from tests.test_datasets import write_mnist
 
 RECIPES = sorted(p for p in (Path(__file__).parent.parent / "recipes").glob("*.yaml") if not p.stem.startswith("lora"))
@@ -199,7 +199,7 @@ def test_smoothing_is_for_training_only() -> None:
 def test_every_recipe_trains(recipe: Path, folder: Path) -> None:
     write_mnist(Path("data"), samples=40)
     assert f"drivetrain train recipes/{recipe.name}" in recipe.read_text()
-    output = good("train", str(recipe), "steps=3", "global_batch=16", DRIVETRAIN_OFFLINE="1")
+    output = run_ok("train", str(recipe), "steps=3", "global_batch=16", DRIVETRAIN_OFFLINE="1")
     assert "step 3/3" in output
 
 

@@ -23,7 +23,7 @@ from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
 from drivetrain.watch.files import MetricsFile
 from tests.processes import on_ranks
-from tests.samples import HARDWARE, TASKS, rows, train, weights
+from tests.sample_tasks import HARDWARE, TASKS, rows, train, weights
 
 PINS = {"threads": 1, "eval_micro_batch": 16}
 SGD = {"optim": "sgd", "clip": 0.5, "learning_rate": 0.2}
@@ -105,14 +105,14 @@ def same_curve(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> None:
 # (task, step, micro-batch of one process before, pins): dropout, BatchNorm, a loader with workers, counts, a source
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("Augmented", 4, {}),
-    ("Normed", 4, {}),
-    ("Loaded", 5, {"workers": 2}),
-    ("Tokens", 3, {}),
-    ("Parts", 6, {}),
-    ("InPlace", 6, {}),
-    ("HostDice", 4, {}),
+    ("BatchNormTask", 4, {}),
+    ("LoaderTask", 5, {"workers": 2}),
+    ("TokenMean", 3, {}),
+    ("LossParts", 6, {}),
+    ("AugmentsInPlace", 6, {}),
+    ("HostRandomness", 4, {}),
     ("OwnOptimizer", 4, {}),
-    ("Walk", 9, {}),
+    ("RandomWalkTask", 9, {}),
 ]
 
 
@@ -122,9 +122,9 @@ def test_from_that_step_on_it_is_the_run_that_goes_on_with_half(
     name: str, step: int, pins: dict[str, Any], world: int, tmp_path: Path
 ) -> None:
     """Bit for bit: the same run, stopped before the step and resumed with the smaller micro-batch."""
-    batch = 12 if name == "Walk" else 16
-    full = 2 if name == "Walk" and world == 4 else batch // world  # two whole groups of two samples, taken at most 3 at a time
-    half, share = full // 2, 4 if name == "Walk" and world == 4 else full
+    batch = 12 if name == "RandomWalkTask" else 16
+    full = 2 if name == "RandomWalkTask" and world == 4 else batch // world  # two whole groups of two samples, taken at most 3 at a time
+    half, share = full // 2, 4 if name == "RandomWalkTask" and world == 4 else full
     found = on_ranks(world, _and_resumed, name, str(tmp_path), step, pins, half)
     assert {f["micro_batch"] for f in found} == {half}
     assert found[0]["accumulation"] == share // half
@@ -136,7 +136,7 @@ def test_from_that_step_on_it_is_the_run_that_goes_on_with_half(
     assert events(tmp_path / "short", "replanned") == [{"rank": 0, "step": step, "micro_batch": half, "accumulation": share // half}]
     assert rows(tmp_path / "short") == rows(tmp_path / "resumed")
     assert weights(tmp_path / "short") == weights(tmp_path / "resumed")
-    if name != "Walk":
+    if name != "RandomWalkTask":
         assert found[0]["epochs"] == {e: list(range(found[0]["length"])) for e in range(2)}
 
 
@@ -171,7 +171,7 @@ QUICK = ("a partial batch", "twice in a row")
 @pytest.mark.parametrize("place", [p if p in QUICK else pytest.param(p, marks=pytest.mark.system) for p in PLACES])
 def test_the_curve_is_that_of_the_smaller_micro_batch(place: str, tmp_path: Path) -> None:
     faults, micro = PLACES[place]
-    found = on_ranks(4, and_small, "Loaded", str(tmp_path), SGD, {"workers": 1}, faults)
+    found = on_ranks(4, and_small, "LoaderTask", str(tmp_path), SGD, {"workers": 1}, faults)
     assert {f["micro_batch"] for f in found} == {micro}
     assert found[0]["epochs"] == {e: list(range(101)) for e in range(2)}, "no sample is lost or repeated"
     same_curve(rows(tmp_path / "short"), rows(tmp_path / "small"))
@@ -181,7 +181,7 @@ def test_the_curve_is_that_of_the_smaller_micro_batch(place: str, tmp_path: Path
 def test_with_accumulation_already_and_in_a_later_micro_batch(world: int, micro: int, tmp_path: Path) -> None:
     """What earlier micro-batches of the attempt added to gradients and figures is gone."""
     faults = f"oom@step:4:micro=2:rank={world - 1}"
-    found = on_ranks(world, and_small, "Parts", str(tmp_path), SGD, {"micro_batch": micro}, faults)
+    found = on_ranks(world, and_small, "LossParts", str(tmp_path), SGD, {"micro_batch": micro}, faults)
     now = {1: 2, 2: 2}[world]
     assert {f["micro_batch"] for f in found} == {now}
     assert found[0]["epochs"] == {e: list(range(101)) for e in range(2)}
@@ -190,7 +190,7 @@ def test_with_accumulation_already_and_in_a_later_micro_batch(world: int, micro:
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_in_the_middle_of_a_sources_epoch(world: int, tmp_path: Path) -> None:
-    found = on_ranks(world, and_small, "Walk", str(tmp_path), SGD, {}, f"oom@step:11:rank={world - 1}")
+    found = on_ranks(world, and_small, "RandomWalkTask", str(tmp_path), SGD, {}, f"oom@step:11:rank={world - 1}")
     assert found[0]["micro_batch"] == {1: 6, 4: 1}[world]
     same_curve(rows(tmp_path / "short"), rows(tmp_path / "small"))
 
@@ -198,13 +198,13 @@ def test_in_the_middle_of_a_sources_epoch(world: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("world", [1, 4])
 def test_an_evaluation_is_done_again_with_fewer_samples_at_a_time(world: int, tmp_path: Path) -> None:
     faults = f"oom@evaluation:7:rank={world - 1},oom@evaluation:14:micro=2:rank=0"
-    found = on_ranks(world, struck, "Loaded", str(tmp_path / "short"), SGD | {"eval_every": 7}, {"workers": 1}, faults)
+    found = on_ranks(world, struck, "LoaderTask", str(tmp_path / "short"), SGD | {"eval_every": 7}, {"workers": 1}, faults)
     at_once = {1: (13, 7, 4), 4: (10, 5, 3)}[world]  # 37 samples, cut into equal pieces of at most 16 a process
     assert {f["eval_micro_batch"] for f in found} == {at_once[2]}
     assert {f["micro_batch"] for f in found} == {16 // world}
     told = [(e["step"], e["was"], e["now"], e["during"]) for e in events(tmp_path / "short", "oom")]
     assert told == [(7, at_once[0], at_once[1], "evaluation"), (14, at_once[1], at_once[2], "evaluation")]
-    whole = on_ranks(world, train, "Loaded", str(tmp_path / "whole"), SGD | {"eval_every": 7}, PINS, None)[0]
+    whole = on_ranks(world, train, "LoaderTask", str(tmp_path / "whole"), SGD | {"eval_every": 7}, PINS, None)[0]
     same_curve(rows(tmp_path / "short"), whole)
 
 
@@ -258,7 +258,7 @@ def test_other_errors_are_not_taken_for_it(error: Exception, tmp_path: Path) -> 
 
 def test_a_collection_that_does_not_fit_ends_the_run_and_says_what_helps(tmp_path: Path) -> None:
     """Smaller micro-batches would not make the collection smaller, so no restart is asked for."""
-    job = prepare("Walk", str(tmp_path), {}, {}, "", Group(0, 1, torch.device("cpu")))
+    job = prepare("RandomWalkTask", str(tmp_path), {}, {}, "", Group(0, 1, torch.device("cpu")))
 
     def collect(*_: Any) -> Any:
         raise torch.OutOfMemoryError("too many environments")
@@ -271,17 +271,17 @@ def test_a_collection_that_does_not_fit_ends_the_run_and_says_what_helps(tmp_pat
 
 
 def test_models_with_batchnorm_are_warned(tmp_path: Path) -> None:
-    found = on_ranks(1, struck, "Normed", str(tmp_path), {}, {}, "oom@step:2")[0]
+    found = on_ranks(1, struck, "BatchNormTask", str(tmp_path), {}, {}, "oom@step:2")[0]
     assert len(found["notices"]) == 1
     assert "from 8 samples at a time, not from the global batch of 16" in found["notices"][0]
 
 
 def test_batchnorm_never_gets_a_single_sample(tmp_path: Path) -> None:
     """Pieces of two, but the last batch of 13 could then be cut into one of one."""
-    job = prepare("Normed", str(tmp_path), {"samples": 93}, {"micro_batch": 4}, "oom@step:2", Group(0, 1, torch.device("cpu")))
+    job = prepare("BatchNormTask", str(tmp_path), {"samples": 93}, {"micro_batch": 4}, "oom@step:2", Group(0, 1, torch.device("cpu")))
     with pytest.raises(OutOfMemory, match="at step 2 on rank 0 with 4 samples at a time, and BatchNorm needs more than one"):
         job.run_to_end()
-    job = prepare("Normed", str(tmp_path), {"samples": 94}, {"micro_batch": 4}, "oom@step:2", Group(0, 1, torch.device("cpu")))
+    job = prepare("BatchNormTask", str(tmp_path), {"samples": 94}, {"micro_batch": 4}, "oom@step:2", Group(0, 1, torch.device("cpu")))
     assert job.run_to_end().outcome is Outcome.OK
     assert job.execution.plan.micro_batch == 2
 
@@ -333,7 +333,7 @@ def repeat(folder: str, seed: int, times: int, group: Group) -> int:
     """Any rank or two, any step, any micro-batch, any size: within one set of processes, which would hang for good."""
     rng = random.Random(seed)
     for number in range(times):
-        name = rng.choice(["Augmented", "Normed", "Parts", "Walk", "Loaded"])
+        name = rng.choice(["Augmented", "BatchNormTask", "LossParts", "RandomWalkTask", "LoaderTask"])
         micro = rng.choice([2, 3, 4])
         faults = [f"oom@step:{rng.randint(1, 12)}:micro={rng.choice([1, 1, 2])}:rank={rng.randrange(4)}" for _ in range(rng.choice([1, 2]))]
         if rng.random() < 0.3:
@@ -343,10 +343,10 @@ def repeat(folder: str, seed: int, times: int, group: Group) -> int:
         try:
             assert job.run_to_end().step == 12, faults
         except OutOfMemory:
-            assert job.execution.plan.micro_batch <= (3 if name == "Normed" else 1), faults  # two in a row, from few on
+            assert job.execution.plan.micro_batch <= (3 if name == "BatchNormTask" else 1), faults  # two in a row, from few on
             continue
         samples = [ids for rank in group.gather_objects(seen) for (epoch, _), ids in rank.items() if epoch == 0 for ids in ids]
-        assert name == "Walk" or sorted(samples) == list(range(job.setup.feed.length)), faults
+        assert name == "RandomWalkTask" or sorted(samples) == list(range(job.setup.feed.length)), faults
     return times
 
 

@@ -9,9 +9,9 @@ import torch
 
 from drivetrain.engine.group import Group
 from drivetrain.outcomes import Outcome, Problem
-from tests import samples
+from tests import sample_tasks
 from tests.processes import on_ranks
-from tests.samples import Plain, rows, train, training
+from tests.sample_tasks import Plain, rows, train, training
 
 ALONE = Group(0, 1, torch.device("cpu"))
 
@@ -60,7 +60,7 @@ def test_fp16_resumes_with_its_scale(tmp_path: Path) -> None:
 
 
 def test_nan_stops_at_its_step_and_names_the_last_good_checkpoint(tmp_path: Path) -> None:
-    job = training("Exploding", str(tmp_path), ALONE, {"bad": 10, "save_every": 4, "log_every": 6})
+    job = training("Exploding", str(tmp_path), ALONE, {"nan_from": 10, "save_every": 4, "log_every": 6})
     with pytest.raises(Problem, match=r"not a number at step 10 .*last good checkpoint is step 8") as caught:
         job.run_to_end()
     assert caught.value.outcome is Outcome.NAN
@@ -85,4 +85,4 @@ def test_tf32_needs_a_gpu() -> None:
     from drivetrain.plan.choose import choose
 
     with pytest.raises(Problem, match="tf32 needs an NVIDIA GPU"):
-        choose(Plain(precision="tf32").settings(), samples.HARDWARE, device="cpu", world_size=1, local_procs=1)
+        choose(Plain(precision="tf32").settings(), sample_tasks.HARDWARE, device="cpu", world_size=1, local_procs=1)

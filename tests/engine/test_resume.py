@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.engine.test_invariance import same
+from tests.engine.test_invariance import assert_same_metrics
 from tests.processes import on_ranks
-from tests.samples import rows, train, weights
+from tests.sample_tasks import rows, train, weights
 
 
 def run(name: str, folder: Path, world: int = 1, stop: int | None = None, pins: dict[str, Any] | None = None, **settings: Any) -> None:
@@ -22,11 +22,11 @@ def run(name: str, folder: Path, world: int = 1, stop: int | None = None, pins: 
     [
         ("Augmented", 1, {}),
         ("Augmented", 3, {"micro_batch": 3}),
-        ("Loaded", 1, {"workers": 2}),
-        ("Loaded", 2, {"workers": 1}),
-        ("Parts", 1, {}),
-        ("HostDice", 1, {"micro_batch": 5}),
-        ("Odd", 2, {"workers": 1}),
+        ("LoaderTask", 1, {"workers": 2}),
+        ("LoaderTask", 2, {"workers": 1}),
+        ("LossParts", 1, {}),
+        ("HostRandomness", 1, {"micro_batch": 5}),
+        ("UnusualModel", 2, {"workers": 1}),
     ],
 )
 def test_stopped_twice_in_an_epoch_and_at_its_end(name: str, world: int, pins: dict[str, Any], tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_users_own_optimizer_is_resumed(kind: str, tmp_path: Path) -> None:
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("name", ["Walk", "Gamble"])
+@pytest.mark.parametrize("name", ["RandomWalkTask", "UnkeyedRandomTask"])
 def test_a_source_is_resumed_with_its_state(name: str, tmp_path: Path) -> None:
     run(name, tmp_path / "whole", 2)
     for stop in (1, 9, None):  # inside an epoch: it stops at the epoch's end
@@ -56,13 +56,13 @@ def test_a_source_is_resumed_with_its_state(name: str, tmp_path: Path) -> None:
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("name", ["Plain", "Loaded", "Walk"])
+@pytest.mark.parametrize("name", ["Plain", "LoaderTask", "RandomWalkTask"])
 def test_another_world_size_keeps_order_and_curve(name: str, tmp_path: Path) -> None:
     options = {"optim": "sgd", "clip": 0.5, "learning_rate": 0.1}
     run(name, tmp_path / "whole", 2, **options)
     for world, stop in ((2, 4), (1, 8), (3, None)):
         run(name, tmp_path / "broken", world, stop, **options)
-    same(rows(tmp_path / "whole"), rows(tmp_path / "broken"))
+    assert_same_metrics(rows(tmp_path / "whole"), rows(tmp_path / "broken"))
 
 
 def test_a_finished_run_is_extended(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_best_keeps_and_exports_the_best_checkpoint(tmp_path: Path) -> None:
 
 
 def test_the_best_of_a_source_has_a_checkpoint(tmp_path: Path) -> None:
-    run("Walk", tmp_path, best="loss", eval_every=3, epochs=6, learning_rate=0.3, keep=1)
+    run("RandomWalkTask", tmp_path, best="loss", eval_every=3, epochs=6, learning_rate=0.3, keep=1)
     evaluated = [r["step"] for r in rows(tmp_path) if "eval/loss" in r]
     assert all(step % 8 == 0 for step in evaluated), "evaluations wait for the end of an epoch, where a checkpoint can be written"
     best = min((r for r in rows(tmp_path) if "eval/loss" in r), key=lambda r: r["eval/loss"])["step"]

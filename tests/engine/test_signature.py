@@ -14,7 +14,7 @@ from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observer
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.runs import Run
-from tests.samples import TASKS, Listed, Loaded, Plain, blobs, training
+from tests.sample_tasks import TASKS, DictDataset, LoaderTask, Plain, blobs, training
 
 ALONE = Group(0, 1, torch.device("cpu"))
 
@@ -55,7 +55,7 @@ def test_another_number_of_samples_is_refused(tmp_path: Path, monkeypatch: pytes
         go_on("Plain", tmp_path)
 
 
-@pytest.mark.parametrize(("name", "pins"), [("Plain", {}), ("Loaded", {"workers": 0}), ("Loaded", {"workers": 2})])
+@pytest.mark.parametrize(("name", "pins"), [("Plain", {}), ("LoaderTask", {"workers": 0}), ("LoaderTask", {"workers": 2})])
 def test_other_values_are_told_once(name: str, pins: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on(name, tmp_path, stop_after=3, pins=pins)
     assert not go_on(name, tmp_path, stop_after=5, pins=pins), "the same data, with keyed randomness"
@@ -78,7 +78,7 @@ def test_other_values_are_told_once(name: str, pins: dict[str, Any], tmp_path: P
     assert not go_on(name, tmp_path, stop_after=10, pins=pins), "the next checkpoint is of the data as it is"
 
 
-class Coins(Listed):
+class Coins(DictDataset):
     """Samples with randomness that no seed reaches, of a form that changes, and with what has no bytes."""
 
     def __getitem__(self, i: int) -> Any:
@@ -86,7 +86,7 @@ class Coins(Listed):
         return super().__getitem__(i) | {"coin": free.randrange(2), "some": [0] * free.randrange(3), "task": object()}
 
 
-class Tossed(Loaded):
+class Tossed(LoaderTask):
     def train_data(self) -> Any:
         return Coins(self.samples, self.noise)
 

@@ -18,10 +18,10 @@ from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
 from drivetrain.plan.choose import choose
 from drivetrain.plan.deepspeed import configuration
-from tests.deep import LENGTH, Net, Towers, Transformer, train
-from tests.engine.test_invariance import same
+from tests.deep_tasks import LENGTH, Net, Towers, Transformer, train
+from tests.engine.test_invariance import assert_same_metrics
 from tests.processes import on_ranks
-from tests.samples import HARDWARE, Plain, rows, weights
+from tests.sample_tasks import HARDWARE, Plain, rows, weights
 
 FSDP, FSDP2 = {"strategy": "fsdp"}, {"strategy": "fsdp", "zero_stage": 2}
 ZERO1, ZERO2, ZERO3 = ({"strategy": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3))
@@ -79,13 +79,13 @@ def test_every_strategy_gives_one_curve(world: int, pins: dict[str, Any], curves
     reference = curves("Transformer")
     assert reference[-1]["train/loss"] < 0.8 * reference[0]["train/loss"]
     assert sum(r["grad_norm"] > 0.5 for r in reference) >= 4, "the clip must bite, or the test proves nothing"
-    same(reference, run("Transformer", tmp_path, world, pins), 1e-5)
+    assert_same_metrics(reference, run("Transformer", tmp_path, world, pins), 1e-5)
 
 
 @pytest.mark.parametrize("pins", [FSDP | AGAIN, AGAIN | {"micro_batch": 3}], ids=label)
 def test_blocks_of_several_towers_are_sharded_and_checkpointed(pins: dict[str, Any], curves: Any, tmp_path: Path) -> None:
     """An image encoder beside a text encoder, neither of which holds most of the parameters."""
-    same(curves("TwoTowers"), run("TwoTowers", tmp_path, 2, pins), 1e-5)
+    assert_same_metrics(curves("TwoTowers"), run("TwoTowers", tmp_path, 2, pins), 1e-5)
 
 
 def test_blocks_of_all_towers_are_found() -> None:
@@ -123,7 +123,7 @@ def test_blocks_of_all_towers_are_compiled(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("pins", [{}, FSDP | {"micro_batch": 3}, ZERO2], ids=label)
 def test_half_precision_stays_within_its_own_spread(pins: dict[str, Any], curves: Any, tmp_path: Path) -> None:
-    same(curves("Transformer", precision="bf16"), run("Transformer", tmp_path, 2, pins, precision="bf16"), 8e-3)
+    assert_same_metrics(curves("Transformer", precision="bf16"), run("Transformer", tmp_path, 2, pins, precision="bf16"), 8e-3)
 
 
 @pytest.mark.system
@@ -143,10 +143,10 @@ def test_fp16_scales_the_loss_and_skips_alike(pins: dict[str, Any], tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "settings", "pins"),
     [
-        ("Odd", {}, FSDP),  # an LSTM, frozen, unused and tied parameters, a sparse embedding
-        ("Odd", {}, ZERO3),
-        ("Parts", {}, ZERO2),
-        ("Twofold", {}, FSDP),
+        ("UnusualModel", {}, FSDP),  # an LSTM, frozen, unused and tied parameters, a sparse embedding
+        ("UnusualModel", {}, ZERO3),
+        ("LossParts", {}, ZERO2),
+        ("TwoPartLoss", {}, FSDP),
         ("OwnOptimizer", {"kind": "rmsprop"}, FSDP),
         ("OwnOptimizer", {"kind": "count"}, FSDP),
         ("OwnOptimizer", {"kind": "count"}, ZERO3),
@@ -156,32 +156,32 @@ def test_fp16_scales_the_loss_and_skips_alike(pins: dict[str, Any], tmp_path: Pa
 def test_models_losses_and_optimizers_of_all_kinds(
     name: str, settings: dict[str, Any], pins: dict[str, Any], curves: Any, tmp_path: Path
 ) -> None:
-    same(curves(name, **SGD, **settings), run(name, tmp_path, 2, pins | {"micro_batch": 3}, **SGD, **settings), 1e-4)
+    assert_same_metrics(curves(name, **SGD, **settings), run(name, tmp_path, 2, pins | {"micro_batch": 3}, **SGD, **settings), 1e-4)
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("pins", [FSDP], ids=label)
 def test_batchnorm_is_as_in_ddp(pins: dict[str, Any], curves: Any, tmp_path: Path) -> None:
-    same(curves("Norms", world=2, **SGD), run("Norms", tmp_path, 2, pins | AGAIN, **SGD), 1e-4)
+    assert_same_metrics(curves("BatchNormBlocks", world=2, **SGD), run("BatchNormBlocks", tmp_path, 2, pins | AGAIN, **SGD), 1e-4)
 
 
 @pytest.mark.system
 def test_single_numbers_other_formats_and_sources_under_fsdp(curves: Any, tmp_path: Path) -> None:
-    same(curves("Transformer", scalar=True), run("Transformer", tmp_path / "a", 2, FSDP, scalar=True), 1e-5)
-    same(curves("Double", **SGD), run("Double", tmp_path / "b", 2, FSDP, **SGD), 1e-5)
-    same(curves("Walk", **SGD), run("Walk", tmp_path / "c", 2, FSDP, **SGD), 1e-5)
+    assert_same_metrics(curves("Transformer", scalar=True), run("Transformer", tmp_path / "a", 2, FSDP, scalar=True), 1e-5)
+    assert_same_metrics(curves("Float64", **SGD), run("Float64", tmp_path / "b", 2, FSDP, **SGD), 1e-5)
+    assert_same_metrics(curves("RandomWalkTask", **SGD), run("RandomWalkTask", tmp_path / "c", 2, FSDP, **SGD), 1e-5)
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("pins", [FSDP | {"offload": "all"}, ZERO3 | {"offload": "all"}], ids=label)
 def test_offload_changes_where_things_lie_only(pins: dict[str, Any], curves: Any, tmp_path: Path) -> None:
-    same(curves("Transformer", **ADAM), run("Transformer", tmp_path, 2, pins | {"micro_batch": 3}, **ADAM), 2e-5)
+    assert_same_metrics(curves("Transformer", **ADAM), run("Transformer", tmp_path, 2, pins | {"micro_batch": 3}, **ADAM), 2e-5)
 
 
 # --- activation checkpointing ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "settings"), [("Transformer", {"dropout": 0.2}), ("Norms", {})])
+@pytest.mark.parametrize(("name", "settings"), [("Transformer", {"dropout": 0.2}), ("BatchNormBlocks", {})])
 def test_blocks_that_run_again_change_no_bit(name: str, settings: dict[str, Any], curves: Any, tmp_path: Path) -> None:
     """Neither dropout's masks nor BatchNorm's statistics."""
     assert run(name, tmp_path, 1, AGAIN, **settings) == curves(name, **settings)
@@ -237,14 +237,14 @@ def test_stopped_and_gone_on_is_bit_equal(pins: dict[str, Any], tmp_path: Path) 
 def test_another_number_of_processes_keeps_the_curve(pins: dict[str, Any], curves: Any, tmp_path: Path) -> None:
     for world, stop in ((2, 2), (1, 5), (3, None)):
         run("Transformer", tmp_path, world, pins, stop, **ADAM)
-    same(curves("Transformer", **ADAM), rows(tmp_path), 5e-5)
+    assert_same_metrics(curves("Transformer", **ADAM), rows(tmp_path), 5e-5)
 
 
 @pytest.mark.system
 def test_any_strategy_goes_on_from_any_other(curves: Any, tmp_path: Path) -> None:
     for pins, stop in (({}, 1), (FSDP, 2), (ZERO3, 4), (FSDP, None)):
         run("Transformer", tmp_path, 2, pins, stop, **ADAM)
-    same(curves("Transformer", **ADAM), rows(tmp_path), 5e-5)
+    assert_same_metrics(curves("Transformer", **ADAM), rows(tmp_path), 5e-5)
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [e["step"] for e in events if e["event"] == "resumed"] == [1, 2, 4]
 
@@ -262,7 +262,7 @@ def _resumes_apart(folder: str, stop: int | None, group: Group) -> list[dict[str
 def test_processes_that_do_not_share_a_folder(curves: Any, tmp_path: Path) -> None:
     for stop in (3, None):
         on_ranks(2, _resumes_apart, str(tmp_path / "run"), stop)
-    same(curves("Transformer", **ADAM), rows(tmp_path / "run"), 5e-5)
+    assert_same_metrics(curves("Transformer", **ADAM), rows(tmp_path / "run"), 5e-5)
     assert not (tmp_path / "run-of-rank-1" / "checkpoints").exists()
 
 
@@ -293,10 +293,10 @@ def test_one_ranks_torn_file_spoils_the_checkpoint(tmp_path: Path) -> None:
 
 def _held(folder: str, pins: dict[str, Any], group: Group) -> dict[str, int]:
     """Numbers of the model's parameters and of the optimizer's state on this rank, after a step."""
-    import tests.samples as samples
     from drivetrain.engine.state.tensors import local_tensor
+    from tests import sample_tasks
 
-    job = samples.training("Transformer", folder, group, ADAM, pins)
+    job = sample_tasks.training("Transformer", folder, group, ADAM, pins)
     job.execution.step(0)
     state = [v for s in job.execution.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
     return {
@@ -367,8 +367,8 @@ def test_what_agrees_or_is_off_is_no_conflict() -> None:
     ("name", "pins", "settings", "why"),
     [
         ("Transformer", ZERO2, {"scalar": True}, r"a parameter of a single number \(scale\): give it the shape \[1\]"),
-        ("Double", ZERO2, {}, "this model has float64: use fsdp"),
-        ("Walk", ZERO3, {}, "a Source uses the model on its own"),
+        ("Float64", ZERO2, {}, "this model has float64: use fsdp"),
+        ("RandomWalkTask", ZERO3, {}, "a Source uses the model on its own"),
     ],
 )
 def test_what_deepspeed_cannot_do_is_said(name: str, pins: dict[str, Any], settings: dict[str, Any], why: str, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
 from drivetrain.tasks.rl.worlds import CartPole
 from drivetrain.watch.files import MetricsFile
-from tests.samples import HARDWARE, rows, weights
+from tests.sample_tasks import HARDWARE, rows, weights
 
 ALONE = Group(0, 1, torch.device("cpu"))
 

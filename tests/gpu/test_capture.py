@@ -17,8 +17,8 @@ from drivetrain.engine.fast import tuner
 from drivetrain.engine.fast.graphs import capture_graph, watch_host_syncs
 from drivetrain.engine.group import Group
 from drivetrain.plan import HOST_SYNC_REASON
-from tests.gpu.kinds import train
-from tests.samples import rows, weights
+from tests.gpu.hard_tasks import train
+from tests.sample_tasks import rows, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -44,11 +44,11 @@ def test_200_captured_steps_equal_eager_ones(optim: str, decay: str, clip: float
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("micro_batch", [16, 5])
-@pytest.mark.parametrize("name", ["Images", "Tokens", "Parts", "InPlace", "Loaded", "Walk", "OwnOptimizer"])
+@pytest.mark.parametrize("name", ["Images", "TokenMean", "LossParts", "AugmentsInPlace", "LoaderTask", "RandomWalkTask", "OwnOptimizer"])
 def test_kinds_of_tasks_are_captured_exactly(name: str, micro_batch: int, precision: str, tmp_path: Path) -> None:
     """Partial last batches, accumulation, counts, loaders, sources, fp16's scale, optimizers of the user's own."""
     options: dict[str, Any] = {"precision": precision, "clip": 0.5, "epochs": 8, "deterministic": name == "Images"}
-    pins = {"micro_batch": micro_batch} | ({"workers": 2} if name == "Loaded" else {})
+    pins = {"micro_batch": micro_batch} | ({"workers": 2} if name == "LoaderTask" else {})
     train(name, tmp_path / "eager", pins=pins | {"capture": "off"}, **options)
     facts = train(name, tmp_path / "captured", pins=pins, **options)
     assert facts.plan["capture"] == "on", facts.plan
@@ -56,7 +56,7 @@ def test_kinds_of_tasks_are_captured_exactly(name: str, micro_batch: int, precis
     assert weights(tmp_path / "captured") == weights(tmp_path / "eager")
 
 
-@pytest.mark.parametrize("name", ["Images", "Sequences", "Attention", "Frozen"])
+@pytest.mark.parametrize("name", ["Images", "Sequences", "Attention", "FrozenBackbone"])
 def test_captured_models_resume_exactly(name: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"epochs": 8, "clip": 1.0, "deterministic": True}
     facts = train(name, tmp_path / "whole", **options)
@@ -82,8 +82,8 @@ def test_compiled_models_learn_and_resume_exactly(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("name", "line"),
-    [("Waits", "x.abs().max().item()"), ("Branches", "if x.mean() > 0"), ("Selects", "x[kept]"), ("Counts", "calls of the task"),
-     ("HostDice", "the host's random generators"), ("Odd", "batches hold a Bag")],
+    [("HostSync", "x.abs().max().item()"), ("DataBranch", "if x.mean() > 0"), ("DynamicShape", "x[selected]"), ("PythonCounter", "calls of the task"),
+     ("HostRandomness", "the host's random generators"), ("UnusualModel", "batches hold a CustomBatch")],
 )  # fmt: skip
 def test_a_model_that_cannot_be_captured_trains_and_the_reason_is_given(name: str, line: str, tmp_path: Path) -> None:
     train(name, tmp_path / "eager", pins={"capture": "off", "compile": "off"}, epochs=8)
@@ -153,7 +153,7 @@ def test_no_host_sync_in_the_step(tmp_path: Path) -> None:
     from drivetrain.hardware import detect
     from drivetrain.plan.choose import choose
     from drivetrain.runs import Run
-    from tests.gpu.kinds import Images
+    from tests.gpu.hard_tasks import Images
 
     class Strict(Observer):
         steps = 0

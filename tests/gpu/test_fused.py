@@ -24,7 +24,7 @@ from drivetrain.tasks.rl.ppo import Ppo
 from drivetrain.tasks.rl.rollout import Rollout
 from drivetrain.tasks.rl.worlds import Bandit, CartPole
 from drivetrain.watch.files import MetricsFile
-from tests.samples import rows, weights
+from tests.sample_tasks import rows, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 SMALL: dict[str, Any] = {

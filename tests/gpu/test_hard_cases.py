@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drivetrain.data import Tensors
-from tests.gpu.kinds import KINDS, train
-from tests.samples import Plain, blobs, rows, weights
+from tests.gpu.hard_tasks import GPU_TASKS, train
+from tests.sample_tasks import Plain, blobs, rows, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -142,16 +142,18 @@ class CollectsMetrics(SyncingMetrics):
         return {"seen": float(seen)}
 
 
-CAPTURED = {"GrowingCache": "on", "LooksAhead": "on", "Hooked": "on", "SyncingMetrics": "on", "Taught": "on", "Derived": "on",
-            "Stretched": "on", "HostBranch": "off", "Remembers": "off", "Clamped": "off", "Syncs": "off"}  # fmt: skip
-KINDS |= {k.__name__: k for k in (HostBranch, GrowingCache, Remembers, Clamped, LooksAhead, Hooked, Syncs, SyncingMetrics, CollectsMetrics)}
+CAPTURED = {"GrowingCache": "on", "LooksAhead": "on", "Hooked": "on", "SyncingMetrics": "on", "MovingAverageTeacher": "on", "SubclassedOptimizer": "on",
+            "ChangingColumnsTask": "on", "HostBranch": "off", "Remembers": "off", "Clamped": "off", "Syncs": "off"}  # fmt: skip
+GPU_TASKS |= {
+    k.__name__: k for k in (HostBranch, GrowingCache, Remembers, Clamped, LooksAhead, Hooked, Syncs, SyncingMetrics, CollectsMetrics)
+}
 
 
 @pytest.mark.parametrize("micro_batch", [16, 5])
 @pytest.mark.parametrize("name", CAPTURED)
 def test_it_equals_eager_steps_or_is_not_captured(name: str, micro_batch: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"epochs": 10, "clip": 0.5}
-    if name == "Stretched":
+    if name == "ChangingColumnsTask":
         micro_batch = min(micro_batch, 12)
     train(name, tmp_path / "eager", pins={"capture": "off", "micro_batch": micro_batch}, **options)
     facts = train(name, tmp_path / "auto", pins={"micro_batch": micro_batch}, **options)

@@ -17,7 +17,7 @@ from drivetrain.tasks.lora import head_loss
 from drivetrain.tasks.lora.fused_linear import FusedLoraLinear
 from drivetrain.tasks.lora.lora import Lora
 from tests.lora.models import sentences, write_jsonl, write_model
-from tests.samples import TASKS, rows, train, training, weights
+from tests.sample_tasks import TASKS, rows, train, training, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 GPU = torch.device("cuda", 0)

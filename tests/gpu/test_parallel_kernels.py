@@ -18,7 +18,7 @@ from drivetrain.engine.fast import compiled
 from drivetrain.engine.fast.graphs import capture_graph
 from drivetrain.engine.fast.parallel_kernels import parallel_optimizer_kernels
 from drivetrain.engine.fast.stem import conv2d_by_product
-from tests.gpu.kinds import train
+from tests.gpu.hard_tasks import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from drivetrain.engine.group import Group
-from tests.gpu.kinds import train
+from tests.gpu.hard_tasks import train
 from tests.processes import on_ranks
-from tests.samples import rows, weights
+from tests.sample_tasks import rows, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -20,7 +20,7 @@ def _train(folder: str, pins: dict[str, Any], precision: str, stop: int | None, 
     torch.cuda.set_device(0)
     group = Group(group.rank, group.size, torch.device("cuda", 0))
     options: dict[str, Any] = {"precision": precision, "optim": "sgd", "clip": 0.5, "learning_rate": 0.1, "epochs": 8}
-    return str(train("Tokens", Path(folder), stop, pins=pins, group=group, **options).plan.get("capture"))
+    return str(train("TokenMean", Path(folder), stop, pins=pins, group=group, **options).plan.get("capture"))
 
 
 @pytest.mark.parametrize(("precision", "near"), [("fp32", 2e-5), ("bf16", 2e-2)])

@@ -18,7 +18,7 @@ from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
 from drivetrain.tasks.rl.worlds import CartPole, Snake
 from drivetrain.watch.files import MetricsFile
-from tests.samples import rows, weights
+from tests.sample_tasks import rows, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 TASKS: dict[str, Any] = {

@@ -13,7 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]  # alone: it holds most of the GPU
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.alone,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]  # alone: it holds most of the GPU
 
 FREE = 6 << 30  # bytes that are left
 HOG = """
@@ -57,7 +61,7 @@ def crowded() -> Iterator[None]:
         hog.kill()
 
 
-def drivetrain(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run_drivetrain(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     (folder / "deep.py").write_text(TASK)
     environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
     command = [sys.executable, "-m", "drivetrain", *words]
@@ -65,7 +69,7 @@ def drivetrain(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def planned(folder: Path) -> dict[str, Any]:
-    shown = drivetrain(folder, "plan", "deep.py:Deep", "--json")
+    shown = run_drivetrain(folder, "plan", "deep.py:Deep", "--json")
     assert shown.returncode == 0, shown.stderr
     return json.loads(shown.stdout)["plan"]  # type: ignore[no-any-return]
 
@@ -82,7 +86,7 @@ def test_with_little_of_it_the_plan_is_another_and_runs(known: bool, tmp_path: P
         assert plan["strategy"] == "fsdp" and plan["offload"] != "none", plan
         assert any(one["choice"] == "single" and "GiB" in one["why"] for one in plan["rejected"]), plan["rejected"]
         assert sum(plan["predicted"]["memory_bytes"].values()) < FREE
-    ran = drivetrain(tmp_path, "train", "deep.py:Deep", "--run-dir", "runs/deep")
+    ran = run_drivetrain(tmp_path, "train", "deep.py:Deep", "--run-dir", "runs/deep")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     facts = json.loads((tmp_path / "runs/deep/run.json").read_text())
     assert facts["plan"]["strategy"] == "fsdp" and facts["plan"]["offload"] != "none"

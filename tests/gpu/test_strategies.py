@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-import tests.deep  # noqa: F401 (adds its tasks)
-from tests.engine.test_invariance import same
+import tests.deep_tasks  # noqa: F401 (adds its tasks)
+from tests.engine.test_invariance import assert_same_metrics
 from tests.gpu.test_cuda import train
-from tests.samples import rows, weights
+from tests.sample_tasks import rows, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -29,7 +29,7 @@ def test_a_sharded_run_equals_an_unsharded_one_and_is_resumed(pins: dict[str, An
     # In fp16 it depends on the micro-batch which sums overflow.
     train("Transformer", tmp_path / "single", pins={"micro_batch": pins["micro_batch"]}, precision=precision, **ADAM)
     train("Transformer", tmp_path / "whole", pins=pins, precision=precision, **ADAM)
-    same(rows(tmp_path / "single"), rows(tmp_path / "whole"), 2e-4 if precision == "fp32" else 2e-2)
+    assert_same_metrics(rows(tmp_path / "single"), rows(tmp_path / "whole"), 2e-4 if precision == "fp32" else 2e-2)
     for stop in (3, None):
         train("Transformer", tmp_path / "broken", stop, pins, precision=precision, **ADAM)
     assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
@@ -40,4 +40,4 @@ def test_activation_checkpointing_gives_the_same_and_is_not_captured(tmp_path: P
     options = {"precision": "fp32", "dropout": 0.1, "epochs": 8} | ADAM
     train("Transformer", tmp_path / "kept", pins={"capture": "off"}, **options)
     train("Transformer", tmp_path / "again", pins={"activation_checkpointing": True}, **options)
-    same(rows(tmp_path / "kept"), rows(tmp_path / "again"), 1e-4)
+    assert_same_metrics(rows(tmp_path / "kept"), rows(tmp_path / "again"), 1e-4)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.command import drivetrain, good, write_task
+from tests.command import run_drivetrain, run_ok, write_task
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -70,7 +70,7 @@ x, y = batch
 def test_a_kernel_that_never_ends_is_told_by_its_power(folder: Path) -> None:
     write_task(change=("x, y = batch\n        return F.cross", STUCK))
     command = ["train", "small.py", "epochs=20", "plan.capture=off", "plan.compile=off", "--restarts", "0", "--hang-after", "2s"]
-    done = drivetrain(*command, "--name", "stuck")
+    done = run_drivetrain(*command, "--name", "stuck")
     assert done.returncode == 202, done.stdout + done.stderr
     print(done.stderr)
     assert "rank 0 hangs" in done.stderr and "without a sign of life" in done.stderr
@@ -81,7 +81,7 @@ def test_a_kernel_that_never_ends_is_told_by_its_power(folder: Path) -> None:
 def test_where_the_time_goes_is_asked_of_the_device(slow: bool, folder: Path) -> None:
     """Batches of a megabyte, whose samples take their time or do not, and a net that is work for any GPU."""
     Path("wide.py").write_text(WIDE.format(pause=0.004 if slow else 0.0))
-    out = good("train", "wide.py", "plan.workers=2", "--name", "wide")
+    out = run_ok("train", "wide.py", "plan.workers=2", "--name", "wide")
     spent = json.loads(Path("runs/wide/logs/time.json").read_text())
     (rank,) = spent["ranks"]
     parts = {part: seconds for part, seconds in rank.items() if part != "start"}
@@ -93,4 +93,4 @@ def test_where_the_time_goes_is_asked_of_the_device(slow: bool, folder: Path) ->
 
 def test_faults_change_nothing(folder: Path) -> None:
     write_task()
-    print(good("chaos", "small.py", "--faults", "8", "--steps", "60", "--keep", "kept"))
+    print(run_ok("chaos", "small.py", "--faults", "8", "--steps", "60", "--keep", "kept"))

@@ -20,10 +20,10 @@ from drivetrain.tasks.lora import head_loss
 from drivetrain.tasks.lora.base_model import SHAPES, find_base
 from drivetrain.tasks.lora.generation import generate
 from drivetrain.tasks.lora.lora import Lora
-from tests.command import bad, good
+from tests.command import expect_error, run_ok
 from tests.lora.models import sentences, write_jsonl, write_model
-from tests.patience import Stopwatch
-from tests.samples import TASKS, rows, training
+from tests.sample_tasks import TASKS, rows, training
+from tests.waiting import Stopwatch
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_the_run_leaves_an_adapter_that_peft_loads(place: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    good("train", "lora", "base=model", "data=texts.jsonl", "context=64", "steps=40", "global_batch=4", "learning_rate=0.03", "eval_first=true",
+    run_ok("train", "lora", "base=model", "data=texts.jsonl", "context=64", "steps=40", "global_batch=4", "learning_rate=0.03", "eval_first=true",
          "prompt=the cat", "targets=q_proj,v_proj,down_proj", "--name", "one")  # fmt: skip
     run = place / "runs" / "one"
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
@@ -151,7 +151,7 @@ def test_the_run_leaves_an_adapter_that_peft_loads(place: Path) -> None:
     assert after < 0.9 * before
     samples = [(e["step"], e["text"]) for e in events if e["event"] == "remark"]
     assert samples[0][0] == 0 and samples[-1][0] == 40 and all(text.startswith("'the cat' goes on: ") for _, text in samples)
-    assert f"remark       {samples[-1][1]}   (step 40)" in good("status", "one")
+    assert f"remark       {samples[-1][1]}   (step 40)" in run_ok("status", "one")
     net = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(place / "model"), str(run / "model")).eval()
     task = small(targets="q_proj,v_proj,down_proj")
     from drivetrain.engine.inference import trained_model
@@ -166,19 +166,19 @@ def test_the_run_leaves_an_adapter_that_peft_loads(place: Path) -> None:
     assert "| base model | model |" in (run / "model" / "README.md").read_text()
     assert (run / "model" / "model.safetensors").stat().st_size < 50_000, "the base is not in it"
 
-    good("export", "one")
+    run_ok("export", "one")
     assert "| steps | 40 |" in (run / "model" / "README.md").read_text(), "the run's own card stays"
-    good("export", "one", "--merge", "--out", "merged")
+    run_ok("export", "one", "--merge", "--out", "merged")
     merged = AutoModelForCausalLM.from_pretrained(place / "merged").eval()
     with torch.no_grad():
         assert torch.allclose(merged(input_ids=ids).logits, expected, atol=1e-5)
     text = "".join(generate(ours.net, task.tokenizer, "the cat", 12, 0.0))
-    assert good("predict", "one", "the cat", "tokens=12", "temperature=0").strip() == text.strip()
-    assert "did you mean tokens" in bad("predict", "one", "the cat", "tokns=1")
+    assert run_ok("predict", "one", "the cat", "tokens=12", "temperature=0").strip() == text.strip()
+    assert "did you mean tokens" in expect_error("predict", "one", "the cat", "tokns=1")
 
     config = place / "model" / "config.json"
     config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
-    assert "trained on another base model" in bad("predict", "one", "the cat")
+    assert "trained on another base model" in expect_error("predict", "one", "the cat")
 
 
 def test_a_half_precision_base_stays_one(place: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_half_precision_base_stays_one(place: Path) -> None:
 
 def test_a_broken_run_goes_on_to_the_last_bit(place: Path) -> None:
     words = ["lora", "base=model", "data=texts.jsonl", "context=64", "steps=12", "global_batch=4", "dropout=0.1", "save_every=5"]
-    assert "is bit-equal to the unbroken run" in good("verify-resume", *words)
+    assert "is bit-equal to the unbroken run" in run_ok("verify-resume", *words)
 
 
 def losses_of(place: Path, name: str, pins: dict[str, Any], **settings: Any) -> list[float]:
@@ -252,10 +252,10 @@ def test_micro_batches_and_processes_change_no_loss(place: Path) -> None:
         "learning_rate=0.01",
         "log_every=1",
     ]
-    good(*words, "--name", "whole")
-    good(*words, "plan.micro_batch=1", "--name", "single")
-    good(*words, "--procs", "2", "plan.micro_batch=2", "--name", "two")
-    good(*words, "--procs", "2", "plan.strategy=fsdp", "prompt=the cat", "--name", "sharded")
+    run_ok(*words, "--name", "whole")
+    run_ok(*words, "plan.micro_batch=1", "--name", "single")
+    run_ok(*words, "--procs", "2", "plan.micro_batch=2", "--name", "two")
+    run_ok(*words, "--procs", "2", "plan.strategy=fsdp", "prompt=the cat", "--name", "sharded")
     assert [e["step"] for e in Run(place / "runs" / "sharded").events() if e["event"] == "remark"] == [5, 8], "a sample of all shards"
     whole = [row["train/loss"] for row in rows(place / "runs" / "whole")]
     for other in ("single", "two", "sharded"):
@@ -271,11 +271,15 @@ def test_what_cannot_be_used_is_named(place: Path) -> None:
             find_base(name)
     write_model(place / "plain", template=None)
     write_jsonl(place / "chats.jsonl", [{"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]}])
-    assert "no chat template" in bad("train", "lora", "base=plain", "data=chats.jsonl", "steps=1")
+    assert "no chat template" in expect_error("train", "lora", "base=plain", "data=chats.jsonl", "steps=1")
     watch = Stopwatch()
-    message = bad("train", "lora", "data=texts.jsonl", "steps=1", "base=nobody/no-such-model", lines=3, HF_ENDPOINT="http://127.0.0.1:9")
+    message = expect_error(
+        "train", "lora", "data=texts.jsonl", "steps=1", "base=nobody/no-such-model", max_lines=3, HF_ENDPOINT="http://127.0.0.1:9"
+    )
     assert "could not be fetched from the hub" in message and "hf download nobody/no-such-model" in message
-    message = bad("train", "lora", "data=nobody/no-such-set", "steps=1", "base=model", lines=3, HF_ENDPOINT="http://127.0.0.1:9")
+    message = expect_error(
+        "train", "lora", "data=nobody/no-such-set", "steps=1", "base=model", max_lines=3, HF_ENDPOINT="http://127.0.0.1:9"
+    )
     assert "could not be fetched from the hub" in message and "hf download nobody/no-such-set --repo-type dataset" in message
     assert watch.seconds < 60, "the hub's client would try again and again"
 
@@ -288,9 +292,9 @@ def test_half_a_mistake_in_the_targets_is_named_too(place: Path) -> None:
 def test_a_plain_file_trains_as_it_is(place: Path) -> None:
     """One document, whose end is held out."""
     Path("story.txt").write_text("\n".join(sentences(60)))
-    good("train", "lora", "base=model", "data=story.txt", "context=64", "steps=4", "--name", "story")
+    run_ok("train", "lora", "base=model", "data=story.txt", "context=64", "steps=4", "--name", "story")
     assert "eval/perplexity" in rows("runs/story")[-1]
-    good("train", "lora", "base=model", "data=story.txt", "context=64", "steps=4", "held_out=0", "--name", "all")
+    run_ok("train", "lora", "base=model", "data=story.txt", "context=64", "steps=4", "held_out=0", "--name", "all")
     assert "eval/perplexity" not in rows("runs/all")[-1]
 
 
@@ -314,7 +318,7 @@ def test_predict_begins_as_training_does(place: Path) -> None:
 
 def test_prompts_that_leave_nothing_to_learn_are_refused(place: Path) -> None:
     write_jsonl(place / "long.jsonl", [{"prompt": " ".join(["cat"] * 90), "completion": "sat"} for _ in range(4)])
-    message = bad("train", "lora", "base=model", "data=long.jsonl", "long=truncate", "context=64", "steps=1")
+    message = expect_error("train", "lora", "base=model", "data=long.jsonl", "long=truncate", "context=64", "steps=1")
     assert "nothing is left to learn: raise context" in message
 
 
@@ -391,7 +395,7 @@ def test_guide_000s_recipe_trains(place: Path) -> None:
     recipe = Path(__file__).parents[2] / "recipes" / "lora-guide-000.yaml"
     assert "drivetrain train recipes/lora-guide-000.yaml" in recipe.read_text()
     (place / "lines.txt").write_text("\n\n".join(sentences(40)) + "\n")
-    out = good("train", str(recipe), "base=model", "data=lines.txt", "unit=lines", "steps=3", "context=30")
+    out = run_ok("train", str(recipe), "base=model", "data=lines.txt", "unit=lines", "steps=3", "context=30")
     assert "40 documents" in out and "longer ones were truncated" in out, "all lines are learned, each in a row of its own"
     assert "step 3/3" in out and "perplexity" not in out
     config = json.loads((place / "runs" / "lora-001" / "model" / "adapter_config.json").read_text())
@@ -402,7 +406,7 @@ def test_guide_000s_recipe_trains(place: Path) -> None:
 def test_a_plan_needs_neither_weights_nor_a_gpu(folder: Path) -> None:
     """Frozen weights count in half precision, and only the adapters have gradients and an optimizer's state."""
     words = ["plan", "lora", "base=shape:135m", "context=64", "global_batch=8", "--hardware", "2xL4-24GB", "--json"]
-    plan = json.loads(good(*words, XDG_CACHE_HOME=str(folder / "cache")))["plan"]
+    plan = json.loads(run_ok(*words, XDG_CACHE_HOME=str(folder / "cache")))["plan"]
     parts = plan["predicted"]["memory_bytes"]
     assert plan["precision"] == "bf16"
     assert 0.26e9 < parts["parameters"] < 0.31e9, parts
@@ -418,7 +422,7 @@ def test_a_7b_shape_is_planned_and_explained(place: Path, machine: str, precisio
     (place / "model" / "model.safetensors").unlink()
     LlamaConfig(**SHAPES["7b"]).save_pretrained(place / "model")
     words = ["plan", "lora", "base=model", "data=texts.jsonl", "context=512", "global_batch=16", "--hardware", machine]
-    told = json.loads(good(*words, "--json"))
+    told = json.loads(run_ok(*words, "--json"))
     plan = told["plan"]
     assert (plan["precision"], plan["world_size"]) == (precision, int(machine[0]))
     assert plan["activation_checkpointing"] is again or plan["strategy"] == "fsdp"

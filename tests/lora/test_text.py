@@ -23,7 +23,7 @@ from drivetrain.tasks.lora.base_model import ByteTokenizer
 from drivetrain.tasks.lora.documents import TextSource, _data_set, documents, read_row
 from drivetrain.tasks.lora.text import Tokens, pack, prefix_tokens, tokenise, with_prefix
 from tests.lora.models import TEMPLATE, write_jsonl, write_model
-from tests.patience import Stopwatch
+from tests.waiting import Stopwatch
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=60)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from drivetrain.tasks.rl.envs import Env
 from drivetrain.tasks.rl.envs.cartpole import CartPoleEnv
 from drivetrain.tasks.rl.envs.snake import SnakeEnv
-from tests.rl.referee import Game
+from tests.rl.reference_snake import Game
 
 STEPS = int(os.environ.get("DRIVETRAIN_STEPS", 200_000))  # of the long comparisons
 

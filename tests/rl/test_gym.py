@@ -14,7 +14,7 @@ from torch import Tensor
 from drivetrain.outcomes import Problem
 from drivetrain.tasks.rl.gym import Gym
 from drivetrain.tasks.rl.samples import columns_of
-from tests.command import bad, good
+from tests.command import expect_error, run_ok
 from tests.rl.test_ppo import SequentialRand, TenTimesCount
 
 SMALL = ["epochs=3", "envs=4", "horizon=32", "global_batch=64", "eval_episodes=2", "log_every=1"]
@@ -22,14 +22,14 @@ SMALL = ["epochs=3", "envs=4", "horizon=32", "global_batch=64", "eval_episodes=2
 
 @pytest.mark.system  # it takes its time
 def test_acrobot_is_learned(folder: Path) -> None:
-    good("train", "gym", "world=Acrobot-v1", "epochs=30", "--name", "one")
+    run_ok("train", "gym", "world=Acrobot-v1", "epochs=30", "--name", "one")
     last = [json.loads(line) for line in Path("runs/one/metrics.jsonl").read_text().splitlines()][-1]
     assert last["eval/return"] > -120, last  # random actions end at -500
 
 
 @pytest.mark.system  # it takes its time
 def test_an_interrupted_run_equals_an_uninterrupted_one(folder: Path) -> None:
-    assert "bit-equal" in good("verify-resume", "gym", "world=Acrobot-v1", "--steps", "24", *SMALL)
+    assert "bit-equal" in run_ok("verify-resume", "gym", "world=Acrobot-v1", "--steps", "24", *SMALL)
 
 
 @pytest.mark.parametrize(
@@ -41,12 +41,12 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(folder: Path) -> None:
     ],
 )
 def test_what_cannot_be_learned_is_named(world: str, words: str, folder: Path) -> None:
-    assert words in bad("train", "gym", f"world={world}")
+    assert words in expect_error("train", "gym", f"world={world}")
 
 
 def test_numbered_observations(folder: Path) -> None:
-    good("train", "gym", "world=FrozenLake-v1", *SMALL, "--name", "one")
-    good("export", "one", "-q")
+    run_ok("train", "gym", "world=FrozenLake-v1", *SMALL, "--name", "one")
+    run_ok("export", "one", "-q")
     card = json.loads(Path("runs/one/model/export.json").read_text())
     assert list(card["graphs"]) == ["policy"] and card["graphs"]["policy"]["inputs"][0]["shape"] == ["rows", 1, 16]
 

@@ -18,10 +18,10 @@ from drivetrain.tasks.rl.rollout import Rollout
 from drivetrain.tasks.rl.samples import columns_of
 from drivetrain.tasks.rl.worlds import CartPole
 from drivetrain.watch.files import MetricsFile
-from tests.engine.test_invariance import same
+from tests.engine.test_invariance import assert_same_metrics
 from tests.processes import on_ranks
 from tests.rl.test_ppo import Clock, SequentialRand
-from tests.samples import HARDWARE, rows, weights
+from tests.sample_tasks import HARDWARE, rows, weights
 
 SMALL: dict[str, Any] = {"epochs": 4, "envs": 8, "horizon": 8, "global_batch": 32, "passes": 2, "eval_episodes": 0, "log_every": 1, "save_every": "1ep"}  # fmt: skip
 ALONE = Group(0, 1, torch.device("cpu"))
@@ -76,7 +76,7 @@ def train(folder: str, settings: dict[str, Any], stop: int | None, group: Group)
 def test_processes_share_one_scale_and_one_curve(tmp_path: Path) -> None:
     [(alone, expected, _)] = on_ranks(1, train, str(tmp_path / "one"), SMALL, None)
     (together, first, _), (_, second, _) = on_ranks(2, train, str(tmp_path / "two"), SMALL, None)
-    same(alone, together, 2e-4)
+    assert_same_metrics(alone, together, 2e-4)
     assert first == second and torch.allclose(torch.tensor(first), torch.tensor(expected), rtol=1e-4)
 
 

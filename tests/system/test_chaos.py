@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import good, write_task
+from tests.command import run_ok, write_task
 
 FAULTS = 15
 
@@ -17,7 +17,7 @@ FAULTS = 15
 def test_mixed_faults_change_nothing(procs: int, folder: Path) -> None:
     write_task()
     words = ["small.py", "--procs", str(procs), "--faults", str(FAULTS), "--steps", "60", "--seed", str(procs), "--keep", "kept"]
-    output = good("chaos", *words, seconds=1100)
+    output = run_ok("chaos", *words, seconds=1100)
     print(output)
     report = json.loads(Path("kept/report.json").read_text())
     assert report["struck"] >= FAULTS - 1, report["missed"]  # one that falls after the last save finds nothing to strike
@@ -28,7 +28,7 @@ def test_mixed_faults_change_nothing(procs: int, folder: Path) -> None:
 @pytest.mark.timeout(1200)
 def test_hosts_that_come_and_go_lose_no_sample(folder: Path) -> None:
     write_task()
-    print(good("chaos", "small.py", "--hosts", "2", "--keep", "kept", seconds=1100))
+    print(run_ok("chaos", "small.py", "--hosts", "2", "--keep", "kept", seconds=1100))
     report = json.loads(Path("kept/report.json").read_text())
     assert report["struck"] == report["faults"] == 3 and set(report["seconds"]) == {"host", "agent", "cut"}
     assert report["resized"] and not report["samples_lost"] + report["samples_repeated"]

@@ -9,24 +9,24 @@ import pytest
 import torch
 
 from drivetrain.engine.group import Group
-from tests import samples
-from tests.gpu.kinds import KINDS
-from tests.samples import rows, weights
+from tests import sample_tasks
+from tests.gpu.hard_tasks import GPU_TASKS
+from tests.sample_tasks import rows, weights
 
 pytestmark = pytest.mark.system
 ALONE = Group(0, 1, torch.device("cpu"))
 
 
 def train(name: str, folder: Path, compiled: str, stop: int | None = None, **settings: Any) -> Any:
-    samples.TASKS.setdefault(name, KINDS[name])
-    job = samples.training(name, str(folder), ALONE, settings, {"compile": compiled, "micro_batch": 8})
+    sample_tasks.TASKS.setdefault(name, GPU_TASKS[name])
+    job = sample_tasks.training(name, str(folder), ALONE, settings, {"compile": compiled, "micro_batch": 8})
     job.run_to_end(stop)
     job.setup.observer.close()
     return job
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", ["Augmented", "Parts", "Attention"])
+@pytest.mark.parametrize("name", ["Augmented", "LossParts", "Attention"])
 def test_compiled_training_learns_and_resumes_exactly(name: str, tmp_path: Path) -> None:
     """With dropout, augmentation, counts, accumulation and a partial last batch; the transformer by its blocks."""
     plain = train(name, tmp_path / "plain", "off")
@@ -43,7 +43,7 @@ def test_compiled_training_learns_and_resumes_exactly(name: str, tmp_path: Path)
 
 
 def test_without_dropout_compiled_steps_follow_eager_ones(tmp_path: Path) -> None:
-    train("Parts", tmp_path / "plain", "off")
-    train("Parts", tmp_path / "compiled", "on")
+    train("LossParts", tmp_path / "plain", "off")
+    train("LossParts", tmp_path / "compiled", "on")
     for a, b in zip(rows(tmp_path / "plain"), rows(tmp_path / "compiled"), strict=True):
         assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-4)

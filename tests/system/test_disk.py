@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from drivetrain.outcomes import Outcome
-from tests.command import drivetrain, good, write_task
-from tests.samples import rows, weights
+from tests.command import run_drivetrain, run_ok, write_task
+from tests.sample_tasks import rows, weights
 
 BIG = ("Linear(64, self.hidden)", "Linear(64, self.hidden), nn.Linear(self.hidden, self.hidden)")
 
@@ -33,10 +33,10 @@ def small_disk(folder: Path) -> Iterator[Path]:
 def test_a_disk_that_fills_up(small_disk: Path) -> None:
     write_task(change=BIG)
     words = ["train", "small.py", "hidden=512", "epochs=3", "save_every=10", "keep=2"]
-    good(*words, "--name", "whole")
+    run_ok(*words, "--name", "whole")
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(6_000_000))
-    done = drivetrain(*words, "--run-dir", str(small_disk / "run"))
+    done = run_drivetrain(*words, "--run-dir", str(small_disk / "run"))
     assert "was not saved: the disk is full: " in done.stdout and "MB are missing" in done.stdout and "training goes on" in done.stdout
     assert done.returncode == Outcome.INFRA.code
     assert "Make room, then: drivetrain resume" in done.stderr
@@ -44,7 +44,7 @@ def test_a_disk_that_fills_up(small_disk: Path) -> None:
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-00000010"], "the old one stays, and no rest of the failed ones"
     assert json.loads((run / "run.json").read_text())["outcome"] == "infra"
     ballast.unlink()
-    good("resume", str(run))
+    run_ok("resume", str(run))
     assert rows(run) == rows("runs/whole")
     assert weights(run) == weights("runs/whole")
 
@@ -58,7 +58,7 @@ def test_a_disk_that_fills_up_with_the_shards_of_several_ranks(strategy: str, sm
     words = ["train", "small.py", "hidden=512", "epochs=3", "save_every=10", "keep=2", f"plan.strategy={strategy}", "--procs", "2"]
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(6_000_000))
-    done = drivetrain(*words, "--run-dir", str(small_disk / "run"))
+    done = run_drivetrain(*words, "--run-dir", str(small_disk / "run"))
     assert done.returncode == Outcome.INFRA.code, done.stdout + done.stderr
     missing = re.search(
         r"at step 20 \(([\d.]+) MB\) was not saved: the disk is full: ([\d.]+) MB are missing \(([\d.]+) MB free\)", done.stdout
@@ -69,7 +69,7 @@ def test_a_disk_that_fills_up_with_the_shards_of_several_ranks(strategy: str, sm
     run = small_disk / "run"
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-00000010"]
     ballast.unlink()
-    good("resume", str(run))
+    run_ok("resume", str(run))
 
 
 def test_a_disk_that_is_full_from_the_start(small_disk: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_disk_that_is_full_from_the_start(small_disk: Path) -> None:
         (small_disk / "ballast").write_bytes(bytes(20_000_000))
     except OSError:
         pass
-    done = drivetrain("train", "small.py", "--run-dir", str(small_disk / "run"))
+    done = run_drivetrain("train", "small.py", "--run-dir", str(small_disk / "run"))
     assert done.returncode == 2
     assert "cannot write the run directory" in done.stderr
     assert "No space left" in done.stderr

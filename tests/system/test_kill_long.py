@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.killing import break_and_compare
+from tests.killing import kill_and_compare
 
 KILLS = int(os.environ.get("DRIVETRAIN_KILLS", 0))
 WAYS = [(1, False), (1, True), (2, False), (2, True)] if KILLS else [(1, False), (2, True)]
@@ -17,4 +17,4 @@ WAYS = [(1, False), (1, True), (2, False), (2, True)] if KILLS else [(1, False),
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("procs", "loader"), WAYS)
 def test_many_kills(procs: int, loader: bool, folder: Path) -> None:
-    print(break_and_compare(procs, loader, KILLS or 4, seed=random.randrange(10**6)))
+    print(kill_and_compare(procs, loader, KILLS or 4, seed=random.randrange(10**6)))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import drivetrain
+from tests.command import run_drivetrain
 
 ROUND = 150  # seconds: 150 steps, a save and an evaluation
 ROUNDS = max(2, int(os.environ.get("DRIVETRAIN_MINUTES", 0)) * 60 // ROUND + 1)
@@ -67,7 +67,7 @@ class Patient(Task):
 def test_slow_is_not_hung(folder: Path) -> None:
     Path("patient.py").write_text(TASK)
     words = [f"steps={150 * ROUNDS}", "--procs", "2", "--restarts", "0", "--hang-after", "5s", "--name", "patient"]
-    done = drivetrain("train", "patient.py", *words, seconds=LIMIT)
+    done = run_drivetrain("train", "patient.py", *words, seconds=LIMIT)
     told = f"{done.stdout}\n{done.stderr}"
     assert done.returncode == 0, told
     assert not list(Path("runs/patient/logs").glob("hang-*")), told

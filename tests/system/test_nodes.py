@@ -18,9 +18,9 @@ from drivetrain.chaos.hosts import Host, hosts
 from drivetrain.chaos.report import compare_samples
 from drivetrain.outcomes import Problem
 from drivetrain.runs import Run
-from tests.command import COMMAND, TASK, environment, good, write_task
-from tests.patience import Stopwatch, until
-from tests.samples import rows
+from tests.command import COMMAND, TASK, environment, run_ok, write_task
+from tests.sample_tasks import rows
+from tests.waiting import Stopwatch, wait_until
 
 SLOW = ("return F.cross", "import time; time.sleep(0.05 * model.training)\n        return F.cross")
 STEPS = "steps=260"
@@ -77,7 +77,7 @@ def reached(what: str, holds: Callable[[], Any], seconds: float = 240) -> float:
     """Wait; gives the seconds it took, with all of the machine."""
     watch = Stopwatch()
     try:
-        until(holds, what, seconds)
+        wait_until(holds, what, seconds)
     except AssertionError as never:
         told = "\n".join(f"--- {path.stem}\n{path.read_text()}" for path in sorted(Path().glob("host*.log")))
         raise AssertionError(f"{never}\n{told}") from None
@@ -99,7 +99,7 @@ def break_it(way: str, host: Host, second: Agent) -> None:
 @pytest.mark.parametrize("way", ["host", "cable"])
 def test_a_lost_host_costs_seconds_and_comes_back(way: str, pair: list[Host], folder: Path) -> None:
     write()
-    good("train", "small.py", STEPS, "plan.threads=1", "plan.compile=off", "--name", "whole", DRIVETRAIN_SAMPLES="1")
+    run_ok("train", "small.py", STEPS, "plan.threads=1", "plan.compile=off", "--name", "whole", DRIVETRAIN_SAMPLES="1")
     one, two = pair
     first = start(one)
     reached("a host that waits", lambda: "waiting at" in first.output)

@@ -33,7 +33,7 @@ from tests.browser import Browser, served
 
 ROOT = Path(__file__).parent.parent.parent
 SEEDS = [0, 7, 4_000_000_000]
-MOMENTS = """(async (episode, steps) => {
+KILL_POINTS = """(async (episode, steps) => {
   drivetrain.pause();
   const moments = [await drivetrain.reset(episode)];
   while (moments.length <= steps && !moments.at(-1).done) moments.push(await drivetrain.step());
@@ -74,7 +74,7 @@ def address() -> Iterator[str]:
 
 def open_page(browser: Browser, url: str, **how: Any) -> None:
     browser(open=url, **how)
-    browser.until("window.drivetrain?.state()")
+    browser.wait_until("window.drivetrain?.state()")
 
 
 def test_the_committed_build_is_that_of_the_sources(web: Path, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_each_step_is_pythons(name: str, episode: int, browser: Browser, address
     env, greedy = world_of(name)
     agent, ids = Exported(name, env.agents), torch.tensor([episode])
     open_page(browser, f"{address}#{name}")
-    moments = browser(run=f"{MOMENTS}({episode}, 120)")
+    moments = browser(run=f"{KILL_POINTS}({episode}, 120)")
     assert len(moments) > 100
     free = env.reset(episode_uniform(ids, 0, env.chances))
     near = 1e-4 if name == "cartpole" else 0.0
@@ -179,7 +179,7 @@ def test_the_next_episode_follows(browser: Browser, address: str) -> None:
     open_page(browser, f"{address}#cartpole")
     browser(run=f"{END}(3)")
     browser(run="drivetrain.play()")
-    browser.until("drivetrain.state().episode === 4 && document.getElementById('seed').value === '4'")
+    browser.wait_until("drivetrain.state().episode === 4 && document.getElementById('seed').value === '4'")
 
 
 PHONES = [(320, 568), (360, 740), (390, 740), (568, 320), (844, 390), (932, 430)]
@@ -239,7 +239,7 @@ def test_a_persons_death_is_told_and_another_game_offered(browser: Browser, addr
         assert f"You died at step {moment['steps']}" in browser(run=notice) and "The others play on" in browser(run=notice)
         browser(press="ArrowUp")  # of no use any more, and not for the next game either
         browser(click="#again") if again == "click" else browser(press="Enter")
-        browser.until("drivetrain.state().episode === 1 && drivetrain.state().steps > 0")
+        browser.wait_until("drivetrain.state().episode === 1 && drivetrain.state().steps > 0")
         assert browser(run="document.getElementById('play').textContent") == "Pause", "it plays"
         assert "You died" not in browser(run=notice)
         browser(run="drivetrain.pause()")
@@ -255,17 +255,17 @@ def test_a_person_is_not_hurried_into_the_next_episode(browser: Browser, address
     browser(choose=["#person", "0"])
     browser(run=f"{END}(5)")
     browser(run="drivetrain.play()")
-    browser.until("document.getElementById('notice').innerText.includes('Over after')")
+    browser.wait_until("document.getElementById('notice').innerText.includes('Over after')")
     browser(run="new Promise((done) => setTimeout(done, 2000))")
     assert browser(run="drivetrain.state().episode") == 5
     browser(choose=["#person", ""])
-    browser.until("drivetrain.state().episode === 6")
+    browser.wait_until("drivetrain.state().episode === 6")
 
 
 def test_opened_from_disk_it_says_what_it_needs(browser: Browser, tmp_path: Path) -> None:
     play.write_site(play.site(play.shipped_agents()), tmp_path / "a site")
     browser(open=(tmp_path / "a site" / "index.html").as_uri())
-    text = browser.until("document.getElementById('notice').innerText")
+    text = browser.wait_until("document.getElementById('notice').innerText")
     assert "needs a web server" in text and "drivetrain play" in text and "Loading" not in text
     assert not browser(run="document.getElementById('progress').offsetParent")
 
@@ -283,12 +283,12 @@ def test_controls(browser: Browser, address: str) -> None:
     browser(press="Space")
     assert browser(run="document.getElementById('play').textContent") == "Play"
     browser(click="#reset")
-    browser.until("drivetrain.state().steps === 0")
+    browser.wait_until("drivetrain.state().steps === 0")
     browser(click="#step")
-    browser.until("drivetrain.state().steps === 1")
+    browser.wait_until("drivetrain.state().steps === 1")
     assert browser(run="document.getElementById('greedy').value") == "drawn", "as the run's own evaluation"
     browser(choose=["#agent", "agents/cartpole"])
-    browser.until("drivetrain.state()?.state.motion && document.getElementById('greedy').value === 'likeliest'")
+    browser.wait_until("drivetrain.state()?.state.motion && document.getElementById('greedy').value === 'likeliest'")
     assert browser(run="document.getElementById('facts').textContent.includes('cartpole')")
 
 
@@ -306,7 +306,7 @@ def test_a_broken_model_is_named(file: str, content: bytes | None, said: str, br
         files[path] = content
     with served(files) as url:
         browser(open=f"{url}#snake")
-        browser.until("document.querySelector('#notice.trouble')")
+        browser.wait_until("document.querySelector('#notice.trouble')")
         text = browser(run="document.getElementById('notice').innerText")
         assert path in text and said in text and "drivetrain export RUN" in text
         assert browser(run="document.querySelector('fieldset').disabled")
@@ -320,7 +320,7 @@ def test_an_agent_beside_another_grids_world_is_named(browser: Browser, tmp_path
     other: play.Site = {"agents/snake/policy.onnx": tmp_path / "policy.onnx", "agents/snake/export.json": json.dumps(card).encode()}
     with served(play.site(play.shipped_agents()) | other) as url:
         browser(open=f"{url}#snake")
-        browser.until("document.querySelector('#notice.trouble')")
+        browser.wait_until("document.querySelector('#notice.trouble')")
         text = browser(run="document.getElementById('notice').innerText")
         assert "agents/snake/policy.onnx" in text and "drivetrain export RUN" in text
         assert "takes observation of 4x5x10x10, reset.onnx gives 4x5x20x20: they are of different worlds" in text

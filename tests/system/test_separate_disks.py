@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import TASK, Started, free_port, losses, only_run, run, start, write_task
+from tests.launching import TASK, StartedCommand, free_port, losses, only_run, run, start, write_task
 
 pytestmark = pytest.mark.system
 
@@ -25,7 +25,7 @@ def task(tmp_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def two_disks(folder: Path, second: Path) -> Iterator[tuple[Started, Started]]:
+def two_disks(folder: Path, second: Path) -> Iterator[tuple[StartedCommand, StartedCommand]]:
     """Two ranks in the same path, where the second rank sees another folder."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 2}
     words = shlex.join(map(str, [folder, *TRAIN]))

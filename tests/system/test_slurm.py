@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.launching import STEPS, environment, events, info, is_training, losses, only_run, run, start, write_task
-from tests.patience import until
 from tests.system.slurm import Cluster, cluster
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
 
@@ -58,9 +58,9 @@ def test_srun_with_two_tasks_on_one_node(task: Path, own: list[float], slurm: Cl
 
 def test_scancel_leaves_a_run_from_which_the_repeated_command_goes_on(task: Path, own: list[float], slurm: Cluster) -> None:
     with start(*TWO_NODES, folder=task, SLURM_CONF=slurm.config, NAP=0.1) as srun:
-        until(lambda: is_training(task), "some steps")
-        (step,) = slurm.ask("squeue", "-h", "--steps", "-o", "%i").split()
-        slurm.ask("scancel", "--signal=TERM", step)
+        wait_until(lambda: is_training(task), "some steps")
+        (step,) = slurm.run("squeue", "-h", "--steps", "-o", "%i").split()
+        slurm.run("scancel", "--signal=TERM", step)
         assert srun.wait() == 200, srun.output
     stopped = only_run(task)
     assert info(stopped)["outcome"] == "preempted"
@@ -78,7 +78,7 @@ def test_in_a_batch_script_without_srun_one_process_trains(task: Path, own: list
     script.write_text(f"#!/bin/bash\n{' '.join(TRAIN)}\n")
     flags = ("--parsable", "--nodes=2", "--ntasks=2", "--output=job.log", f"--export=ALL,PATH={environment()['PATH']}")
     job = run("sbatch", *flags, script, folder=task, SLURM_CONF=slurm.config).strip()
-    until(lambda: slurm.ask("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").strip() == "COMPLETED", "the job's end")
+    wait_until(lambda: slurm.run("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").strip() == "COMPLETED", "the job's end")
     trained = only_run(task)
     assert info(trained)["plan"]["world_size"] == 1
     assert "srun" not in (task / "job.log").read_text()

@@ -28,7 +28,7 @@ from drivetrain.outcomes import Outcome
 from drivetrain.plan import Plan
 from drivetrain.watch.time_breakdown import TimeBreakdown
 from tests.launching import free_port
-from tests.patience import until
+from tests.waiting import wait_until
 
 LOCAL, SECRET = "127.0.0.1", "a secret of many letters"
 RECIPE = {"task": "small.py", "settings": {"seed": 12345}}
@@ -101,7 +101,7 @@ def test_without_the_token_nobody_joins_or_learns_anything(observed: ObservedLea
         assert set(json.loads(greeting)) == {"drivetrain", "nonce"}, "nothing that identifies the run"
         stranger.sendall(b'{"proof": "' + b"0" * 64 + b'"}\n')
         assert json.loads(stranger.recv(4096)) == {"refused": "token"} and stranger.recv(1) == b""
-    until(lambda: observed.noticed("away that did not know the token, last from 127.0.0.1"), "a notice")
+    wait_until(lambda: observed.noticed("away that did not know the token, last from 127.0.0.1"), "a notice")
     monkeypatch.setenv("DRIVETRAIN_TOKEN", "another secret altogether")
     with pytest.raises(Problem, match="the token here is not that of the run"):
         observed.join()
@@ -154,9 +154,9 @@ def test_an_eavesdropper_reads_no_recipe_and_cannot_replay_what_it_recorded(obse
     eavesdropper = Eavesdropper(observed.port)
     me = rendezvous.join((LOCAL, eavesdropper.port), (1, 2), 1, 1, lambda text: None, RECIPE)
     assert isinstance(me, Member)
-    until(lambda: observed.leader._peers, "a member")
+    wait_until(lambda: observed.leader._peers, "a member")
     me.link.close()
-    until(lambda: not observed.leader.connected_peers(), "no member")
+    wait_until(lambda: not observed.leader.connected_peers(), "no member")
     assert (
         b"12345" not in eavesdropper.up + eavesdropper.down
         and b"small.py" not in eavesdropper.up
@@ -176,7 +176,7 @@ def test_only_its_owner_may_read_the_token_file(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     observed = ObservedLeader()
     threading.Thread(target=observed.leader.wait_for_members, daemon=True).start()
-    until(lambda: observed.noticed("DRIVETRAIN_TOKEN="), "the command for the other machines")
+    wait_until(lambda: observed.noticed("DRIVETRAIN_TOKEN="), "the command for the other machines")
     (file,) = (tmp_path / "state").rglob("127.0.0.1-*")
     assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
     assert observed.noticed(file.read_text().splitlines()[0]), "printed once, as part of the command"
@@ -294,7 +294,7 @@ class FakeSupervisor:
 
 
 def begin_attempt(observed: ObservedLeader, *names: str) -> FakeSupervisor:
-    until(lambda: len(observed.leader._peers) == len(names), "all machines")
+    wait_until(lambda: len(observed.leader._peers) == len(names), "all machines")
     observed.leader.max_nodes = 1 + len(names)
     observed.leader.wait_for_members()
     observed.leader.start_attempt("both", Plan(), {})
@@ -315,10 +315,10 @@ def test_one_invalid_message_excludes_its_sender_and_nothing_else(
     elif odd == "flood":
         for _ in range(link.MAX_QUEUED + 2):
             rogue.send(messages.HangReport(0, []))
-        until(lambda: observed.leader._peers[0].link.fault, "a queue that is full")
+        wait_until(lambda: observed.leader._peers[0].link.fault, "a queue that is full")
     else:
         rogue.send(messages.TimeSpent(TimeBreakdown.unknown(ranks=3)))
-    until(lambda: observed.leader.check(supervisor) or supervisor.aborted, "an attempt that ends")  # type: ignore[arg-type, func-returns-value]
+    wait_until(lambda: observed.leader.check(supervisor) or supervisor.aborted, "an attempt that ends")  # type: ignore[arg-type, func-returns-value]
     assert supervisor.aborted == ["the machine rogue was lost"]
     assert [kind for kind, _ in observed.events] == ["machine-lost"] and observed.noticed("lost rogue: ")
     monkeypatch.undo()
@@ -339,7 +339,7 @@ def test_a_machine_that_only_sends_heartbeats_is_excluded(observed: ObservedLead
     assert supervisor.aborted == ["the machine rogue was lost"] and observed.noticed("excluded, for it did not begin the attempt")
     rogue.close()
     join_as(observed).close()  # it may try once more
-    until(lambda: not observed.leader.connected_peers(), "no member")
+    wait_until(lambda: not observed.leader.connected_peers(), "no member")
 
 
 def test_a_machine_that_starts_the_attempt_stays(observed: ObservedLeader, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,11 +356,11 @@ def test_a_lost_machine_is_named_and_logged(observed: ObservedLeader) -> None:
     honest = join_as(observed, "node7")
     supervisor = begin_attempt(observed, "node7")
     honest.close()
-    until(lambda: observed.leader.check(supervisor) or supervisor.aborted, "a lost machine")  # type: ignore[arg-type, func-returns-value]
+    wait_until(lambda: observed.leader.check(supervisor) or supervisor.aborted, "a lost machine")  # type: ignore[arg-type, func-returns-value]
     observed.leader.wait_for_members()
     assert observed.noticed("more machine, without node7 (lost ")
     join_as(observed, "node7").close()
-    until(lambda: len(observed.events) > 1, "the machine's return")
+    wait_until(lambda: len(observed.events) > 1, "the machine's return")
     assert [(kind, detail["machine"]) for kind, detail in observed.events][:2] == [("machine-lost", "node7"), ("machine-back", "node7")]
 
 
@@ -397,16 +397,16 @@ def test_a_flood_of_connections_is_survived_and_reported() -> None:
         lines: list[str] = []
         threading.Thread(target=lambda: lines.extend(process.stdout or []), daemon=True).start()
         try:
-            until(lambda: "full\n" in lines, "no descriptor left", of=process)
+            wait_until(lambda: "full\n" in lines, "no descriptor left", process=process)
             port = next(int(line.split()[1]) for line in lines if line.startswith("port "))
             for _ in range(100):
                 sock = stack.enter_context(socket.socket())
                 sock.setblocking(False)
                 sock.connect_ex((LOCAL, port))
-            until(lambda: any("cannot accept connections for a moment" in line for line in lines), "a notice", of=process)
+            wait_until(lambda: any("cannot accept connections for a moment" in line for line in lines), "a notice", process=process)
             process.stdin.write("\n")
             process.stdin.flush()
-            until(lambda: "free\n" in lines, "descriptors again", of=process)
+            wait_until(lambda: "free\n" in lines, "descriptors again", process=process)
             me = rendezvous.join((LOCAL, port), (1, 2), 1, 1, lambda text: None, {"a": 1})
             assert isinstance(me, Member) and me.link.is_alive, "beside a hundred silent connections"
             me.link.close()

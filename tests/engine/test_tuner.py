@@ -28,9 +28,9 @@ from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observer
 from drivetrain.engine.step import Step
 from drivetrain.plan import Plan
-from tests import samples
+from tests import sample_tasks
 from tests.processes import on_ranks
-from tests.samples import Bag, Listed, Loaded, Plain, rows, weights
+from tests.sample_tasks import CustomBatch, DictDataset, LoaderTask, Plain, rows, weights
 
 ALONE = Group(0, 1, torch.device("cpu"))
 
@@ -44,7 +44,7 @@ class Facts(Observer):
 
 
 def train(name: str, folder: Path, pins: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
-    job = samples.training(name, str(folder), ALONE, settings, pins)
+    job = sample_tasks.training(name, str(folder), ALONE, settings, pins)
     facts = Facts()
     job.setup.observer.members.append(facts)
     job.run_to_end()
@@ -145,19 +145,19 @@ def test_what_does_not_compile_cunningly_is_compiled_simply(fault: str, tmp_path
 
 
 def test_loader_workers_follow_from_what_loading_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slow(Listed):
+    class Slow(DictDataset):
         def __getitem__(self, i: int) -> Any:
             time.sleep(0.01)  # far above what a step takes, even on busy cores
             return super().__getitem__(i)
 
-    train("Loaded", tmp_path / "quick", {"workers": 0}, epochs=4)
-    monkeypatch.setattr(Loaded, "train_data", lambda self: Slow(self.samples, self.noise))
-    plan = train("Loaded", tmp_path / "slow", {"threads": 4}, epochs=4)
+    train("LoaderTask", tmp_path / "quick", {"workers": 0}, epochs=4)
+    monkeypatch.setattr(LoaderTask, "train_data", lambda self: Slow(self.samples, self.noise))
+    plan = train("LoaderTask", tmp_path / "slow", {"threads": 4}, epochs=4)
     assert plan["workers"] == 2, plan["reasons"]["workers"]
     load, work = (float(ms) for ms in re.findall(r"([\d.]+) ms", plan["reasons"]["workers"]))
     assert work < load / 2, "what steps wait for data is no work of theirs"
     assert rows(tmp_path / "slow") == rows(tmp_path / "quick")
-    assert train("Loaded", tmp_path / "pinned", {"threads": 4, "workers": 1}, epochs=4)["workers"] == 1
+    assert train("LoaderTask", tmp_path / "pinned", {"threads": 4, "workers": 1}, epochs=4)["workers"] == 1
 
 
 def test_forms_tell_apart_what_a_graph_cannot_change() -> None:
@@ -165,9 +165,9 @@ def test_forms_tell_apart_what_a_graph_cannot_change() -> None:
     assert form_of({"x": x, "n": 1}) == form_of({"x": x + 1, "n": 1})
     assert form_of({"x": x, "n": 1}) != form_of({"x": x, "n": 2})
     assert form_of({"x": x}) != form_of({"x": x[:2]}) != form_of([x[:2]])
-    bag = Bag(x, x)
+    bag = CustomBatch(x, x)
     assert form_of([bag]) != form_of([bag]), "what cannot be looked into is never the same"
-    assert uncapturable_kind({"x": x, "bag": bag}) == "Bag" and not uncapturable_kind((None, x, ["text", 1]))
+    assert uncapturable_kind({"x": x, "bag": bag}) == "CustomBatch" and not uncapturable_kind((None, x, ["text", 1]))
 
 
 class Lazy(dict[str, Any]):
@@ -254,7 +254,7 @@ def test_blame_names_the_users_line() -> None:
     with pytest.raises(RuntimeError) as caught:
         user_code()
     text = explain_failure(caught.value)
-    assert text.startswith("test_pace.py:") and "`raise RuntimeError(" in text and "cannot be done while" in text
+    assert text.startswith("test_tuner.py:") and "`raise RuntimeError(" in text and "cannot be done while" in text
 
 
 def test_deep_models_are_compiled_by_block() -> None:
@@ -265,7 +265,7 @@ def test_deep_models_are_compiled_by_block() -> None:
     assert not repeated_blocks(unlike), "blocks of other sizes would each be compiled anew"
 
 
-@pytest.mark.parametrize("name", ["Augmented", "Tokens", "Parts", "Loaded", "Walk", "Plain", "OwnOptimizer"])
+@pytest.mark.parametrize("name", ["Augmented", "TokenMean", "LossParts", "LoaderTask", "RandomWalkTask", "Plain", "OwnOptimizer"])
 @pytest.mark.parametrize("micro_batch", [16, 5])
 def test_a_step_that_finds_its_number_on_the_device_is_the_same_step(
     name: str, micro_batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -303,7 +303,7 @@ def test_a_step_that_finds_its_number_on_the_device_is_the_same_step(
     monkeypatch.setattr(Step, "graphs", property(lambda self: Calls(), lambda self, value: None), raising=False)
     monkeypatch.setattr(execution, "Graphs", lambda *_: Calls())
     for stop in (10, None):
-        job = samples.training(name, str(tmp_path / "ahead"), ALONE, options, pins)
+        job = sample_tasks.training(name, str(tmp_path / "ahead"), ALONE, options, pins)
         job.run_to_end(stop)
         job.setup.observer.close()
     if name in ("Augmented", "Plain") and micro_batch == 16:
@@ -326,7 +326,7 @@ def scaled(monkeypatch: pytest.MonkeyPatch, factor: float = 1.0002) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: lambda *args: scale(function(*args)))
 
 
-@pytest.mark.parametrize("name", ["Taught", "Odd", "Parts"])
+@pytest.mark.parametrize("name", ["MovingAverageTeacher", "UnusualModel", "LossParts"])
 def test_trying_out_leaves_no_trace(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A moving average in the forward pass, sparse gradients, counts."""
     monkeypatch.setattr(tuner, "MIN_SECONDS_TO_COMPILE", 0.0)
@@ -350,7 +350,7 @@ def test_resumed_at_any_place_the_same_batches_run_compiled(
     train("Plain", tmp_path / "plain", pins | {"compile": "off"}, epochs=4)
     assert rows(tmp_path / "whole") != rows(tmp_path / "plain")
     for end in (stop, None):
-        job = samples.training("Plain", str(tmp_path / "broken"), ALONE, {"epochs": 4}, pins)
+        job = sample_tasks.training("Plain", str(tmp_path / "broken"), ALONE, {"epochs": 4}, pins)
         job.run_to_end(end)
         job.setup.observer.close()
     assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
@@ -362,7 +362,7 @@ def test_a_pinned_compile_holds_on_resume(tmp_path: Path, monkeypatch: pytest.Mo
 
     def go_on(folder: str, first: str, second: str) -> list[dict[str, Any]]:
         for choice, stop in ((first, 10), (second, None)):
-            job = samples.training("Plain", str(tmp_path / folder), ALONE, {"epochs": 4}, {"compile": choice})
+            job = sample_tasks.training("Plain", str(tmp_path / folder), ALONE, {"epochs": 4}, {"compile": choice})
             job.run_to_end(stop)
             job.setup.observer.close()
         return rows(tmp_path / folder)
@@ -374,7 +374,7 @@ def test_a_pinned_compile_holds_on_resume(tmp_path: Path, monkeypatch: pytest.Mo
 
 def _always_worth_it(folder: str, group: Group) -> int:
     tuner.MIN_SECONDS_TO_COMPILE = 0.0  # in a process of its own
-    return len(samples.train("RankLogs", folder, {"epochs": 4}, None, None, group))
+    return len(sample_tasks.train("CountsOnRank0", folder, {"epochs": 4}, None, None, group))
 
 
 def test_ranks_that_differ_take_one_way(tmp_path: Path) -> None:
@@ -385,13 +385,13 @@ def test_ranks_that_differ_take_one_way(tmp_path: Path) -> None:
 def test_a_derived_optimizer_is_handed_scaled_gradients(tmp_path: Path) -> None:
     """Not a factor that its kernel might never see."""
     for derived in (True, False):
-        train("Derived", tmp_path / str(derived), clip=0.05, derived=derived)
+        train("SubclassedOptimizer", tmp_path / str(derived), clip=0.05, derived=derived)
     for a, b in zip(rows(tmp_path / "True"), rows(tmp_path / "False"), strict=True):
         assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-5)
 
 
 def test_columns_that_change_are_another_form(tmp_path: Path) -> None:
-    job = samples.training("Stretched", str(tmp_path), ALONE, {"epochs": 6}, None)
+    job = sample_tasks.training("ChangingColumnsTask", str(tmp_path), ALONE, {"epochs": 6}, None)
     seen = []
     plain = job.setup.feed.begin_epoch
 
@@ -431,7 +431,7 @@ def test_tables_of_random_numbers_have_a_budget() -> None:
 
 
 def test_measuring_the_loader_opens_nothing_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Opens(Listed):
+    class Opens(DictDataset):
         opened = False
 
         def __getitem__(self, i: int) -> Any:
@@ -439,7 +439,7 @@ def test_measuring_the_loader_opens_nothing_in_this_process(tmp_path: Path, monk
             time.sleep(0.001)
             return super().__getitem__(i)
 
-    feed = train_feed(Loaded(), Opens(101, 0.0), Plan(global_batch=16, micro_batch=16), ALONE)
+    feed = train_feed(LoaderTask(), Opens(101, 0.0), Plan(global_batch=16, micro_batch=16), ALONE)
     assert isinstance(feed, LoaderFeed)
     seconds = feed.measure_loading_seconds()
     assert seconds is not None and 0.016 < seconds < 1.0 and not Opens.opened
