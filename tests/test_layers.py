@@ -46,7 +46,7 @@ def imported_names(nodes: Iterator[ast.AST]) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"run_drivetrain(\.\w+)+", node.value):
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"drivetrain(\.\w+)+", node.value):
             yield node.value
 
 

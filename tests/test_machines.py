@@ -68,8 +68,8 @@ def test_slow_work_on_one_machine_is_no_hang(folder: Path) -> None:
     """A slow first step of the second, slow evaluations and a slow save of the first: each longer than the shortest hang."""
     write_hanging_task("sleep", "forward", rank=-1)
     slow = {
-        'at("loss")': "globals().setdefault('first', os.environ['RANK'] != '1' or time.sleep(5))",
-        'at("metrics")': "time.sleep(4 * (os.environ['RANK'] == '0'))",
+        'reached("loss")': "globals().setdefault('first', os.environ['RANK'] != '1' or time.sleep(5))",
+        'reached("metrics")': "time.sleep(4 * (os.environ['RANK'] == '0'))",
     }
     text = (folder / "stuck.py").read_text()
     for old, new in slow.items():
