@@ -49,7 +49,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 SLOW_TESTS = (
     "README.md",
     "test_slow_is_not_hung",
-    "test_killed_at_every_named_moment",
+    "test_killed_at_every_observation_point",
     "test_golden_plans",
 )  # they start first: started last, they would run alone while the other pytest worker has nothing to do
 

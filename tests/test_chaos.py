@@ -41,8 +41,10 @@ def test_outages_are_drawn_from_a_seed_and_spare_the_leader() -> None:
 @pytest.mark.timeout(1200)
 def test_one_fault_of_each_kind_changes_nothing(folder: Path) -> None:
     write_task()
-    output = run_ok("chaos", "small.py", "--procs", "2", "--faults", str(len(USUAL_KINDS)), "--steps", "60", "--keep", "kept", seconds=800)
-    report = json.loads(Path("kept/report.json").read_text())
+    output = run_ok(
+        "chaos", "small.py", "--procs", "2", "--faults", str(len(USUAL_KINDS)), "--steps", "60", "--keep", "results", seconds=800
+    )
+    report = json.loads(Path("results/report.json").read_text())
     assert report["struck"] == report["faults"] == len(USUAL_KINDS), output
     assert report["weights_equal"] and report["rows_equal"] and not report["samples_lost"] + report["samples_repeated"]
     assert "passed" in output and "none lost, none repeated" in output
@@ -74,16 +76,16 @@ def test_a_fault_strikes_inside_an_eager_step() -> None:
     assert injector.has_struck
 
 
-def test_a_task_that_does_not_repeat_fails(folder: Path) -> None:
+def test_a_task_with_unseeded_randomness_fails(folder: Path) -> None:
     """The comparison can fail: this model is initialised differently at each start."""
     write_task(
         change=("return nn.Sequential(", "import os; torch.manual_seed(int.from_bytes(os.urandom(4)))\n        return nn.Sequential(")
     )
-    done = run_drivetrain("chaos", "small.py", "--schedule", "slow@step:3", "--steps", "12")
-    assert done.returncode == 1 and "NOT SO: differ" in done.stdout, done.stdout + done.stderr
+    process = run_drivetrain("chaos", "small.py", "--schedule", "slow@step:3", "--steps", "12")
+    assert process.returncode == 1 and "NOT SO: differ" in process.stdout, process.stdout + process.stderr
 
 
-def test_bad_flags_are_refused(folder: Path) -> None:
+def test_wrong_flags_are_refused(folder: Path) -> None:
     write_task()
     assert "--kinds flood: there are" in expect_error("chaos", "small.py", "--kinds", "flood")
     assert "--kinds cut: there are die" in expect_error("chaos", "small.py", "--kinds", "cut")

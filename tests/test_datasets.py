@@ -1,4 +1,4 @@
-"""IDX and CIFAR-10 files: where they are found, checks, downloads (once, continued, verified), and errors without a network."""
+"""IDX and CIFAR-10 files are found in folders, checked, and downloaded once; a download is continued and verified."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_mnist_trains_from_files(zipped: bool, folder: Path) -> None:
     assert "Dataset:            mnist" in Path("runs/mnist-001/summary.txt").read_text()
 
 
-def test_the_small_cnn_has_as_many_parameters_as_the_guides() -> None:
+def test_the_small_cnn_has_as_many_parameters_as_in_the_guide() -> None:
     assert sum(p.numel() for p in SmallCNN().parameters()) == 225_034
 
 
@@ -85,16 +85,16 @@ class _Server(http.server.BaseHTTPRequestHandler):
     requests: list[str | None] = []
 
     def do_GET(self) -> None:
-        wanted = self.headers.get("Range")
-        self.requests.append(wanted)
+        byte_range = self.headers.get("Range")
+        self.requests.append(byte_range)
         if self.path == "/moved":
             self.send_response(302)
             self.send_header("Location", "ftp://127.0.0.1/file.gz")
             self.end_headers()
             return
-        start = int(wanted.split("=")[1].rstrip("-")) if wanted else 0
+        start = int(byte_range.split("=")[1].rstrip("-")) if byte_range else 0
         body = self.content[start:]
-        self.send_response(206 if wanted else 200)
+        self.send_response(206 if byte_range else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.break_after is not None:
@@ -109,7 +109,7 @@ class _Server(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[_Server]]]:
-    monkeypatch.setattr(datasets, "SCHEMES", ("http",))  # a server here has no certificate
+    monkeypatch.setattr(datasets, "SCHEMES", ("http",))  # the test's server has no certificate
 
     class Server(_Server):
         content = np.random.default_rng(0).bytes(700_000)
@@ -145,14 +145,14 @@ def test_a_download_with_another_hash_is_deleted(server: tuple[str, type[_Server
 @pytest.mark.parametrize("part", [b"", b"other bytes"])
 def test_a_tampered_file_is_removed_with_a_message_of_one_line(part: bytes, server: tuple[str, type[_Server]], tmp_path: Path) -> None:
     address, handler = server
-    known = hashlib.sha256(handler.content).hexdigest()
+    sha256 = hashlib.sha256(handler.content).hexdigest()
     if part:
         (tmp_path / ".file.gz.part").write_bytes(part)
     else:
         handler.content = handler.content[:-1] + b"!"
-    with pytest.raises(Problem, match="SHA-256") as told:
-        datasets.fetch(address, tmp_path / "file.gz", known, "bring it")
-    assert len(str(told.value).splitlines()) == 1
+    with pytest.raises(Problem, match="SHA-256") as error:
+        datasets.fetch(address, tmp_path / "file.gz", sha256, "bring it")
+    assert len(str(error.value).splitlines()) == 1
     assert [p.name for p in tmp_path.iterdir()] == [".file.gz.lock"]
 
 
@@ -166,8 +166,8 @@ def test_only_encrypted_urls_are_downloaded(server: tuple[str, type[_Server]], t
     assert len(handler.requests) == 1
     sources = [datasets.CIFAR10_URL, *(address for address, _ in datasets.IDX_SOURCES.values())]
     assert all(source.startswith("https://") for source in sources)
-    sums = [datasets.CIFAR10_SHA256, *(one for _, files in datasets.IDX_SOURCES.values() for one in files.values())]
-    assert [len(one) for one in sums] == [64] * 9
+    hashes = [datasets.CIFAR10_SHA256, *(sha256 for _, files in datasets.IDX_SOURCES.values() for sha256 in files.values())]
+    assert [len(sha256) for sha256 in hashes] == [64] * 9
 
 
 @pytest.mark.parametrize("load", [lambda where: datasets.idx("mnist", "train", where), lambda where: datasets.cifar10("train", where)])

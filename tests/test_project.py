@@ -81,7 +81,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_projects_modules_that_a_task_imports(layout: str, folder: Path) -> None:
+def test_all_project_modules_that_a_task_imports_are_copied(layout: str, folder: Path) -> None:
     file, files, expected = LAYOUTS[layout]
     write(files)
     assert copied_modules(file) == expected
@@ -90,7 +90,7 @@ def test_the_projects_modules_that_a_task_imports(layout: str, folder: Path) -> 
     run = Run(Path("runs/a"))
     store_task(run, path, task.package)
     copy = TaskRef("task", str((run.path / "task" / task.path_in_run).resolve()), "T", package=task.package, origin=task.path)
-    assert copy.digest() == task.digest(), "the copies are the same training"
+    assert copy.digest() == task.digest(), "the copies have the same digest"
     for name in expected:
         changed = next(p for p in (Path(name), Path("src") / name, path.parent / name) if p.is_file())
         before, text = task.digest(), changed.read_text()
@@ -129,7 +129,7 @@ def test_a_task_may_be_named_as_a_module(folder: Path) -> None:
 
 
 def test_two_versions_of_a_module_are_loaded_in_one_process(folder: Path) -> None:
-    """As a notebook does: each run's task has its own modules, and modules that were imported before stay."""
+    """As in a notebook: each run's task uses its own copies, and modules that were already imported stay."""
     tasks = []
     for version in ("old", "new"):
         write({"changing/__init__.py": "", "changing/part.py": f"VALUE = {version!r}", "changing/note.txt": version})
@@ -168,10 +168,10 @@ def test_a_run_uses_its_copies_of_modules(folder: Path) -> None:
     text = run_ok("resume", "a", "steps=4")
     assert "version 1 noted" in text
     assert "from step 2 of 4" in text
-    other.write_text("def say():\n    raise RuntimeError('odd')\n")
-    done = run_drivetrain("train", "exp/pkg/task.py", "steps=2", "--procs", "2", "--name", "b")
-    assert f'File "{other.resolve()}", line 2, in say' in done.stderr, done.stderr
-    # It died before its first step, so the corrected command starts anew under the same name.
+    other.write_text("def say():\n    raise RuntimeError('no version')\n")
+    process = run_drivetrain("train", "exp/pkg/task.py", "steps=2", "--procs", "2", "--name", "b")
+    assert f'File "{other.resolve()}", line 2, in say' in process.stderr, process.stderr
+    # The run has taken no step, so the corrected command restarts it under the same name.
     other.write_text("def say():\n    print('version 3')\n")
     text = run_ok("train", "exp/pkg/task.py", "steps=3", "hidden=8", "--name", "b")
     assert "b stopped before its first step: starting it anew" in text
@@ -185,8 +185,8 @@ def test_a_task_of_an_imported_package_trains(folder: Path) -> None:
     Path("script.py").write_text(
         "import drivetrain\nfrom pkg.task import Mine\nif __name__ == '__main__':\n    drivetrain.train(Mine(steps=2), name='a', quiet=True)\n"
     )
-    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, env=environment())
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, env=environment())
+    assert process.returncode == 0, process.stderr
     assert sorted(p.relative_to("runs/a/task").as_posix() for p in Path("runs/a/task").rglob("*.py")) == [
         "pkg/__init__.py",
         "pkg/base.py",

@@ -11,8 +11,8 @@ from tests.command import expect_error, run_ok, write_task
 def test_a_run_ends_after_evaluations_without_a_better_metric(folder: Path) -> None:
     write_task()
     words = ["train", "small.py", "epochs=40", "learning_rate=0", "best=accuracy"]
-    out = run_ok(*words, "patience=3", "--name", "short")
-    assert "3 evaluations without a better accuracy" in out
+    output = run_ok(*words, "patience=3", "--name", "short")
+    assert "3 evaluations without a better accuracy" in output
     info = json.loads((folder / "runs" / "short" / "run.json").read_text())
     assert info["status"] == "finished"
     rows = [json.loads(line) for line in (folder / "runs" / "short" / "metrics.jsonl").read_text().splitlines()]
