@@ -1,4 +1,4 @@
-"""PPO: advantages of each agent, truncated episodes, dead agents; the same curve after interruptions and over any number of processes."""
+"""PPO: advantages, truncated episodes, dead agents; the metrics are the same after interruptions and on any number of processes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class SequentialRand:
 
 
 def test_a_truncated_episode_counts_the_value_of_its_next_observation() -> None:
-    """The third step is truncated: the next observation (a count of 3) has the value 30, not 0 as the new episode's first."""
+    """The third step is truncated: its next observation (a count of 3) has the value 30, not the value 0 of the new episode."""
     columns = columns_of(Rollout(Clock(), 1, 4, 1, 0.5, 1.0).collect(TenTimesCount(), SequentialRand(1), lambda t: t)[:])
     targets = [1 + 0.5 * (1 + 0.5 * (1 + 0.5 * 30)), 1 + 0.5 * (1 + 0.5 * 30), 1 + 0.5 * 30, 1 + 0.5 * 10]
     assert columns["target"].tolist() == targets
@@ -113,9 +113,9 @@ def test_dead_agents_do_not_count() -> None:
     model = ConvAgent(env.shape, env.actions)
     changed = batch | {"columns": batch["columns"].clone()}
     changed["columns"][is_alive == 0, COLUMNS.index("advantage")] = 1e6
-    (first, count), _ = task.loss(model, batch)
-    (again, _), _ = task.loss(model, changed)
-    assert float(first.detach()) == float(again.detach()) and float(count) == float(is_alive.sum())
+    (loss, count), _ = task.loss(model, batch)
+    (loss_of_changed, _), _ = task.loss(model, changed)
+    assert float(loss.detach()) == float(loss_of_changed.detach()) and float(count) == float(is_alive.sum())
 
 
 def test_actions_are_sampled_with_the_policys_probabilities() -> None:
@@ -132,7 +132,7 @@ def test_the_network_of_guide_003_has_its_number_of_parameters() -> None:
 # --- through the command ------------------------------------------------------------------------
 
 
-@pytest.mark.system  # it takes its time
+@pytest.mark.system  # slow
 def test_an_interrupted_run_equals_an_uninterrupted_one(folder: Path) -> None:
     assert "bit-equal" in run_ok("verify-resume", "cartpole", "--steps", "40", *SMALL, "horizon=6", "global_batch=24")
     assert "bit-equal" in run_ok(
@@ -151,21 +151,21 @@ def test_processes_share_the_environments_with_the_same_curve(procs: int, folder
 
 
 def test_env_steps_count_steps_of_environments() -> None:
-    """In each of them all agents act; a sample of an LSTM is several steps."""
+    """All agents act in one step of an environment; a sample of an LSTM has several steps."""
     assert Rollout(SnakeEnv(4, 5, 5), 6, 8, 2, 0.99, 0.95).speeds == {"env_steps": 1 / 8}
     assert Rollout(CartPoleEnv(), 6, 40, 1, 0.99, 0.95, chunk=20, memory=16).speeds == {"env_steps": 20}
 
 
 def test_cartpole_is_solved_with_its_default_settings(folder: Path) -> None:
     run_ok("train", "cartpole", "--name", "solved", "eval_episodes=1000", "eval_every=1000ep")
-    last = [json.loads(line) for line in Path("runs/solved/metrics.jsonl").read_text().splitlines()][-1]
-    assert last["eval/return"] >= 475, last
+    last_row = [json.loads(line) for line in Path("runs/solved/metrics.jsonl").read_text().splitlines()][-1]
+    assert last_row["eval/return"] >= 475, last_row
 
 
 def test_the_bandit_reaches_100_percent(folder: Path) -> None:
     run_ok("train", "bandit", "--name", "probe")
-    last = rows("runs/probe")[-1]
-    assert last["eval/return"] == last["eval/length"] == 100.0, "a lower return is a fault in the learner"
+    last_row = rows("runs/probe")[-1]
+    assert last_row["eval/return"] == last_row["eval/length"] == 100.0, "a lower return is a fault in the learner"
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rl.md").read_text()
@@ -176,8 +176,8 @@ EXAMPLE = PAGE.partition("```python\n")[2].partition("```")[0]
 def test_the_documented_environment_is_learned(folder: Path) -> None:
     Path("walk.py").write_text(EXAMPLE)
     run_ok("train", "walk.py:Walk", "--name", "walk")
-    last = [json.loads(line) for line in Path("runs/walk/metrics.jsonl").read_text().splitlines()][-1]
-    assert last["eval/return"] > 0.75 and last["eval/length"] < 4.5, last
+    last_row = [json.loads(line) for line in Path("runs/walk/metrics.jsonl").read_text().splitlines()][-1]
+    assert last_row["eval/return"] > 0.75 and last_row["eval/length"] < 4.5, last_row
 
 
 @pytest.mark.parametrize(
@@ -252,14 +252,14 @@ def test_rewards_in_float64_are_accepted() -> None:
 
 @pytest.mark.parametrize("kind", [0, 1])
 def test_the_first_fault_of_a_run_is_stored(kind: int) -> None:
-    steps, none = 4, torch.zeros(3, dtype=torch.int64)
+    steps, zeros = 4, torch.zeros(3, dtype=torch.int64)
     observation, reward = torch.zeros(3, steps, 1, 2), torch.zeros(3, steps, 1)
-    faults = first_fault(none, none + 1, reward, observation)
+    faults = first_fault(zeros, zeros + 1, reward, observation)
     assert fault_text(Clock(), faults, steps) == ""
     (observation, reward)[kind][2, 1] = float("nan")
-    faults = first_fault(faults, none + 2, reward, observation)
-    later = first_fault(faults, none + 3, torch.full_like(reward, torch.inf), observation)
-    assert torch.equal(later[2:], faults[2:]), "the first counts"
+    faults = first_fault(faults, zeros + 2, reward, observation)
+    later = first_fault(faults, zeros + 3, torch.full_like(reward, torch.inf), observation)
+    assert torch.equal(later[2:], faults[2:]), "only the first fault is stored"
     assert fault_text(Clock(), later, steps).endswith("environment 2, step 2 of collection 2")
     assert ("reward" in fault_text(Clock(), later, steps)) == bool(kind)
 
@@ -357,23 +357,23 @@ class Recall(Ppo):
 """
 
 
-@pytest.mark.system  # it takes its time
+@pytest.mark.system  # slow
 def test_an_lstm_remembers_what_a_perceptron_cannot(folder: Path) -> None:
     Path("recall.py").write_text(RECALL)
     run_ok("train", "recall.py:Recall", "net=lstm", "epochs=80", "plan.threads=1", "--name", "lstm")
     run_ok("train", "recall.py:Recall", "global_batch=640", "plan.threads=1", "--name", "mlp")
-    last = {name: rows(f"runs/{name}")[-1]["eval/return"] for name in ("lstm", "mlp")}
-    assert last["lstm"] > 0.95 and last["mlp"] < 0.8, last
+    returns = {name: rows(f"runs/{name}")[-1]["eval/return"] for name in ("lstm", "mlp")}
+    assert returns["lstm"] > 0.95 and returns["mlp"] < 0.8, returns
     assert "bit-equal" in run_ok("verify-resume", "recall.py:Recall", "net=lstm", "plan.threads=1", "--steps", "20")
     run_ok("export", "lstm", "-q")
     card = json.loads(Path("runs/lstm/model/export.json").read_text())
-    assert [put["name"] for put in card["graphs"]["policy"]["inputs"]] == ["observation", "random", "memory"]
+    assert [tensor["name"] for tensor in card["graphs"]["policy"]["inputs"]] == ["observation", "random", "memory"]
     assert "take global_batch=64" in expect_error("train", "recall.py:Recall", "net=lstm", "global_batch=50")
     assert "horizon=20 is no multiple of chunk=6" in expect_error("train", "recall.py:Recall", "net=lstm", "chunk=6")
 
 
 def test_an_unrolled_lstm_gives_the_logits_and_values_of_the_collection() -> None:
-    """In every step, also in chunks within which an episode ends."""
+    """This holds in every step, also in chunks in which an episode ends."""
     torch.manual_seed(0)
     agent = LstmAgent(4, 2, 8)
     rollout = Rollout(CartPoleEnv(), 16, 60, 1, 0.99, 0.95, chunk=20, memory=16)

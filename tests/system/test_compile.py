@@ -28,16 +28,16 @@ def train(name: str, folder: Path, compiled: str, stop: int | None = None, **set
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", ["Augmented", "LossParts", "Attention"])
 def test_compiled_training_learns_and_resumes_exactly(name: str, tmp_path: Path) -> None:
-    """With dropout, augmentation, counts, accumulation and a partial last batch; the transformer by its blocks."""
-    plain = train(name, tmp_path / "plain", "off")
-    whole = train(name, tmp_path / "whole", "on")
-    assert plain.execution.step.compiled is None and whole.execution.step.compiled is not None, whole.execution.tuner.findings
+    """With dropout, augmentation, counts, accumulation and a partial last batch; the transformer is compiled block by block."""
+    eager = train(name, tmp_path / "plain", "off")
+    compiled = train(name, tmp_path / "uninterrupted", "on")
+    assert eager.execution.step.compiled is None and compiled.execution.step.compiled is not None, compiled.execution.tuner.findings
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled at all"
     for stop in (5, None):
-        train(name, tmp_path / "broken", "on", stop)
-    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
-    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
-    first, last = rows(tmp_path / "whole")[0], rows(tmp_path / "whole")[-1]
+        train(name, tmp_path / "resumed", "on", stop)
+    assert rows(tmp_path / "resumed") == rows(tmp_path / "uninterrupted")
+    assert weights(tmp_path / "resumed") == weights(tmp_path / "uninterrupted")
+    first, last = rows(tmp_path / "uninterrupted")[0], rows(tmp_path / "uninterrupted")[-1]
     assert first["train/loss"] == pytest.approx(rows(tmp_path / "plain")[0]["train/loss"], rel=0.3)
     assert last["train/loss"] < first["train/loss"]
 

@@ -1,4 +1,4 @@
-"""The verdict names the right rank and line: ten hangs, drawn by seed from thirty."""
+"""The verdict names the right rank and line in ten hangs, drawn at random from thirty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Out of memory 30 times, on any rank, step and micro-batch: no rank waits for ever."""
+"""Out of memory 30 times, on random ranks, steps and micro-batches: no rank waits forever."""
 
 from __future__ import annotations
 

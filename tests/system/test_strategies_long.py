@@ -1,6 +1,6 @@
-"""The strategies once more: every stage at every size, and kill -9 through the command line.
+"""More combinations of strategies, ZeRO stages, tasks and world sizes, and SIGKILL through the command line.
 
-Each kind of task meets every third strategy, and each strategy every third kind; DRIVETRAIN_EVERY=1 takes all pairs.
+One in three pairs of a task and a strategy is tested; DRIVETRAIN_EVERY=1 takes all pairs.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def pairs(one: list[Any], other: list[Any]) -> list[tuple[Any, Any]]:
-    return [(a, b) for i, a in enumerate(one) for j, b in enumerate(other) if EVERY or (i + j) % 3 == 0]
+def pairs(first: list[Any], second: list[Any]) -> list[tuple[Any, Any]]:
+    return [(a, b) for i, a in enumerate(first) for j, b in enumerate(second) if EVERY or (i + j) % 3 == 0]
 
 
 @pytest.mark.parametrize(("precision", "pins"), pairs(["fp32", "bf16"], [{}, *ALL]), ids=label)
 def test_every_strategy_on_four_processes(pins: dict[str, Any], precision: str, tmp_path: Path) -> None:
     reference = run("Transformer", tmp_path / "one", 1, {}, precision=precision)
-    found = run("Transformer", tmp_path / "four", 4, pins | {"micro_batch": 2}, precision=precision)
-    assert_same_metrics(reference, found, 1e-5 if precision == "fp32" else 8e-3)
+    sharded = run("Transformer", tmp_path / "four", 4, pins | {"micro_batch": 2}, precision=precision)
+    assert_same_metrics(reference, sharded, 1e-5 if precision == "fp32" else 8e-3)
 
 
 @pytest.mark.parametrize(("kind", "pins"), pairs(KINDS, ALL), ids=label)
@@ -52,7 +52,9 @@ def test_every_kind_on_three_processes(kind: tuple[str, dict[str, Any]], pins: d
 @pytest.mark.parametrize("pins", ALL, ids=label)
 def test_batchnorm_and_activation_checkpointing(pins: dict[str, Any], tmp_path: Path) -> None:
     assert_same_metrics(
-        run("BatchNormBlocks", tmp_path / "ddp", 2, {}, **SGD), run("BatchNormBlocks", tmp_path / "found", 2, pins | RECOMPUTE, **SGD), 1e-4
+        run("BatchNormBlocks", tmp_path / "ddp", 2, {}, **SGD),
+        run("BatchNormBlocks", tmp_path / "sharded", 2, pins | RECOMPUTE, **SGD),
+        1e-4,
     )
 
 
@@ -61,20 +63,20 @@ def test_batchnorm_and_activation_checkpointing(pins: dict[str, Any], tmp_path: 
 )
 def test_stopped_twice_and_resumed(pins: dict[str, Any], tmp_path: Path) -> None:
     settings = ADAM | {"dropout": 0.2, "eval_every": 3}
-    run("Transformer", tmp_path / "whole", 2, pins | {"micro_batch": 3}, **settings)
+    run("Transformer", tmp_path / "uninterrupted", 2, pins | {"micro_batch": 3}, **settings)
     for stop in (2, 5, None):
-        run("Transformer", tmp_path / "broken", 2, pins | {"micro_batch": 3}, stop, **settings)
-    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
-    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+        run("Transformer", tmp_path / "resumed", 2, pins | {"micro_batch": 3}, stop, **settings)
+    assert rows(tmp_path / "resumed") == rows(tmp_path / "uninterrupted")
+    assert weights(tmp_path / "resumed") == weights(tmp_path / "uninterrupted")
 
 
 @pytest.mark.parametrize(("kind", "pins"), pairs(["rmsprop", "count"], ALL), ids=label)
 def test_a_users_own_optimizer_is_resumed(kind: str, pins: dict[str, Any], tmp_path: Path) -> None:
-    run("OwnOptimizer", tmp_path / "whole", 2, pins, kind=kind, clip=0.5)
+    run("OwnOptimizer", tmp_path / "uninterrupted", 2, pins, kind=kind, clip=0.5)
     for stop in (3, 9, None):
-        run("OwnOptimizer", tmp_path / "broken", 2, pins, stop, kind=kind, clip=0.5)
-    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
-    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+        run("OwnOptimizer", tmp_path / "resumed", 2, pins, stop, kind=kind, clip=0.5)
+    assert rows(tmp_path / "resumed") == rows(tmp_path / "uninterrupted")
+    assert weights(tmp_path / "resumed") == weights(tmp_path / "uninterrupted")
 
 
 @pytest.mark.parametrize("pins", [FSDP2, ZERO1, ZERO2, ZERO3], ids=label)
@@ -91,23 +93,23 @@ KILLED += [["plan.strategy=deepspeed", f"plan.zero_stage={stage}"] for stage in 
 
 @pytest.mark.parametrize("words", KILLED if EVERY else KILLED[:1], ids=label)
 def test_killed_and_run_again(words: list[str], folder: Path) -> None:
-    """kill -9 of everything, while it writes, between a file and its publication, and at any time."""
+    """All processes are killed while a checkpoint is written, before it is published, and at another time."""
     write_task(change=SLOW)
     command = ["train", "small.py", *SETTINGS, "epochs=8", *words, "--procs", "2"]
-    run_ok(*command, "--name", "whole")
+    run_ok(*command, "--name", "uninterrupted")
     for fault in ("save:2", "written:3", "rename:4", ""):
         variables = environment(DRIVETRAIN_FAULTS=f"kill@{fault}") if fault else environment()
-        front = subprocess.Popen([*COMMAND, *command, "--name", "broken", "-q"], env=variables, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen([*COMMAND, *command, "--name", "resumed", "-q"], env=variables, stdin=subprocess.DEVNULL)
         try:
-            front.wait(timeout=None if fault else 12)
-            assert not fault or front.returncode != 0, f"the fault {fault} did not come"
+            process.wait(timeout=None if fault else 12)
+            assert not fault or process.returncode != 0, f"the fault {fault} did not come"
         except subprocess.TimeoutExpired:
-            kill_with_children(front)
+            kill_with_children(process)
         time.sleep(1)
-    run_ok(*command, "--name", "broken")
-    assert rows("runs/broken") == rows("runs/whole")
-    assert weights("runs/broken") == weights("runs/whole")
-    assert not [name for name in os.listdir("runs/broken/checkpoints") if name.startswith(".")]
+    run_ok(*command, "--name", "resumed")
+    assert rows("runs/resumed") == rows("runs/uninterrupted")
+    assert weights("runs/resumed") == weights("runs/uninterrupted")
+    assert not [name for name in os.listdir("runs/resumed/checkpoints") if name.startswith(".")]
 
 
 def test_any_strategy_resumes_from_any_other(tmp_path: Path) -> None:
