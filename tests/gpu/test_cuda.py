@@ -39,18 +39,18 @@ def train(name: str, folder: Path, stop: int | None = None, pins: dict[str, Any]
 def test_a_resumed_run_is_bit_equal(name: str, precision: str, tmp_path: Path) -> None:
     pins = {"workers": 2} if name == "LoaderTask" else {}
     options = {"precision": precision, "clip": 1.0}
-    train(name, tmp_path / "whole", pins=pins, **options)
+    train(name, tmp_path / "uninterrupted", pins=pins, **options)
     for stop in (3, 9, None):
-        train(name, tmp_path / "broken", stop, pins, **options)
-    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
-    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+        train(name, tmp_path / "resumed", stop, pins, **options)
+    assert rows(tmp_path / "resumed") == rows(tmp_path / "uninterrupted")
+    assert weights(tmp_path / "resumed") == weights(tmp_path / "uninterrupted")
 
 
 def test_micro_batches_give_one_curve(tmp_path: Path) -> None:
     options = {"precision": "fp32", "optim": "sgd", "clip": 0.5, "learning_rate": 0.2}
-    train("TokenMean", tmp_path / "whole", **options)
+    train("TokenMean", tmp_path / "uninterrupted", **options)
     train("TokenMean", tmp_path / "parts", pins={"micro_batch": 3}, **options)
-    for a, b in zip(rows(tmp_path / "whole"), rows(tmp_path / "parts"), strict=True):
+    for a, b in zip(rows(tmp_path / "uninterrupted"), rows(tmp_path / "parts"), strict=True):
         assert a["train/loss"] == pytest.approx(b["train/loss"], rel=2e-5)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=2e-5)
 
@@ -103,9 +103,9 @@ def test_verify_resume_names_what_does_not_repeat(folder: Path) -> None:
 def test_an_operation_without_a_deterministic_form_is_named(folder: Path) -> None:
     text = CONV.replace("F.cross_entropy(model(x.unsqueeze(1)), y)", "F.cross_entropy(model(x.unsqueeze(1))[:, :, None], y[:, None])")
     Path("conv.py").write_text(text)
-    bad = run_drivetrain("train", "conv.py", "deterministic=true", "--procs", "1")
-    assert bad.returncode == 2
-    assert "nll_loss2d_forward_out_cuda_template has no deterministic form" in bad.stderr
+    refused = run_drivetrain("train", "conv.py", "deterministic=true", "--procs", "1")
+    assert refused.returncode == 2
+    assert "nll_loss2d_forward_out_cuda_template has no deterministic form" in refused.stderr
 
 
 def test_guide_001_on_the_gpu(folder: Path) -> None:

@@ -73,15 +73,15 @@ def events(kind: str) -> list[dict[str, Any]]:
     return [event for event in Run("runs/both").events() if event["event"] == kind]
 
 
-def reached(what: str, holds: Callable[[], Any], seconds: float = 240) -> float:
-    """Wait; gives the seconds it took, with all of the machine."""
-    watch = Stopwatch()
+def seconds_until(description: str, condition: Callable[[], Any], seconds: float = 240) -> float:
+    """Waits until the condition is true; returns the seconds it took, without steal time."""
+    stopwatch = Stopwatch()
     try:
-        wait_until(holds, what, seconds)
-    except AssertionError as never:
-        told = "\n".join(f"--- {path.stem}\n{path.read_text()}" for path in sorted(Path().glob("host*.log")))
-        raise AssertionError(f"{never}\n{told}") from None
-    return watch.seconds
+        wait_until(condition, description, seconds)
+    except AssertionError as error:
+        logs = "\n".join(f"--- {path.stem}\n{path.read_text()}" for path in sorted(Path().glob("host*.log")))
+        raise AssertionError(f"{error}\n{logs}") from None
+    return stopwatch.seconds
 
 
 def step() -> int:
@@ -102,21 +102,21 @@ def test_a_lost_host_costs_seconds_and_comes_back(fault: str, two_hosts: list[Ho
     run_ok("train", "small.py", STEPS, "plan.threads=1", "plan.compile=off", "--name", "reference", DRIVETRAIN_SAMPLES="1")
     one, two = two_hosts
     first = start(one)
-    reached("a host that waits", lambda: "waiting at" in first.output)
+    seconds_until("a host that waits", lambda: "waiting at" in first.output)
     second = start(two)
     try:
-        reached("steps of both", lambda: step() >= 15)
+        seconds_until("steps of both", lambda: step() >= 15)
         cause_loss(fault, two, second)
-        seconds_to_restart = reached("a fresh start", lambda: events("restarted"))
+        seconds_to_restart = seconds_until("a fresh start", lambda: events("restarted"))
         assert seconds_to_restart < MAX_DETECTION_SECONDS, f"{seconds_to_restart:.1f} s"
-        seconds_to_continue = reached("steps of one", lambda: any(e["world_size"] == 1 for e in events("resumed")))
+        seconds_to_continue = seconds_until("steps of one", lambda: any(e["world_size"] == 1 for e in events("resumed")))
         print(f"{fault}: lost for {seconds_to_restart:.1f} s, on one host {seconds_to_continue:.1f} s later")
         if fault == "cable":
             two.mend_cable()
         else:
-            reached("no orphans", lambda: not two.processes(), 20)
+            seconds_until("no orphans", lambda: not two.processes(), 20)
             second = start(two)
-        reached("steps of both again", lambda: [e["world_size"] for e in events("resumed")][-1] == 2)
+        seconds_until("steps of both again", lambda: [e["world_size"] for e in events("resumed")][-1] == 2)
         assert first.process.wait(400) == 0, first.output
         assert second.process.wait(120) == 0, second.output
     finally:
@@ -136,12 +136,12 @@ def test_the_leading_host_may_be_restarted(two_hosts: list[Host], folder: Path) 
     write_slow_task()
     one, two = two_hosts
     first = start(one)
-    reached("a host that waits", lambda: "waiting at" in first.output)
+    seconds_until("a host that waits", lambda: "waiting at" in first.output)
     second = start(two)
     try:
-        reached("steps of both", lambda: step() >= 15)
+        seconds_until("steps of both", lambda: step() >= 15)
         first.kill(workers=False)
-        reached("a member that looks for its leader", lambda: "looking for it again" in second.output)
+        seconds_until("a member that looks for its leader", lambda: "looking for it again" in second.output)
         first = start(one)
         assert first.process.wait(400) == 0, first.output
         assert second.process.wait(120) == 0, second.output
