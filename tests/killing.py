@@ -55,15 +55,15 @@ def kill_with_children(command: subprocess.Popen[bytes]) -> None:
 
 def processes_of_run(name: str) -> list[str]:
     """Returns the processes that have files of the run open."""
-    found = []
+    processes = []
     for process in psutil.process_iter(["cmdline", "name"]):
         try:
             files = [f.path for f in process.open_files()]
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
         if any(f"/runs/{name}/" in f for f in files):
-            found.append(f"{process.pid} {process.info['name']}")
-    return found
+            processes.append(f"{process.pid} {process.info['name']}")
+    return processes
 
 
 def kill_and_compare(procs: int, loader: bool, kills: int, seed: int) -> str:

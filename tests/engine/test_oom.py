@@ -217,7 +217,7 @@ def test_an_evaluation_is_done_again_with_fewer_samples_at_a_time(world: int, tm
         (7, eval_micro_batches[0], eval_micro_batches[1], "evaluation"),
         (14, eval_micro_batches[1], eval_micro_batches[2], "evaluation"),
     ]
-    without_faults = on_ranks(world, train, "LoaderTask", str(tmp_path / "whole"), SGD | {"eval_every": 7}, PINS, None)[0]
+    without_faults = on_ranks(world, train, "LoaderTask", str(tmp_path / "without faults"), SGD | {"eval_every": 7}, PINS, None)[0]
     same_curve(rows(tmp_path / "short"), without_faults)
 
 

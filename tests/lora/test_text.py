@@ -245,7 +245,7 @@ print(len(tokenise(TextSource(sys.argv[1], "lines"), Slow(), print)))
 def test_of_several_processes_one_tokenises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text("abc\nde\n")
-    log = tmp_path / "told"
+    log = tmp_path / "log"
 
     def start(seconds: float) -> subprocess.Popen[bytes]:
         words = [sys.executable, "-c", HOLDER, str(tmp_path / "text.txt"), str(log), str(seconds)]
