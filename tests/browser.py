@@ -27,7 +27,7 @@ class Browser:
         assert "error" not in reply, reply["error"]
         return reply["answer"]
 
-    def until(self, code: str, seconds: float = 120) -> Any:
+    def wait_until(self, code: str, seconds: float = 120) -> Any:
         """Waits until JavaScript code gives a true value; returns it."""
         end = time.monotonic() + seconds
         while not (value := self(run=code)):

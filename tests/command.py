@@ -55,7 +55,7 @@ def write_task(name: str = "small.py", change: tuple[str, str] = ("", ""), text:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Returns this process's environment without variables of launchers or earlier tests."""
+    """Returns this process's environment without variables of launchers and earlier tests."""
     clean = {
         k: v
         for k, v in os.environ.items()
@@ -64,25 +64,25 @@ def environment(**extra: str) -> dict[str, str]:
     return clean | {"PYTHONDONTWRITEBYTECODE": "1"} | extra
 
 
-def drivetrain(*words: str, seconds: float = 500, **extra: str) -> subprocess.CompletedProcess[str]:
+def run_drivetrain(*words: str, seconds: float = 500, **extra: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, *words], capture_output=True, text=True, timeout=seconds, env=environment(**extra), stdin=subprocess.DEVNULL
     )
 
 
-def good(*words: str, **extra: Any) -> str:
+def run_ok(*words: str, **extra: Any) -> str:
     """Runs a command that must succeed; returns its output."""
-    done = drivetrain(*words, **extra)
-    assert done.returncode == 0, f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    process = run_drivetrain(*words, **extra)
+    assert process.returncode == 0, f"{' '.join(words)} ended with {process.returncode}:\n{process.stdout}\n{process.stderr}"
+    return process.stdout
 
 
-def bad(*words: str, code: int = 2, lines: int = 2, **extra: Any) -> str:
+def expect_error(*words: str, code: int = 2, max_lines: int = 2, **extra: Any) -> str:
     """Runs a command that must fail with a short message and no traceback; returns the message."""
-    done = drivetrain(*words, **extra)
-    assert done.returncode == code, f"ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
-    message = done.stderr.strip()
+    process = run_drivetrain(*words, **extra)
+    assert process.returncode == code, f"ended with {process.returncode}:\n{process.stdout}\n{process.stderr}"
+    message = process.stderr.strip()
     assert message.startswith("drivetrain: ")
     assert "Traceback" not in message
-    assert len(message.splitlines()) <= lines, message
+    assert len(message.splitlines()) <= max_lines, message
     return message

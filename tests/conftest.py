@@ -1,4 +1,4 @@
-"""Shared parts of the tests: bodies on several gloo processes, skips that CI does not accept."""
+"""Fixtures and hooks of pytest: tests that run on several gloo processes, and skips that fail in CI."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests share the cores: threads that wait by spinning cost each other tenfold
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests share the cores: threads that spin while they wait slow each other down tenfold
 
-if "XDG_STATE_HOME" not in os.environ:  # tokens of runs that are killed stay there
+if "XDG_STATE_HOME" not in os.environ:  # killed runs leave their tokens in this folder
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="drivetrain-tests-")
     atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
@@ -20,19 +20,19 @@ import pytest
 
 from tests.processes import on_ranks
 from tests.reporting import pytest_addoption, pytest_terminal_summary  # noqa: F401 (hooks of pytest)
-from tests.turns import pytest_runtest_protocol  # noqa: F401 (a hook of pytest)
+from tests.run_alone import pytest_runtest_protocol  # noqa: F401 (a hook of pytest)
 
 
 @pytest.fixture
 def group() -> None:
-    """In a body marked `world_size(n)`: this process's Group."""
+    """Is replaced by this process's Group in tests marked `world_size(n)`."""
 
 
 def _call(module: str, name: str, arguments: dict[str, Any], group: Any) -> None:
-    body = getattr(importlib.import_module(module), name)
+    test = getattr(importlib.import_module(module), name)
     if "group" in arguments:
         arguments["group"] = group
-    body(**arguments)
+    test(**arguments)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -46,24 +46,24 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-LONGEST = (
+SLOW_TESTS = (
     "README.md",
     "test_slow_is_not_hung",
-    "test_killed_at_every_named_moment",
+    "test_killed_at_every_observation_point",
     "test_golden_plans",
-)  # at the end, one of two workers would wait for them
+)  # they start first: started last, they would run alone while the other pytest worker has nothing to do
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "/tests/system/" in str(item.path):
             item.add_marker("system")
-    items.sort(key=lambda item: not any(name in item.name for name in LONGEST))
+    items.sort(key=lambda item: not any(name in item.name for name in SLOW_TESTS))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
-    """Where CI runs, a skip is a failure: it can install what is missing."""
+    """A skipped test fails in CI, which can install what is missing."""
     report = yield
     if report.skipped and os.environ.get("DRIVETRAIN_NO_SKIPS") and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
@@ -74,7 +74,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working folder, with a space in its name."""
-    place = tmp_path / "a folder"
-    place.mkdir()
-    monkeypatch.chdir(place)
-    return place
+    path = tmp_path / "a folder"
+    path.mkdir()
+    monkeypatch.chdir(path)
+    return path

@@ -1,4 +1,4 @@
-"""Start commands and launchers as a user does, end what is left of them, and read what they logged."""
+"""Starts commands and launchers as a user does, kills the processes that remain, and reads the files of the runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-# NAP slows every step down, so that a signal comes in the middle; FAIL names the rank that fails at step 5.
+# The variable NAP slows every step down, so that a signal arrives during training; FAIL names the rank that fails at step 5.
 TASK = """\
 import os
 import time
@@ -49,7 +49,19 @@ class Small(Task):
         return F.cross_entropy(model(images), labels)
 """
 STEPS = 30
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM", "ACCELERATE_", "TORCHELASTIC_", "PET_", "OMP_", "CROSS_", "DRIVETRAIN_")
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "SLURM",
+    "ACCELERATE_",
+    "TORCHELASTIC_",
+    "PET_",
+    "OMP_",
+    "CROSS_",
+    "DRIVETRAIN_",
+)
 BIN = Path(sys.executable).parent
 
 
@@ -60,13 +72,13 @@ def write_task(folder: Path) -> Path:
 
 
 def environment(**variables: object) -> dict[str, str]:
-    """This process's, without what a launcher around the tests may have left, and with the installed commands first."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
+    """Returns this process's environment without variables of launchers, and with this Python's folder of commands first in PATH."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
     return clean | {"PATH": f"{BIN}:{os.environ['PATH']}"} | {k: str(v) for k, v in variables.items()}
 
 
 @dataclass
-class Started:
+class StartedCommand:
     process: subprocess.Popen[bytes]
     file: Path
 
@@ -90,25 +102,25 @@ class Started:
 
 
 @contextlib.contextmanager
-def start(*words: object, folder: Path, **variables: object) -> Iterator[Started]:
-    """A command with both its outputs in one file; whatever of it is left at the end is killed, by pid."""
+def start(*words: object, folder: Path, **variables: object) -> Iterator[StartedCommand]:
+    """Starts a command with stdout and stderr in one file; at the end kills the processes that still run."""
     with tempfile.TemporaryDirectory() as scratch, open(Path(scratch) / "output", "wb") as file:
         process = subprocess.Popen(
             [str(word) for word in words], cwd=folder, env=environment(**variables), stdin=subprocess.DEVNULL, stdout=file, stderr=file
         )
-        started = Started(process, Path(file.name))
+        started = StartedCommand(process, Path(file.name))
         try:
             yield started
         finally:
-            left = started.children() if process.poll() is None else []
-            for one in [*left, process]:
+            children = started.children() if process.poll() is None else []
+            for running in [*children, process]:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    one.kill()
+                    running.kill()
             process.wait()
 
 
 def run(*words: object, folder: Path, **variables: object) -> str:
-    """The output of a command that succeeds."""
+    """Runs a command that must succeed; returns its output."""
     with start(*words, folder=folder, **variables) as started:
         return started.succeed()
 
@@ -119,12 +131,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-# --- what a run wrote --------------------------------------------------------------------------
+# --- files of a run --------------------------------------------------------------------------
 
 
 def only_run(folder: Path) -> Path:
-    (found,) = (folder / "runs").iterdir()
-    return found
+    (run,) = (folder / "runs").iterdir()
+    return run
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -132,7 +144,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 def losses(run: Path) -> list[float]:
-    """The loss of each step; fails where a step is missing or was logged twice."""
+    """Returns the loss of each step; fails if a step is missing or was logged twice."""
     logged = [(row["step"], row["train/loss"]) for row in rows(run) if "train/loss" in row]
     assert [step for step, _ in logged] == list(range(1, STEPS + 1))
     return [loss for _, loss in logged]
@@ -143,10 +155,10 @@ def info(run: Path) -> dict[str, Any]:
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    return [event for event in found if event["event"] == kind]
+    all_events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    return [event for event in all_events if event["event"] == kind]
 
 
 def is_training(folder: Path) -> bool:
-    """A run in this folder has logged some steps."""
+    """Returns whether a run in this folder has logged at least three rows."""
     return any((folder / "runs").glob("*/metrics.jsonl")) and len(rows(only_run(folder))) >= 3

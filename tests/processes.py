@@ -1,4 +1,4 @@
-"""Run a function on several gloo processes, forked from a server that has torch imported already."""
+"""Runs a function on several gloo processes, forked from a server that has already imported torch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would say at its import that it found no GPU
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without it, DeepSpeed prints at its import that there is no GPU
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([
-    "torch", "torch._dynamo", "drivetrain.engine.loop", "drivetrain.engine.state.shards", "tests.deep",
+    "torch", "torch._dynamo", "drivetrain.engine.loop", "drivetrain.engine.state.shards", "tests.deep_tasks",
     "deepspeed", "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.zero.muon.original_muon", "torch._inductor.compile_fx",
 ])  # fmt: skip
 
 
-def _enter(rank: int, size: int, meeting: str, answer: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _run_rank(rank: int, size: int, rendezvous_file: str, results: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     import torch
     import torch.distributed as dist
 
@@ -28,31 +28,33 @@ def _enter(rank: int, size: int, meeting: str, answer: Any, function: Callable[.
     torch.set_num_threads(1)
     try:
         if size > 1:
-            dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+            dist.init_process_group("gloo", init_method=f"file://{rendezvous_file}", rank=rank, world_size=size)
         result = function(*arguments, Group(rank, size, torch.device("cpu")))
-        answer.send((True, result))
+        results.send((True, result))
     except BaseException:
-        answer.send((False, traceback.format_exc()))
+        results.send((False, traceback.format_exc()))
     os._exit(0)
 
 
 def on_ranks(size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 400.0) -> list[Any]:
-    """The results of `function(*arguments, group)` on each of `size` ranks."""
+    """Returns the results of `function(*arguments, group)` on `size` ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        ends, children = [], []
+        receivers, children = [], []
         for rank in range(size):
-            here, there = _CONTEXT.Pipe(duplex=False)
-            child = _CONTEXT.Process(target=_enter, args=(rank, size, str(Path(folder) / "meet"), there, function, arguments), daemon=False)
+            receiver, sender = _CONTEXT.Pipe(duplex=False)
+            child = _CONTEXT.Process(
+                target=_run_rank, args=(rank, size, str(Path(folder) / "rendezvous"), sender, function, arguments), daemon=False
+            )
             child.start()
-            there.close()
-            ends.append(here)
+            sender.close()
+            receivers.append(receiver)
             children.append(child)
         try:
             results = []
-            for rank, end in enumerate(ends):
-                assert end.poll(seconds), f"rank {rank} gave no answer within {seconds:.0f} s"
-                good, value = end.recv()
-                assert good, f"rank {rank} failed:\n{value}"
+            for rank, receiver in enumerate(receivers):
+                assert receiver.poll(seconds), f"rank {rank} gave no answer within {seconds:.0f} s"
+                is_ok, value = receiver.recv()
+                assert is_ok, f"rank {rank} failed:\n{value}"
                 results.append(value)
             return results
         finally:

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_the_pages_show_the_results() -> None:
-    done = subprocess.run([sys.executable, "benchmarks/tables.py", "--check"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "benchmarks/tables.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
 
 
 def test_every_result_says_how_it_was_made() -> None:
@@ -26,39 +26,39 @@ def test_every_result_says_how_it_was_made() -> None:
         assert (ROOT / result["command"].split()[1]).is_file(), path.name
 
 
-@pytest.mark.system  # a minute, of three systems that train
+@pytest.mark.system  # takes a minute
 @pytest.mark.timeout(1200)
 def test_the_vision_benchmark_runs_on_any_machine(tmp_path: Path) -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "benchmarks/vision.py", "--cpu", "--quick", "--json", str(tmp_path / "out.json")],
         cwd=ROOT, capture_output=True, text=True, env=environment(PYTHONPATH=str(ROOT)),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert process.returncode == 0, process.stderr[-3000:]
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [r["name"] for r in rows] == ["the guide's loop, 0 workers", "drivetrain", "Lightning", "Accelerate", "drivetrain"]
     assert all(r["images_per_second"] > 0 for r in rows)
 
 
-@pytest.mark.system  # beside the others
+@pytest.mark.system  # slow
 @pytest.mark.timeout(1200)
 def test_the_benchmark_of_adapters_runs_on_any_machine(tmp_path: Path) -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "benchmarks/lora.py", "--cpu", "--json", str(tmp_path / "out.json")],
         cwd=ROOT, capture_output=True, text=True, env=environment(),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    full, chats = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert full["ratio"] > 0 and chats["ratio"] > 0 and "padded" not in full
-    assert chats["packing_ratio"] > 1, "packing leaves out what padding costs"
+    assert process.returncode == 0, process.stderr[-3000:]
+    full_rows, chat_rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert full_rows["ratio"] > 0 and chat_rows["ratio"] > 0 and "padded" not in full_rows
+    assert chat_rows["packing_ratio"] > 1, "packing is faster than padding"
 
 
-@pytest.mark.system  # it takes its time
+@pytest.mark.system  # slow
 @pytest.mark.timeout(1200)
 def test_the_benchmark_of_tuning_runs_on_any_machine(tmp_path: Path) -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "benchmarks/tune.py", "--quick", "--json", str(tmp_path / "out.json")],
         cwd=ROOT, capture_output=True, text=True, env=environment(PYTHONPATH=":".join(sys.path)),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert process.returncode == 0, process.stderr[-3000:]
     (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert row["finished"] == row["trials"] == 4 and row["steps_per_second"] > 0 and f"{row['best']:.1f}" in done.stdout
+    assert row["finished"] == row["trials"] == 4 and row["steps_per_second"] > 0 and f"{row['best']:.1f}" in process.stdout

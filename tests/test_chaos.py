@@ -14,7 +14,7 @@ from drivetrain.chaos.report import show
 from drivetrain.engine.faults.injection import read_fault
 from drivetrain.outcomes import Problem
 from drivetrain.watch.screen import Screen
-from tests.command import bad, drivetrain, good, write_task
+from tests.command import expect_error, run_drivetrain, run_ok, write_task
 
 
 def test_faults_are_drawn_from_a_seed() -> None:
@@ -41,8 +41,10 @@ def test_outages_are_drawn_from_a_seed_and_spare_the_leader() -> None:
 @pytest.mark.timeout(1200)
 def test_one_fault_of_each_kind_changes_nothing(folder: Path) -> None:
     write_task()
-    output = good("chaos", "small.py", "--procs", "2", "--faults", str(len(USUAL_KINDS)), "--steps", "60", "--keep", "kept", seconds=800)
-    report = json.loads(Path("kept/report.json").read_text())
+    output = run_ok(
+        "chaos", "small.py", "--procs", "2", "--faults", str(len(USUAL_KINDS)), "--steps", "60", "--keep", "results", seconds=800
+    )
+    report = json.loads(Path("results/report.json").read_text())
     assert report["struck"] == report["faults"] == len(USUAL_KINDS), output
     assert report["weights_equal"] and report["rows_equal"] and not report["samples_lost"] + report["samples_repeated"]
     assert "passed" in output and "none lost, none repeated" in output
@@ -50,7 +52,7 @@ def test_one_fault_of_each_kind_changes_nothing(folder: Path) -> None:
 
 def test_a_disk_full_at_the_last_checkpoint_ends_the_command_and_a_repeat_finishes(folder: Path) -> None:
     write_task(change=("return F.cross", "import time; time.sleep(0.1 * model.training)\n        return F.cross"))
-    output = good("chaos", "small.py", "--schedule", "full@save:24:rank=0", "--steps", "24")
+    output = run_ok("chaos", "small.py", "--schedule", "full@save:24:rank=0", "--steps", "24")
     assert "the command ended after full@save:24" in output and "passed" in output
 
 
@@ -74,23 +76,23 @@ def test_a_fault_strikes_inside_an_eager_step() -> None:
     assert injector.has_struck
 
 
-def test_a_task_that_does_not_repeat_fails(folder: Path) -> None:
+def test_a_task_with_unseeded_randomness_fails(folder: Path) -> None:
     """The comparison can fail: this model is initialised differently at each start."""
     write_task(
         change=("return nn.Sequential(", "import os; torch.manual_seed(int.from_bytes(os.urandom(4)))\n        return nn.Sequential(")
     )
-    done = drivetrain("chaos", "small.py", "--schedule", "slow@step:3", "--steps", "12")
-    assert done.returncode == 1 and "NOT SO: differ" in done.stdout, done.stdout + done.stderr
+    process = run_drivetrain("chaos", "small.py", "--schedule", "slow@step:3", "--steps", "12")
+    assert process.returncode == 1 and "NOT SO: differ" in process.stdout, process.stdout + process.stderr
 
 
-def test_bad_flags_are_refused(folder: Path) -> None:
+def test_wrong_flags_are_refused(folder: Path) -> None:
     write_task()
-    assert "--kinds flood: there are" in bad("chaos", "small.py", "--kinds", "flood")
-    assert "--kinds cut: there are die" in bad("chaos", "small.py", "--kinds", "cut")
-    assert "--kinds die: there are host, agent, cut" in bad("chaos", "small.py", "--hosts", "2", "--kinds", "die")
-    assert "argument --hosts: 1: write a whole number of 2 to 8" in bad("chaos", "small.py", "--hosts", "1")
-    assert "a host from 2 to 2" in bad("chaos", "small.py", "--hosts", "2", "--schedule", "cut@step:20:host=1")
-    assert "write kill@POINT:COUNT" in bad("chaos", "small.py", "--schedule", "flood@step:3", "--steps", "12", lines=4)
+    assert "--kinds flood: there are" in expect_error("chaos", "small.py", "--kinds", "flood")
+    assert "--kinds cut: there are die" in expect_error("chaos", "small.py", "--kinds", "cut")
+    assert "--kinds die: there are host, agent, cut" in expect_error("chaos", "small.py", "--hosts", "2", "--kinds", "die")
+    assert "argument --hosts: 1: write a whole number of 2 to 8" in expect_error("chaos", "small.py", "--hosts", "1")
+    assert "a host from 2 to 2" in expect_error("chaos", "small.py", "--hosts", "2", "--schedule", "cut@step:20:host=1")
+    assert "write kill@POINT:COUNT" in expect_error("chaos", "small.py", "--schedule", "flood@step:3", "--steps", "12", max_lines=4)
 
 
 @pytest.mark.parametrize(("difference", "passes"), [(1e-6, True), (130.0, False)])

@@ -1,4 +1,4 @@
-"""IDX and CIFAR-10 files: where they are found, checks, downloads (once, continued, verified), and errors without a network."""
+"""IDX and CIFAR-10 files are found in folders, checked, and downloaded once; a download is continued and verified."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.tasks import datasets
 from drivetrain.tasks.vision.nets import SmallCNN
-from tests.command import bad, good
+from tests.command import expect_error, run_ok
 
 
 def idx_bytes(array: np.ndarray) -> bytes:
@@ -46,17 +46,17 @@ def write_mnist(folder: Path, zipped: bool = True, samples: int = 120) -> None:
 @pytest.mark.parametrize("zipped", [True, False])
 def test_mnist_trains_from_files(zipped: bool, folder: Path) -> None:
     write_mnist(Path("data/mnist") if zipped else Path("data"), zipped)
-    output = good("train", "mnist", "epochs=6", "global_batch=20", DRIVETRAIN_OFFLINE="1")
+    output = run_ok("train", "mnist", "epochs=6", "global_batch=20", DRIVETRAIN_OFFLINE="1")
     assert "225,034 parameters" in output
     assert "Dataset:            mnist" in Path("runs/mnist-001/summary.txt").read_text()
 
 
-def test_the_small_cnn_has_as_many_parameters_as_the_guides() -> None:
+def test_the_small_cnn_has_as_many_parameters_as_in_the_guide() -> None:
     assert sum(p.numel() for p in SmallCNN().parameters()) == 225_034
 
 
 def test_without_a_network_the_error_names_the_files_and_their_folder(folder: Path) -> None:
-    message = bad("train", "fashion-mnist", DRIVETRAIN_OFFLINE="1")
+    message = expect_error("train", "fashion-mnist", DRIVETRAIN_OFFLINE="1")
     assert "train-images-idx3-ubyte[.gz]" in message
     assert f"{folder}/data/fashion-mnist" in message
     assert "DRIVETRAIN_OFFLINE=1" in message
@@ -85,16 +85,16 @@ class _Server(http.server.BaseHTTPRequestHandler):
     requests: list[str | None] = []
 
     def do_GET(self) -> None:
-        wanted = self.headers.get("Range")
-        self.requests.append(wanted)
+        byte_range = self.headers.get("Range")
+        self.requests.append(byte_range)
         if self.path == "/moved":
             self.send_response(302)
             self.send_header("Location", "ftp://127.0.0.1/file.gz")
             self.end_headers()
             return
-        start = int(wanted.split("=")[1].rstrip("-")) if wanted else 0
+        start = int(byte_range.split("=")[1].rstrip("-")) if byte_range else 0
         body = self.content[start:]
-        self.send_response(206 if wanted else 200)
+        self.send_response(206 if byte_range else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.break_after is not None:
@@ -109,7 +109,7 @@ class _Server(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[_Server]]]:
-    monkeypatch.setattr(datasets, "SCHEMES", ("http",))  # a server here has no certificate
+    monkeypatch.setattr(datasets, "SCHEMES", ("http",))  # the test's server has no certificate
 
     class Server(_Server):
         content = np.random.default_rng(0).bytes(700_000)
@@ -145,14 +145,14 @@ def test_a_download_with_another_hash_is_deleted(server: tuple[str, type[_Server
 @pytest.mark.parametrize("part", [b"", b"other bytes"])
 def test_a_tampered_file_is_removed_with_a_message_of_one_line(part: bytes, server: tuple[str, type[_Server]], tmp_path: Path) -> None:
     address, handler = server
-    known = hashlib.sha256(handler.content).hexdigest()
+    sha256 = hashlib.sha256(handler.content).hexdigest()
     if part:
         (tmp_path / ".file.gz.part").write_bytes(part)
     else:
         handler.content = handler.content[:-1] + b"!"
-    with pytest.raises(Problem, match="SHA-256") as told:
-        datasets.fetch(address, tmp_path / "file.gz", known, "bring it")
-    assert len(str(told.value).splitlines()) == 1
+    with pytest.raises(Problem, match="SHA-256") as error:
+        datasets.fetch(address, tmp_path / "file.gz", sha256, "bring it")
+    assert len(str(error.value).splitlines()) == 1
     assert [p.name for p in tmp_path.iterdir()] == [".file.gz.lock"]
 
 
@@ -166,8 +166,8 @@ def test_only_encrypted_urls_are_downloaded(server: tuple[str, type[_Server]], t
     assert len(handler.requests) == 1
     sources = [datasets.CIFAR10_URL, *(address for address, _ in datasets.IDX_SOURCES.values())]
     assert all(source.startswith("https://") for source in sources)
-    sums = [datasets.CIFAR10_SHA256, *(one for _, files in datasets.IDX_SOURCES.values() for one in files.values())]
-    assert [len(one) for one in sums] == [64] * 9
+    hashes = [datasets.CIFAR10_SHA256, *(sha256 for _, files in datasets.IDX_SOURCES.values() for sha256 in files.values())]
+    assert [len(sha256) for sha256 in hashes] == [64] * 9
 
 
 @pytest.mark.parametrize("load", [lambda where: datasets.idx("mnist", "train", where), lambda where: datasets.cifar10("train", where)])
@@ -271,7 +271,7 @@ def test_pickled_cifar_is_refused(name: str, folder: Path) -> None:
     path = Path("data", name)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"cos\nsystem\n(S'touch harmed'\ntR.")
-    message = bad("train", "cifar10", DRIVETRAIN_OFFLINE="1")
+    message = expect_error("train", "cifar10", DRIVETRAIN_OFFLINE="1")
     assert "pickle" in message
     assert "cifar-10-binary.tar.gz" in message
     assert f"{folder}/data/cifar10" in message
@@ -307,6 +307,6 @@ def test_a_damaged_archive_is_refused(harm: str, why: str, tmp_path: Path) -> No
 
 def test_cifar_trains_from_files(folder: Path) -> None:
     write_cifar(Path("data/cifar10"))
-    output = good("train", "cifar10", "net=cnn", "steps=2", "global_batch=10", DRIVETRAIN_OFFLINE="1")
+    output = run_ok("train", "cifar10", "net=cnn", "steps=2", "global_batch=10", DRIVETRAIN_OFFLINE="1")
     assert "step 2/2" in output
     assert "Channels:           3" in Path("runs/cifar10-001/summary.txt").read_text()

@@ -1,4 +1,4 @@
-"""Every end without a result is a death: the one that died is named, all start anew, and nothing is left behind."""
+"""A process that ends without a result is named, all workers restart, and no process or file is left behind."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from drivetrain.supervise.verdicts import LocalVerdicts, find_hang
 from drivetrain.task_ref import find_task
 from drivetrain.watch.heartbeat import PHASE_INDEX, HeartbeatReader, HeartbeatWriter, WorkerHeartbeat, open_heartbeat_page
 from drivetrain.watch.screen import Screen
-from tests.command import good
-from tests.patience import until
-from tests.samples import rows, weights
+from tests.command import run_ok
+from tests.sample_tasks import rows, weights
+from tests.waiting import wait_until
 
 TASK = """\
 import os, sys, torch
@@ -47,13 +47,14 @@ from torch.nn import functional as F
 from drivetrain import Task, Tensors
 
 SAMPLES = {16: lambda: os._exit(0), 48: lambda: os.kill(os.getpid(), 9), 80: lambda: os.kill(os.getpid(), 11)}
-COUNT = sum(os.path.exists(f"fault {number}") for number in range(4)) if os.environ.get("FAULTS") else 9  # one a start
+NO_FAULT = 9
+FAULT = sum(os.path.exists(f"fault {number}") for number in range(4)) if os.environ.get("FAULTS") else NO_FAULT  # a different fault at each start
 
 
 def strikes(number):
-    if number == COUNT:
+    if number == FAULT:
         open(f"fault {number}", "w").close()
-    return number == COUNT
+    return number == FAULT
 
 
 class Rows(torch.utils.data.Dataset):
@@ -88,36 +89,36 @@ class Dying(Task):
 """
 
 
-def test_whatever_ends_without_a_result_is_started_anew(folder: Path) -> None:
-    """Loader workers that exit, are killed and fault, and a rank that exits with code 0."""
+def test_processes_that_end_without_a_result_are_restarted(folder: Path) -> None:
+    """Loader workers exit, are killed or crash, and a rank exits with code 0."""
     Path("dying.py").write_text(TASK)
     words = ["train", "dying.py", "plan.workers=2", "--procs", "2", "--restarts", "9"]
-    before = set(Path(tempfile.gettempdir()).glob("pymp-*"))
-    good(*words, "--name", "whole")
-    output = good(*words, "--name", "broken", FAULTS="1")
-    assert rows("runs/broken") == rows("runs/whole") and weights("runs/broken") == weights("runs/whole")
-    told = [line for line in output.splitlines() if line.startswith("restart ")]
-    assert len(told) == 4 and "Traceback" not in output, output
-    for how, sample in (("ended with code 0", 16), ("was killed by SIGKILL", 48), ("was killed by SIGSEGV", 80)):
-        [line] = [line for line in told if f"{how} while it read sample {sample} of the data set; starting anew from" in line]
+    folders_before = set(Path(tempfile.gettempdir()).glob("pymp-*"))
+    run_ok(*words, "--name", "uninterrupted")
+    output = run_ok(*words, "--name", "restarted", FAULTS="1")
+    assert rows("runs/restarted") == rows("runs/uninterrupted") and weights("runs/restarted") == weights("runs/uninterrupted")
+    restart_lines = [line for line in output.splitlines() if line.startswith("restart ")]
+    assert len(restart_lines) == 4 and "Traceback" not in output, output
+    for ending, sample in (("ended with code 0", 16), ("was killed by SIGKILL", 48), ("was killed by SIGSEGV", 80)):
+        [line] = [line for line in restart_lines if f"{ending} while it read sample {sample} of the data set; starting anew from" in line]
         assert line.startswith("restart loader worker ") and " of rank " in line
-    assert any(line.startswith("restart worker 1 ended with code 0 and without a result; starting anew") for line in told)
-    info = json.loads(Path("runs/broken/run.json").read_text())
+    assert any(line.startswith("restart worker 1 ended with code 0 and without a result; starting anew") for line in restart_lines)
+    info = json.loads(Path("runs/restarted/run.json").read_text())
     assert (info["status"], info["outcome"]) == ("finished", "ok")
-    mine = {path for path in set(Path(tempfile.gettempdir()).glob("pymp-*")) - before if any(path.glob("listener-*"))}
-    assert not [path for path in mine if path.stat().st_mtime < time.time() - 60], "sockets of killed loader workers"
+    new_folders = {path for path in set(Path(tempfile.gettempdir()).glob("pymp-*")) - folders_before if any(path.glob("listener-*"))}
+    assert not [path for path in new_folders if path.stat().st_mtime < time.time() - 60], "sockets of killed loader workers"
 
 
-# --- which worker caused the end ---
+# --- which worker is named as the cause ---
 
 
-def attempt(tmp_path: Path, *ends: tuple[int, dict[str, Any] | None]) -> Attempt:
-    """Workers that ended in this order, each with its code and its result."""
-    place = WorkerPlacement(0, len(ends), len(ends), ("", 0))
-    made = Attempt(
+def make_attempt(tmp_path: Path, *ends: tuple[int, dict[str, Any] | None]) -> Attempt:
+    """Makes an attempt with a worker for each of `ends`."""
+    placement = WorkerPlacement(0, len(ends), len(ends), ("", 0))
+    attempt = Attempt(
         TrainJob(run=str(tmp_path), task=find_task("digits"), settings={}, plan=Plan(), folder="."),
         tmp_path / "job.json",
-        place,
+        placement,
         Screen(quiet=True),
         HangDetector(),
         LocalVerdicts(),
@@ -125,16 +126,17 @@ def attempt(tmp_path: Path, *ends: tuple[int, dict[str, Any] | None]) -> Attempt
     )
     for rank in range(len(ends)):
         page = open_heartbeat_page()
-        made.workers.append(Worker(rank, WorkerProcess(), HeartbeatReader(page), None, -1))
-    return made
+        attempt.workers.append(Worker(rank, WorkerProcess(), HeartbeatReader(page), None, -1))
+    return attempt
 
 
-def end(made: Attempt, rank: int, code: int, said: dict[str, Any] | None = None) -> None:
-    made.workers[rank].process.code, made.workers[rank].result = code, said
-    made._note_ends(ForkServer.__new__(_Quiet))
+def end_worker(attempt: Attempt, rank: int, code: int, result: dict[str, Any] | None = None) -> None:
+    """Reports to the attempt that a worker has ended, with its exit code and its result."""
+    attempt.workers[rank].process.code, attempt.workers[rank].result = code, result
+    attempt._note_ends(ForkServer.__new__(_FakeForkServer))
 
 
-class _Quiet(ForkServer):
+class _FakeForkServer(ForkServer):
     end_message = ""
 
 
@@ -145,46 +147,46 @@ FINE = {"outcome": "ok", "step": 9}
 
 
 def test_the_rank_that_died_first_is_named(tmp_path: Path) -> None:
-    slow = attempt(tmp_path, *[(0, None)] * 3)
-    end(slow, 2, -9)
-    slow.kill()  # ranks 0 and 1 are in a long step, and say nothing
-    end(slow, 0, -9)
-    end(slow, 1, -9)
-    assert slow.end().message.startswith("worker 2 was killed by SIGKILL (see ") and slow.end().lost
+    killed = make_attempt(tmp_path, *[(0, None)] * 3)
+    end_worker(killed, 2, -9)
+    killed.kill()  # ranks 0 and 1 are in a long step and report nothing
+    end_worker(killed, 0, -9)
+    end_worker(killed, 1, -9)
+    assert killed.end().message.startswith("worker 2 was killed by SIGKILL (see ") and killed.end().lost
 
-    two = attempt(tmp_path, *[(0, None)] * 3)
-    end(two, 1, -signal.SIGSEGV)
-    end(two, 0, -signal.SIGABRT)  # at the loss of its peer
-    end(two, 2, 201, GLOO)
-    assert "worker 1 was killed by SIGSEGV" in two.end().message
+    crashed = make_attempt(tmp_path, *[(0, None)] * 3)
+    end_worker(crashed, 1, -signal.SIGSEGV)
+    end_worker(crashed, 0, -signal.SIGABRT)  # gloo aborts because the peer is lost
+    end_worker(crashed, 2, 201, GLOO)
+    assert "worker 1 was killed by SIGSEGV" in crashed.end().message
 
 
-def test_the_cause_is_named_and_not_what_the_others_say_of_it(tmp_path: Path) -> None:
-    made = attempt(tmp_path, *[(0, None)] * 3)
-    end(made, 2, 201, LOADER)
-    end(made, 0, 201, GLOO)
-    end(made, 1, 201, GLOO)
-    assert made.end().message == LOADER["message"] and made.end().lost
+def test_the_cause_is_named_not_the_errors_that_follow_from_it(tmp_path: Path) -> None:
+    attempt = make_attempt(tmp_path, *[(0, None)] * 3)
+    end_worker(attempt, 2, 201, LOADER)
+    end_worker(attempt, 0, 201, GLOO)
+    end_worker(attempt, 1, 201, GLOO)
+    assert attempt.end().message == LOADER["message"] and attempt.end().lost
 
-    made = attempt(tmp_path, *[(0, None)] * 2)
-    end(made, 1, -9)
-    end(made, 0, 1, ERROR)  # raised in the user's lines, when a peer was gone
-    assert made.end().outcome is Outcome.INFRA and "worker 1 was killed" in made.end().message
+    attempt = make_attempt(tmp_path, *[(0, None)] * 2)
+    end_worker(attempt, 1, -9)
+    end_worker(attempt, 0, 1, ERROR)  # raised in the user's code after a peer had died
+    assert attempt.end().outcome is Outcome.INFRA and "worker 1 was killed" in attempt.end().message
 
-    made = attempt(tmp_path, *[(0, None)] * 2)
-    end(made, 0, 1, ERROR)
-    end(made, 1, -signal.SIGABRT)
-    assert made.end().outcome is Outcome.USER_ERROR and made.end().message == ERROR["message"]
+    attempt = make_attempt(tmp_path, *[(0, None)] * 2)
+    end_worker(attempt, 0, 1, ERROR)
+    end_worker(attempt, 1, -signal.SIGABRT)
+    assert attempt.end().outcome is Outcome.USER_ERROR and attempt.end().message == ERROR["message"]
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 200, 130])
-def test_an_end_without_a_result_is_a_death_whatever_its_code(code: int, tmp_path: Path) -> None:
-    made = attempt(tmp_path, *[(0, None)] * 2)
-    end(made, 0, 0, FINE)
-    end(made, 1, code)
-    made._watch()
-    assert made._kill_at < time.monotonic() + 1, "the others are not waited for"
-    ended = made.end()
+def test_an_end_without_a_result_is_reported_with_any_exit_code(code: int, tmp_path: Path) -> None:
+    attempt = make_attempt(tmp_path, *[(0, None)] * 2)
+    end_worker(attempt, 0, 0, FINE)
+    end_worker(attempt, 1, code)
+    attempt._watch()
+    assert attempt._kill_at < time.monotonic() + 1, "the other workers are killed soon"
+    ended = attempt.end()
     assert ended.outcome is Outcome.INFRA and ended.lost and f"worker 1 ended with code {code} and without a result" in ended.message
 
 
@@ -195,20 +197,20 @@ def test_a_worker_that_cannot_be_forked_is_reported(tmp_path: Path, monkeypatch:
     def fails() -> int:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    our_socket, their_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with monkeypatch.context() as patch:
         patch.setattr(forkserver.os, "fork", fails)
-        forkserver._fork({}, [], [], theirs)
+        forkserver._fork({}, [], [], their_socket)
     fork_server = ForkServer.__new__(ForkServer)
-    fork_server._socket, fork_server.handle, fork_server.end_message = ours, ours.fileno(), ""
-    made = attempt(tmp_path, (0, None))
-    fork_server._children = [made.workers[0].process]
+    fork_server._socket, fork_server.handle, fork_server.end_message = our_socket, our_socket.fileno(), ""
+    attempt = make_attempt(tmp_path, (0, None))
+    fork_server._children = [attempt.workers[0].process]
     fork_server.read_events(lambda handle: None)
-    made._note_ends(fork_server)
-    ended = made.end()
+    attempt._note_ends(fork_server)
+    ended = attempt.end()
     assert ended.lost and ended.message == f"worker 0 could not be started: {os.strerror(errno.EAGAIN)}"
-    ours.close()
-    theirs.close()
+    our_socket.close()
+    their_socket.close()
 
 
 def test_a_start_that_fails_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,14 +219,14 @@ def test_a_start_that_fails_is_retried(tmp_path: Path, monkeypatch: pytest.Monke
     plan = Plan()
     identity = {"task": "small", "code": "", "settings": {}}
     recipe = {"task": {"path": "small.py", "label": "small"}, "identity": identity, "settings": {}, "pins": {}}
-    words = dict.fromkeys(("status", "outcome", "message", "folder", "created"), "")
-    run.write({"recipe": recipe, "plan": plan.to_json(), **words})
-    said: list[str] = []
-    monkeypatch.setattr(Screen, "line", lambda self, label, text: said.append(f"{label} {text}"))
-    tries = iter([OSError(errno.EAGAIN, "Resource temporarily unavailable"), OSError(errno.EMFILE, "Too many open files"), None])
+    texts = dict.fromkeys(("status", "outcome", "message", "folder", "created"), "")
+    run.write({"recipe": recipe, "plan": plan.to_json(), **texts})
+    lines: list[str] = []
+    monkeypatch.setattr(Screen, "line", lambda self, label, text: lines.append(f"{label} {text}"))
+    start_errors = iter([OSError(errno.EAGAIN, "Resource temporarily unavailable"), OSError(errno.EMFILE, "Too many open files"), None])
 
     def start(self: Supervisor) -> ForkServer:
-        if (error := next(tries)) is not None:
+        if (error := next(start_errors)) is not None:
             raise error
         raise _Started
 
@@ -238,7 +240,7 @@ def test_a_start_that_fails_is_retried(tmp_path: Path, monkeypatch: pytest.Monke
         pytest.raises(_Started),
     ):
         supervisor.run()
-    assert said == [
+    assert lines == [
         "restart the workers could not be started: Resource temporarily unavailable; starting anew from the beginning",
         "restart the workers could not be started: Too many open files; starting anew from the beginning",
     ]
@@ -251,30 +253,30 @@ def test_the_fork_server_is_named_when_it_dies(tmp_path: Path) -> None:
     assert fork_server.end_message.startswith("the process that forks the workers was killed by SIGKILL") and not fork_server.is_alive
 
 
-# --- what is left behind ---
+# --- files that remain ---
 
 
 def test_only_scratch_folders_of_dead_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    maker = "import sys, tempfile; tempfile.tempdir = sys.argv[1]\nfrom drivetrain.supervise.scratch import Scratch\n"
-    killed = subprocess.run([sys.executable, "-c", maker + "Scratch(); import os; os.kill(os.getpid(), 9)", str(tmp_path)])
+    program = "import sys, tempfile; tempfile.tempdir = sys.argv[1]\nfrom drivetrain.supervise.scratch import Scratch\n"
+    killed = subprocess.run([sys.executable, "-c", program + "Scratch(); import os; os.kill(os.getpid(), 9)", str(tmp_path)])
     assert killed.returncode == -9
-    [dead] = tmp_path.iterdir()
-    (dead / "listener-x").touch()
-    mine, unmade, foreign = Scratch(), tmp_path / ".drivetrain-scratch-new", tmp_path / "pymp-x"
-    for folder in (unmade, foreign):
+    [of_dead_process] = tmp_path.iterdir()
+    (of_dead_process / "listener-x").touch()
+    of_this_process, unfinished, foreign = Scratch(), tmp_path / ".drivetrain-scratch-new", tmp_path / "pymp-x"
+    for folder in (unfinished, foreign):
         folder.mkdir()
     (tmp_path / "drivetrain-scratch-link").symlink_to(foreign)
     sweep()
-    assert not dead.exists() and mine.path.is_dir() and unmade.is_dir() and foreign.is_dir()
-    mine.remove()
-    assert not mine.path.exists()
+    assert not of_dead_process.exists() and of_this_process.path.is_dir() and unfinished.is_dir() and foreign.is_dir()
+    of_this_process.remove()
+    assert not of_this_process.path.exists()
 
 
-def test_half_written_checkpoints_go_when_the_disk_can_be_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, said = Run(tmp_path / "run"), list[str]()
+def test_half_written_checkpoints_are_removed_once_the_disk_is_writable_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, notices = Run(tmp_path / "run"), list[str]()
     run.path.mkdir()
-    writer = CheckpointWriter(run, 2, lambda name: None, said.append)
+    writer = CheckpointWriter(run, 2, lambda name: None, notices.append)
 
     def read_only(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
@@ -284,19 +286,19 @@ def test_half_written_checkpoints_go_when_the_disk_can_be_written_again(tmp_path
         patch.setattr(checkpoint.shutil, "rmtree", lambda path, ignore_errors: None)
         writer.save(1, {}, {}, None)
         writer.wait()
-    assert "Read-only file system" in said[0] and list(run.checkpoints.glob(".step-*"))
+    assert "Read-only file system" in notices[0] and list(run.checkpoints.glob(".step-*"))
     writer.save(2, {}, {}, None)
     writer.wait()
     assert run.checkpoint_steps() == [2] and not list(run.checkpoints.glob(".*"))
 
 
-def test_an_attempt_leaves_nothing_and_what_the_dead_left_goes_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempt_leaves_no_files_and_those_of_dead_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary, run = tmp_path / "tmp", tmp_path / "run"
     temporary.mkdir()
     run.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    seen = list[int]()
-    monkeypatch.setattr(Attempt, "run", lambda self, fork_server: seen.append(len(list(temporary.glob("*/attempt/job.json")))))
+    num_job_files = list[int]()
+    monkeypatch.setattr(Attempt, "run", lambda self, fork_server: num_job_files.append(len(list(temporary.glob("*/attempt/job.json")))))
     monkeypatch.setattr(Attempt, "end", lambda self: JobEnd(Outcome.OK))
     monkeypatch.setattr(Supervisor, "_get_fork_server", lambda self: None)
     job = TrainJob(run=str(run), task=find_task("digits"), settings={}, plan=Plan(), folder=".")
@@ -304,12 +306,12 @@ def test_an_attempt_leaves_nothing_and_what_the_dead_left_goes_at_the_end(tmp_pa
         supervisor.run_attempt()
         supervisor.run_attempt()
         (temporary / "drivetrain-scratch-of-a-killed-one").mkdir()
-    assert seen == [1, 1] and not list(temporary.iterdir()) and not list(run.iterdir())
+    assert num_job_files == [1, 1] and not list(temporary.iterdir()) and not list(run.iterdir())
 
 
-# --- hangs in phases not seen yet, and ranks that only seem to hang ---
+# --- hangs in a phase that has not been timed yet, and ranks that only seem to hang ---
 
-WAYS = {
+ACTIVITIES = {
     "sleeps": "import time; time.sleep(1000)",
     "imports": "import sys; sys.path.insert(0, {folder!r}); import endless",
     "waits for a child": "import subprocess; subprocess.run([sys.executable, '-c', 'while True: pass'])",
@@ -319,60 +321,62 @@ WAYS = {
 
 @pytest.fixture
 def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WatchedRank]]:
-    """Starts a process that does something for good, and answers as a rank does that is silent since long ago."""
+    """Returns a function that starts a process with an endless activity, and makes it a rank whose heartbeat is long ago."""
     monkeypatch.setattr(usage, "WINDOW_SECONDS", 0.5)
     (tmp_path / "endless.py").write_text("while True: pass\n")
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(way: str, place: str, longest: float = 0.0, silent: float = 30.0) -> WatchedRank:
+    def start(activity: str, phase: str, longest: float = 0.0, silent: float = 30.0) -> WatchedRank:
         answers = tmp_path / f"stacks-{len(started)}"
         begin = f"import sys; from drivetrain.processes.stack_dumps import dump_stacks_on_signal; dump_stacks_on_signal(open({str(answers)!r}, 'a')); print(1, flush=True)\n"
-        code = begin + WAYS[way].format(folder=str(tmp_path))
+        code = begin + ACTIVITIES[activity].format(folder=str(tmp_path))
         started.append(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True))
         stdout = started[-1].stdout
         assert stdout is not None and stdout.readline()
-        beat = WorkerHeartbeat(1, PHASE_INDEX[place], time.monotonic() - silent, longest, 0.2)
+        beat = WorkerHeartbeat(1, PHASE_INDEX[phase], time.monotonic() - silent, longest, 0.2)
         return WatchedRank(len(started) - 1, started[-1].pid, beat, answers, lambda: beat)
 
     yield start
     for process in started:
-        for one in (*psutil.Process(process.pid).children(recursive=True), process):
-            one.kill()
+        for running in (*psutil.Process(process.pid).children(recursive=True), process):
+            running.kill()
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
 
 
-@pytest.mark.parametrize("place", ["fetch", "metrics"])
-def test_a_hang_in_a_phase_not_seen_yet_has_a_verdict(place: str, stuck: Callable[..., WatchedRank]) -> None:
-    rank, hang_detector = stuck("sleeps", place), HangDetector(min_limit=0.2)
-    assert hang_detector.limit(rank.heartbeat) == 3600 and hang_detector.idle_limit(rank.heartbeat) == 2.0, "with 30 s: five minutes"
-    assert HangDetector(30).idle_limit(rank.heartbeat._replace(slowest=200.0)) == 600, "scaled by what was seen"
+@pytest.mark.parametrize("phase", ["fetch", "metrics"])
+def test_a_hang_in_a_phase_without_a_known_duration_has_a_verdict(phase: str, stuck: Callable[..., WatchedRank]) -> None:
+    rank, hang_detector = stuck("sleeps", phase), HangDetector(min_limit=0.2)
+    assert hang_detector.limit(rank.heartbeat) == 3600 and hang_detector.idle_limit(rank.heartbeat) == 2.0, "ten times the minimum limit"
+    assert HangDetector(30).idle_limit(rank.heartbeat._replace(slowest=200.0)) == 600, "three times the slowest phase so far"
     begun = time.monotonic()
-    verdict = until(lambda: find_hang(hang_detector.check([rank]) or [], all_ranks=True), "a verdict", 60)
+    verdict = wait_until(lambda: find_hang(hang_detector.check([rank]) or [], all_ranks=True), "a verdict", 60)
     assert verdict.ranks == [0] and "rank 0 hangs in step 1" in verdict.message and time.monotonic() - begun > 2
 
 
-def test_a_rank_that_computes_in_a_phase_not_seen_yet_is_not_hung(stuck: Callable[..., WatchedRank]) -> None:
+def test_a_rank_that_computes_in_a_phase_without_a_known_duration_is_not_hung(stuck: Callable[..., WatchedRank]) -> None:
     ranks = [stuck("spins", "metrics"), stuck("waits for a child", "fetch"), stuck("sleeps", "begin")]
     hang_detector, deadline = HangDetector(min_limit=0.2), time.monotonic() + 6
     while time.monotonic() < deadline:
-        assert not hang_detector.check(ranks), "one computes, another's child does, the third has not begun its first step"
+        assert not hang_detector.check(ranks), (
+            "the first computes, the child of the second computes, the third has not begun its first step"
+        )
         time.sleep(0.2)
 
 
-def test_what_imports_is_not_hung_while_it_gets_on(stuck: Callable[..., WatchedRank], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_imports_modules_is_not_hung(stuck: Callable[..., WatchedRank], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drivetrain.supervise.hang_detector.STACKS_SECONDS", 0.5)
     importing, spinning = stuck("imports", "take", longest=0.1), stuck("spins", "take", longest=0.1)
     hang_detector, deadline = HangDetector(min_limit=0.5), time.monotonic() + 6
     while time.monotonic() < deadline:
         assert find_hang(hang_detector.check([importing]) or [], all_ranks=True) is None
         time.sleep(0.2)
-    assert until(lambda: find_hang(hang_detector.check([spinning]) or [], all_ranks=True), "a verdict", 60).ranks == [1], (
+    assert wait_until(lambda: find_hang(hang_detector.check([spinning]) or [], all_ranks=True), "a verdict", 60).ranks == [1], (
         "a loop at one line"
     )
     os.kill(importing.pid, signal.SIGSTOP)
-    assert until(lambda: find_hang(hang_detector.check([importing]) or [], all_ranks=True), "a verdict", 60).ranks == [0]
+    assert wait_until(lambda: find_hang(hang_detector.check([importing]) or [], all_ranks=True), "a verdict", 60).ranks == [0]
 
 
 def test_a_heartbeat_has_the_longest_duration_of_all_phases() -> None:
@@ -385,8 +389,8 @@ def test_a_heartbeat_has_the_longest_duration_of_all_phases() -> None:
     assert reader.read().longest == 0 and reader.read().slowest >= 0.05
 
 
-def test_sockets_of_loader_workers_have_a_folder_of_ours() -> None:
-    """What the worker sets is what multiprocessing uses, in its children too."""
+def test_multiprocessing_uses_the_folder_that_a_worker_sets() -> None:
+    """So the sockets of loader workers are in the scratch folder; the children of a worker use it, too."""
     from multiprocessing import util
 
     config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]

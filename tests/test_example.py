@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.command import good
+from tests.command import run_ok
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -18,7 +18,7 @@ def example() -> str:
 
 def test_the_example_trains_as_printed(folder: Path) -> None:
     Path("digits.py").write_text(example())
-    output = good("train", "digits.py")
+    output = run_ok("train", "digits.py")
     accuracy = re.search(r"^eval +accuracy (\d+\.\d) %", output, re.M)
     assert accuracy
     assert float(accuracy[1]) >= 95
@@ -27,7 +27,7 @@ def test_the_example_trains_as_printed(folder: Path) -> None:
 
 
 def test_the_embedded_digits_reach_97_percent_and_a_confusion_matrix(folder: Path) -> None:
-    output = good("train", "digits")
+    output = run_ok("train", "digits")
     accuracy = re.search(r"^eval +accuracy (\d+\.\d) %", output, re.M)
     assert accuracy
     assert float(accuracy[1]) >= 97
@@ -36,6 +36,6 @@ def test_the_embedded_digits_reach_97_percent_and_a_confusion_matrix(folder: Pat
         "Training Accuracy", "Test Accuracy", "Test Loss", "Batch Size", "Learning Rate", "Mixed Precision", "World Size", "Total Parameters",
     ]  # fmt: skip
     assert all(f"{field}:" in summary for field in fields)
-    evaluated = good("eval", "digits-001")
+    evaluated = run_ok("eval", "digits-001")
     assert accuracy[1] in evaluated
     assert Path("runs/digits-001/confusion.png").read_bytes()[:4] == b"\x89PNG"

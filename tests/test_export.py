@@ -28,15 +28,14 @@ from drivetrain.engine.model import weights_of
 from drivetrain.export.calls import graphs_of
 from drivetrain.export.graphs import WrittenGraph, write_graph
 from drivetrain.task_ref import find_task, instantiate
-from tests.command import TASK, bad, good, write_task
-from tests.command import drivetrain as drivetrain_command
+from tests.command import TASK, expect_error, run_drivetrain, run_ok, write_task
 
 SMALL = ["epochs=1", "envs=8", "horizon=8", "global_batch=32", "eval_episodes=2", "-q"]
 
 
-ODD = """
+DATA_DEPENDENT_MODEL = """
 
-class Odd(nn.Module):
+class UnusualModel(nn.Module):
     def __init__(self, hidden):
         super().__init__()
         self.last = nn.Linear(64, 10)
@@ -60,17 +59,17 @@ PREDICT = """
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a finished run, exported into a folder with a space in its name."""
-    place = tmp_path_factory.mktemp("finished")
-    before = Path.cwd()
-    os.chdir(place)
+    top = tmp_path_factory.mktemp("finished")
+    old_folder = Path.cwd()
+    os.chdir(top)
     try:
         write_task(text=TASK + PREDICT)
-        good("train", "small.py", "epochs=1", "--name", "one", "-q")
-        said = good("export", "one", "--out", "a folder")
-        assert "running the code kept in runs/one/task" in said, "it may be somebody else's"
+        run_ok("train", "small.py", "epochs=1", "--name", "one", "-q")
+        output = run_ok("export", "one", "--out", "a folder")
+        assert "running the code kept in runs/one/task" in output, "the user sees that code of the run is executed"
     finally:
-        os.chdir(before)
-    return place
+        os.chdir(old_folder)
+    return top
 
 
 @pytest.fixture
@@ -86,9 +85,9 @@ def test_a_users_model_is_exported_as_metrics_calls_it(one: Path) -> None:
     assert card["graphs"]["model"]["inputs"] == [{"name": "input", "dtype": "float32", "shape": ["rows", 8, 8]}]
     model = drivetrain.load("runs/one")
     x = torch.rand(5, 8, 8)
-    [found] = session(Path("a folder/model.onnx")).run(["output"], {"input": x.numpy()})
-    np.testing.assert_allclose(found, model(x).detach().numpy(), atol=1e-5)
-    assert b"site-packages" not in Path("a folder/model.onnx").read_bytes(), "it tells nothing of this machine"
+    [output] = session(Path("a folder/model.onnx")).run(["output"], {"input": x.numpy()})
+    np.testing.assert_allclose(output, model(x).detach().numpy(), atol=1e-5)
+    assert b"site-packages" not in Path("a folder/model.onnx").read_bytes(), "the file has no paths of this machine"
     assert load_file("a folder/model.safetensors").keys() == model.state_dict().keys()
 
 
@@ -99,9 +98,9 @@ def test_every_file_has_its_sha256(one: Path) -> None:
     assert {name: hashlib.sha256((out / name).read_bytes()).hexdigest() for name in card["sha256"]} == card["sha256"]
     weights = out / "model.safetensors"
     assert weights_of(str(weights))
-    whole = bytearray(weights.read_bytes())
-    whole[-3] ^= 255
-    weights.write_bytes(whole)
+    damaged = bytearray(weights.read_bytes())
+    damaged[-3] ^= 255
+    weights.write_bytes(damaged)
     with pytest.raises(Problem, match=r"model.safetensors is broken: its SHA-256 is not the one in export.json"):
         weights_of(str(weights))
 
@@ -122,10 +121,10 @@ def test_an_interrupted_export_leaves_nothing(one: Path, monkeypatch: pytest.Mon
         raise KeyboardInterrupt
 
     before = {path: path.read_bytes() for path in Path("a folder").iterdir()}
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    left = Path("a folder") / f".export-{os.uname().nodename}-{dead.pid}-x"  # by one that was killed
-    left.mkdir()
+    dead_process = subprocess.Popen(["true"])
+    dead_process.wait()
+    left_folder = Path("a folder") / f".export-{os.uname().nodename}-{dead_process.pid}-x"  # as a killed export leaves it
+    left_folder.mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "copyfile", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -134,19 +133,21 @@ def test_an_interrupted_export_leaves_nothing(one: Path, monkeypatch: pytest.Mon
     assert sorted(path.name for path in Path().iterdir()) == ["a folder", "runs"]
 
 
-def test_predict_of_odd_tasks(one: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_may_yield_text_and_other_results_are_refused(one: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli_predict.run("predict", ["one", "piece"]) == 0
-    told = capsys.readouterr()
-    assert told.out == "1.5x\n" and "running the code kept in runs/one/task" in told.err
+    output = capsys.readouterr()
+    assert output.out == "1.5x\n" and "running the code kept in runs/one/task" in output.err
     with pytest.raises(Problem, match=r"Small.predict gave a int: yield pieces of text"):
         cli_predict.run("predict", ["one", "number"])
     with pytest.raises(Problem) as caught:
         cli_predict.run("predict", ["one", "fault"])
     assert caught.value.outcome is Outcome.USER_ERROR
-    assert "NameError: name 'undefined'" in str(caught.value) and "drivetrain/cli" not in str(caught.value), "their own lines alone"
+    assert "NameError: name 'undefined'" in str(caught.value) and "drivetrain/cli" not in str(caught.value), (
+        "only lines of the user's code are shown"
+    )
 
 
-# --- odd models ---------------------------------------------------------------------------------
+# --- unusual models ---------------------------------------------------------------------------------
 
 X, Y = torch.rand(20, 6), torch.randint(0, 3, (20,))
 
@@ -158,7 +159,7 @@ class Result:
 
 
 class Net(nn.Module):
-    """A module with a given forward."""
+    """A module whose forward() is an argument."""
 
     def __init__(self, forward: Callable[..., Any], **parts: nn.Module) -> None:
         super().__init__()
@@ -169,8 +170,8 @@ class Net(nn.Module):
         return self._forward(self, *args, **kwargs)
 
 
-class Odd(Task):
-    """A task with a given way to call its model."""
+class TaskWithCall(Task):
+    """A task whose `call` calls the model in metrics()."""
 
     call = staticmethod(lambda model, x: model(x))
     samples = None
@@ -183,9 +184,10 @@ class Odd(Task):
         return {}
 
 
-def exported(folder: Path, net: Net, **members: Any) -> WrittenGraph:
-    """The model of a task with these members, exported."""
-    task = type("Odd", (Odd,), {name: staticmethod(value) if callable(value) else value for name, value in members.items()})()
+def exported(folder: Path, net: Net, **attributes: Any) -> WrittenGraph:
+    """Exports the model of a task that has these attributes."""
+    static = {name: staticmethod(value) if callable(value) else value for name, value in attributes.items()}
+    task = type("Named", (TaskWithCall,), static)()
     [(name, graph)] = graphs_of(task, net.eval()).items()
     return write_graph(name, graph, folder)
 
@@ -202,11 +204,11 @@ def test_dicts_keywords_whole_numbers_and_nested_results_have_names(tmp_path: Pa
     def call(model: nn.Module, x: Tensor) -> Any:
         return model({"x": x, "ids": [(9 * x[:, 0]).long()]}, scale=x[:, :1], flag=True)
 
-    found = exported(tmp_path, Net(forward, embed=nn.Embedding(10, 3)), call=call, samples=Tensors(X[:1], Y[:1]))
-    assert shapes(found.inputs) == {
+    graph = exported(tmp_path, Net(forward, embed=nn.Embedding(10, 3)), call=call, samples=Tensors(X[:1], Y[:1]))
+    assert shapes(graph.inputs) == {
         "x": ("float32", ["rows", 6]), "ids_0": ("int64", ["rows"]), "scale": ("float32", ["rows", 1]),
     }  # fmt: skip
-    assert list(shapes(found.outputs)) == ["logits", "parts_0_scale", "parts_2_0"]
+    assert list(shapes(graph.outputs)) == ["logits", "parts_0_scale", "parts_2_0"]
 
 
 def test_a_time_first_model_has_its_rows_in_the_second_dimension(tmp_path: Path) -> None:
@@ -214,8 +216,8 @@ def test_a_time_first_model_has_its_rows_in_the_second_dimension(tmp_path: Path)
         return np.stack([np.tile(x.numpy(), (5, 1)) for x, _ in samples], 1), None
 
     net = Net(lambda self, x: self.parts["rnn"](x)[0], rnn=nn.GRU(6, 4))
-    found = exported(tmp_path, net, samples=list(zip(X, Y, strict=True)), collate=collate)
-    assert shapes(found.inputs) == {"input": ("float32", [5, "rows", 6])}
+    graph = exported(tmp_path, net, samples=list(zip(X, Y, strict=True)), collate=collate)
+    assert shapes(graph.inputs) == {"input": ("float32", [5, "rows", 6])}
     [output] = session(tmp_path / "model.onnx").run(None, {"input": np.ones((5, 13, 6), "f4")})
     assert output.shape == (5, 13, 4)
 
@@ -226,8 +228,8 @@ def padded(samples: list[Any]) -> Any:
 
 def test_batches_are_those_of_collate_and_lengths_are_free(tmp_path: Path) -> None:
     net = Net(lambda self, x: self.parts["rnn"](x)[0], rnn=nn.GRU(6, 4, batch_first=True))
-    found = exported(tmp_path, net, samples=list(zip(X, Y, strict=True)), collate=padded)
-    for [(_, (rows, length, _))] in (shapes(found.inputs).values(), shapes(found.outputs).values()):
+    graph = exported(tmp_path, net, samples=list(zip(X, Y, strict=True)), collate=padded)
+    for [(_, (rows, length, _))] in (shapes(graph.inputs).values(), shapes(graph.outputs).values()):
         assert rows == "rows" and isinstance(length, str)
     x = torch.rand(2, 40, 6)
     np.testing.assert_allclose(session(tmp_path / "model.onnx").run(None, {"input": x.numpy()})[0], net(x).detach().numpy(), atol=1e-5)
@@ -250,7 +252,7 @@ class Batch:
 
 
 @pytest.mark.parametrize(
-    ("net", "members", "said"),
+    ("net", "members", "message"),
     [
         (Branch(len), {}, r"test_export.py:\d+ \(return y if y.sum\(\) > 0 else -y\) goes by the values of a tensor\nUse torch.where"),
         (Svd(len), {}, r"test_export.py:\d+ \(return torch.linalg.svd.*No ONNX function found.*\nChange that part, or say in exports"),
@@ -266,14 +268,14 @@ class Batch:
     ],
     ids=["branch", "operator", "dropout", "sampling", "no tensors", "complex", "number", "object", "method", "lengths"],
 )  # fmt: skip
-def test_an_unexportable_model_is_refused_in_two_lines(net: Net, members: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with pytest.raises(Problem, match=said) as caught:
+def test_an_unexportable_model_is_refused_in_two_lines(net: Net, members: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(Problem, match=message) as caught:
         exported(tmp_path, net, **members)
     assert len(str(caught.value).splitlines()) <= 2
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("exports", "message"),
     [
         ([1], "gave a list: return a dict"),
         ({"a/b": (nn.Identity(), {"x": X})}, "names a graph 'a/b'"),
@@ -282,20 +284,20 @@ def test_an_unexportable_model_is_refused_in_two_lines(net: Net, members: dict[s
     ],
     ids=["list", "path", "no inputs", "rows"],
 )
-def test_malformed_exports_are_refused(given: Any, said: str) -> None:
-    with pytest.raises(Problem, match=said):
-        graphs_of(type("Named", (Odd,), {"exports": lambda self, model: given})(), nn.Identity())
+def test_malformed_exports_are_refused(exports: Any, message: str) -> None:
+    with pytest.raises(Problem, match=message):
+        graphs_of(type("Named", (TaskWithCall,), {"exports": lambda self, model: exports})(), nn.Identity())
 
 
 def test_a_classifier_takes_raw_images(folder: Path) -> None:
-    good("train", "digits", "epochs=2", "--name", "one", "-q")
-    assert "images -> logits, probability" in good("export", "one", "--out", "out")
+    run_ok("train", "digits", "epochs=2", "--name", "one", "-q")
+    assert "images -> logits, probability" in run_ok("export", "one", "--out", "out")
     from drivetrain import datasets
 
     images, labels = datasets.digits("test")[:]
     [probability] = session(Path("out/model.onnx")).run(["probability"], {"images": torch.as_tensor(images).numpy()})
-    found = json.loads(Path("runs/one/model/task.json").read_text())["metrics"]["accuracy"]
-    assert (probability.argmax(1) == np.asarray(labels)).mean() == pytest.approx(found, abs=0.003)
+    accuracy = json.loads(Path("runs/one/model/task.json").read_text())["metrics"]["accuracy"]
+    assert (probability.argmax(1) == np.asarray(labels)).mean() == pytest.approx(accuracy, abs=0.003)
     assert sorted(p.name for p in Path("out").iterdir()) == ["export.json", "model.onnx", "model.safetensors"]
 
 
@@ -309,51 +311,57 @@ def test_a_classifier_takes_raw_images(folder: Path) -> None:
     ids=" ".join,
 )
 def test_the_graphs_of_an_environment_reproduce_it(world: list[str], folder: Path) -> None:
-    """100 steps by ONNX alone, and the same by torch: the same states."""
-    good("train", *world, *SMALL, "--name", "one")
-    good("export", "one", "-q")
+    """100 steps with the ONNX graphs give the same states as 100 steps with torch."""
+    run_ok("train", *world, *SMALL, "--name", "one")
+    run_ok("export", "one", "-q")
     reset, policy, step = (session(Path(f"runs/one/model/{name}.onnx")) for name in ("reset", "policy", "step"))
     card = json.loads(Path("runs/one/model/export.json").read_text())
     settings = card["settings"]
     task = instantiate(find_task(world[0]), settings)
     env, agent = task.env(), drivetrain.load("runs/one")
     random = np.random.default_rng(0)
-    draws = {p["name"]: p["shape"] for p in card["graphs"]["reset"]["inputs"]}
-    first = random.random((3, *draws["random"][1:]), dtype=np.float32)
+    input_shapes = {p["name"]: p["shape"] for p in card["graphs"]["reset"]["inputs"]}
+    first = random.random((3, *input_shapes["random"][1:]), dtype=np.float32)
     names = [o.name for o in reset.get_outputs()]
-    told = dict(zip(names, reset.run(names, {"random": first}), strict=True))
+    outputs = dict(zip(names, reset.run(names, {"random": first}), strict=True))
     state = env.reset(torch.from_numpy(first))
     for _ in range(100):
-        draw, chance = random.random((3, env.agents), dtype=np.float32), random.random(first.shape, dtype=np.float32)
-        [action] = policy.run(["action"], {"observation": told["observation"], "random": draw})
+        policy_random, step_random = random.random((3, env.agents), dtype=np.float32), random.random(first.shape, dtype=np.float32)
+        [action] = policy.run(["action"], {"observation": outputs["observation"], "random": policy_random})
         logits = agent.policy(env.observe(state).reshape(-1, *env.shape)).view(3, env.agents, -1)
-        mine = (logits.softmax(-1).cumsum(-1)[..., :-1] <= torch.from_numpy(draw)[..., None]).sum(-1)
-        assert np.array_equal(action, mine.numpy())
-        given = {k.removeprefix("next_"): v for k, v in told.items() if k.startswith("next_")} | {"action": action, "random": chance}
-        given = {i.name: given[i.name] for i in step.get_inputs()}
-        told = dict(zip([o.name for o in step.get_outputs()], step.run(None, given), strict=True))
-        state, _, _ = env.step(state, mine if env.agents > 1 else mine[:, 0], torch.from_numpy(chance))
+        expected_action = (logits.softmax(-1).cumsum(-1)[..., :-1] <= torch.from_numpy(policy_random)[..., None]).sum(-1)
+        assert np.array_equal(action, expected_action.numpy())
+        inputs = {k.removeprefix("next_"): v for k, v in outputs.items() if k.startswith("next_")} | {
+            "action": action,
+            "random": step_random,
+        }
+        inputs = {i.name: inputs[i.name] for i in step.get_inputs()}
+        outputs = dict(zip([o.name for o in step.get_outputs()], step.run(None, inputs), strict=True))
+        state, _, _ = env.step(state, expected_action if env.agents > 1 else expected_action[:, 0], torch.from_numpy(step_random))
         for name, value in state.items():
-            np.testing.assert_allclose(told[f"next_{name}"], value.numpy(), atol=1e-4)
+            np.testing.assert_allclose(outputs[f"next_{name}"], value.numpy(), atol=1e-4)
 
 
 @pytest.mark.system  # slow
 def test_a_limit_ends_an_episode(folder: Path) -> None:
-    good("train", "bandit", *SMALL, "--name", "one")
-    good("export", "one", "-q")
+    run_ok("train", "bandit", *SMALL, "--name", "one")
+    run_ok("export", "one", "-q")
     step = session(Path("runs/one/model/step.onnx"))
     zero = np.zeros((2, 1), dtype=np.int64)
     steps = np.array([97, 99])
-    [done] = step.run(["done"], {"side": zero[:, 0], "steps": steps, "action": zero, "random": zero.astype(np.float32)})
-    assert done.tolist() == [False, True]
+    [process] = step.run(["done"], {"side": zero[:, 0], "steps": steps, "action": zero, "random": zero.astype(np.float32)})
+    assert process.tolist() == [False, True]
 
 
 def test_a_refused_export_writes_nothing(folder: Path) -> None:
-    write_task(text=TASK + ODD, change=("return nn.Sequential(", "return Odd(self.hidden)\n        return nn.Sequential("))
-    good("train", "small.py", "--name", "one", "-q")
-    assert "model cannot be exported: small.py:" in bad("export", "one", code=2)
+    write_task(
+        text=TASK + DATA_DEPENDENT_MODEL,
+        change=("return nn.Sequential(", "return UnusualModel(self.hidden)\n        return nn.Sequential("),
+    )
+    run_ok("train", "small.py", "--name", "one", "-q")
+    assert "model cannot be exported: small.py:" in expect_error("export", "one", code=2)
     assert not list(Path("runs/one/model").glob("*.onnx"))
-    assert "no run" in bad("export", "nothing", code=2)
+    assert "no run" in expect_error("export", "nothing", code=2)
 
 
 NOISY = """
@@ -373,21 +381,21 @@ NOISY = """
 
 @pytest.mark.system  # slow
 def test_a_graph_that_differs_from_torch_is_refused_and_nothing_is_left(folder: Path) -> None:
-    """It gives other numbers each time; the graph before it is good, and of no use without it."""
+    """The second graph gives other numbers each time; the first one is correct but useless without it."""
     write_task(text=TASK + NOISY)
-    good("train", "small.py", "--name", "one", "-q")
+    run_ok("train", "small.py", "--name", "one", "-q")
     before = sorted(Path("runs/one").rglob("*"))
-    message = bad("export", "one", code=2)
+    message = expect_error("export", "one", code=2)
     assert "second cannot be exported: it gives other numbers each time, with random numbers of small.py:" in message
     assert sorted(Path("runs/one").rglob("*")) == before
-    assert "cannot be exported" in bad("export", "one", "--out", "files", code=2)
+    assert "cannot be exported" in expect_error("export", "one", "--out", "files", code=2)
     assert not Path("files").exists()
 
 
 @pytest.mark.system  # slow
 def test_an_unfinished_runs_last_checkpoint(folder: Path) -> None:
     write_task()
-    drivetrain_command("train", "small.py", "--name", "one", "-q", "save_every=5", DRIVETRAIN_FAULTS="kill@step:12")
-    good("export", "one")
+    run_drivetrain("train", "small.py", "--name", "one", "-q", "save_every=5", DRIVETRAIN_FAULTS="kill@step:12")
+    run_ok("export", "one")
     assert sorted(p.name for p in Path("runs/one/export").iterdir()) == ["export.json", "model.onnx", "model.safetensors"]
     assert not Path("runs/one/model/model.safetensors").exists()

@@ -1,4 +1,4 @@
-"""Folders of images: every kind of file, bad ones, and the cache they are decoded into."""
+"""Folders of images: every kind of image file, unreadable files, and the cache of decoded images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from PIL import Image
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.tasks import imagecache, images
 from drivetrain.tasks.vision.folder import Folder
-from tests.command import bad, good
+from tests.command import expect_error, run_ok
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
 
@@ -111,10 +111,10 @@ def test_shrinking_averages(tmp_path: Path) -> None:
 def write_folder(top: Path, train: int = 6, test: int = 3, classes: tuple[str, ...] = ("dark night", "été")) -> Path:
     """Images of 20x24 whose class is their brightness."""
     for split, count in (("train", train), ("test", test)):
-        for place, name in enumerate(classes):
+        for number, name in enumerate(classes):
             (top / split / name).mkdir(parents=True)
             for i in range(count):
-                Image.new("L", (20, 24), 40 + 150 * place + i).save(top / split / name / f"{i}.png")
+                Image.new("L", (20, 24), 40 + 150 * number + i).save(top / split / name / f"{i}.png")
     return top
 
 
@@ -140,16 +140,16 @@ def test_a_folder_becomes_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[
     (top / "train/été/.hidden").write_text("no image")
     (top / "train/été/Thumbs.db").write_text("no image")
     (top / "train/README").write_text("no class")
-    found = load(top)
-    x, y = found.train[:]
-    assert found.classes == ("dark night", "été")
+    data = load(top)
+    x, y = data.train[:]
+    assert data.classes == ("dark night", "été")
     assert (x.shape, x.dtype) == ((13, 1, 16, 16), torch.uint8)
     assert y.tolist() == [0] * 6 + [1] * 7
     assert [int(v) for v in x[:, 0, 0, 0]] == [40, 41, 42, 43, 44, 45, 190, 191, 192, 193, 194, 195, 200]
-    assert found.test is not None
-    assert len(found.test) == 6
-    assert found.mean[0] == pytest.approx(x.double().mean().item() / 255, rel=1e-9)
-    assert found.std[0] == pytest.approx(x.double().std(correction=0).item() / 255, rel=1e-9)
+    assert data.test is not None
+    assert len(data.test) == 6
+    assert data.mean[0] == pytest.approx(x.double().mean().item() / 255, rel=1e-9)
+    assert data.std[0] == pytest.approx(x.double().std(correction=0).item() / 255, rel=1e-9)
     assert capsys.readouterr().err == ""
 
 
@@ -163,11 +163,11 @@ def test_one_coloured_image_makes_all_coloured(tmp_path: Path) -> None:
     assert task.channels == 3
 
 
-def test_links_do_not_lead_astray(tmp_path: Path) -> None:
+def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
     top = write_folder(tmp_path / "data")
     (top / "train/été/loop").symlink_to(top / "train/été")
     (top / "train/été/up").symlink_to(top)
-    assert len(images.list_images(top).splits["train"]) == 12 + 6 + 6  # through `up` all else is seen once
+    assert len(images.list_images(top).splits["train"]) == 12 + 6 + 6  # through `up`, all images are listed once more
     (top / "train/été/up").unlink()
     shutil.move(top / "train/été", tmp_path / "elsewhere")
     (top / "train/été").symlink_to(tmp_path / "elsewhere")
@@ -183,8 +183,8 @@ def bad_items(top: Path) -> list[list[str]]:
     return json.loads((top / imagecache.CACHE_FOLDER / name / "facts.json").read_text())["bad"]  # type: ignore[no-any-return]
 
 
-def remove(top: Path, what: str) -> None:
-    shutil.rmtree(top / what)
+def remove(top: Path, name: str) -> None:
+    shutil.rmtree(top / name)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def remove(top: Path, what: str) -> None:
         ),
     ],
 )
-def test_what_is_no_data_set_is_told_what_would_be(change: Any, message: str, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_data_set_is_refused_with_the_fix(change: Any, message: str, tmp_path: Path) -> None:
     top = write_folder(tmp_path / "data")
     change(top)
     with pytest.raises(Problem, match=message) as caught:
@@ -210,14 +210,14 @@ def test_what_is_no_data_set_is_told_what_would_be(change: Any, message: str, tm
     assert caught.value.outcome is Outcome.USAGE
 
 
-def test_missing_tests_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_test_images_give_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     top = write_folder(tmp_path)
     remove(top, "test/été")
     load(top)
     assert "test has no images of été" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "1")
     load(top)
-    assert capsys.readouterr().err == "", "one rank speaks"
+    assert capsys.readouterr().err == "", "only rank 0 warns"
     monkeypatch.setenv("RANK", "0")
     remove(top, "test")
     assert Folder(data_dir=str(top)).eval_data() is None
@@ -225,7 +225,7 @@ def test_missing_tests_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def break_images(top: Path) -> dict[str, str]:
-    """Three files that are no whole images, and what is wrong with them."""
+    """Writes three unreadable image files; returns the reason for each."""
     rng = np.random.default_rng(0)
     Image.fromarray(rng.integers(0, 256, (90, 90, 3)).astype(np.uint8)).save(top / "train/été/cut.jpg")
     data = (top / "train/été/cut.jpg").read_bytes()
@@ -237,19 +237,19 @@ def break_images(top: Path) -> dict[str, str]:
 
 def test_a_bad_image_stops_or_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     top = write_folder(tmp_path)
-    broken = break_images(top)
+    unreadable = break_images(top)
     with pytest.raises(Problem, match=r"cut\.jpg cannot be read \(.*truncated.*bad_samples=skip") as caught:
         load(top)
     assert caught.value.outcome is Outcome.DATA
     assert caches(top) == []
-    found = load(top, bad_samples="skip")
-    said = capsys.readouterr().err
-    assert "3 images could not be read and are left out" in said
-    assert all(name in said and why in said for name, why in broken.items())
-    assert found.test is not None
-    assert (len(found.train), len(found.test)) == (12, 6)
+    data = load(top, bad_samples="skip")
+    warning = capsys.readouterr().err
+    assert "3 images could not be read and are left out" in warning
+    assert all(name in warning and reason in warning for name, reason in unreadable.items())
+    assert data.test is not None
+    assert (len(data.train), len(data.test)) == (12, 6)
     with pytest.raises(Problem, match=r"cut\.jpg"):
-        load(top)  # also where a cache without it exists
+        load(top)  # even though a cache without the image exists
 
 
 def test_a_class_without_a_good_image(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_a_class_without_a_good_image(tmp_path: Path) -> None:
         load(top, bad_samples="skip")
 
 
-def test_bombs_and_programs_are_bad_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decompression_bombs_and_postscript_are_bad_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     top = write_folder(tmp_path)
     Image.new("1", (300, 300)).save(top / "train/été/bomb.png")
     Image.new("L", (8, 8)).save(top / "train/été/program.eps")
@@ -277,13 +277,13 @@ def test_the_second_load_decodes_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     top = write_folder(tmp_path)
     first = load(top)
     no_decoding(monkeypatch)
-    again = load(top)
-    assert torch.equal(first.train[:][0], again.train[:][0])
-    assert (again.mean, again.std, again.classes) == (first.mean, first.std, first.classes)
+    second = load(top)
+    assert torch.equal(first.train[:][0], second.train[:][0])
+    assert (second.mean, second.std, second.classes) == (first.mean, first.std, first.classes)
 
 
 @pytest.mark.parametrize("change", ["added", "removed", "changed"])
-def test_a_changed_folder_is_decoded_anew(change: str, tmp_path: Path) -> None:
+def test_a_changed_folder_is_decoded_again(change: str, tmp_path: Path) -> None:
     top = write_folder(tmp_path)
     load(top)
     load(top, size=20)
@@ -296,24 +296,24 @@ def test_a_changed_folder_is_decoded_anew(change: str, tmp_path: Path) -> None:
     assert len(x) == {"added": 13, "removed": 11, "changed": 12}[change]
     assert (int(x.max()) == 255) == (change != "removed")
     after = caches(top)
-    assert len(after) == 2, "the old one of these settings is gone"
-    assert len(set(before) & set(after)) == 1, "that of another size is kept"
+    assert len(after) == 2, "the old cache with these settings is removed"
+    assert len(set(before) & set(after)) == 1, "the cache of the other size is kept"
 
 
 @pytest.mark.parametrize("file", ["train-images.npy", "test-images.npy", "train-labels.npy", "facts.json"])
-def test_a_damaged_cache_is_made_anew(file: str, tmp_path: Path) -> None:
+def test_a_damaged_cache_is_rebuilt(file: str, tmp_path: Path) -> None:
     top = write_folder(tmp_path)
-    whole = load(top).train[:][0].clone()
+    pixels = load(top).train[:][0].clone()
     (name,) = caches(top)
     damaged = top / imagecache.CACHE_FOLDER / name / file
     data = damaged.read_bytes()
-    damaged.unlink()  # a new file: the first load's map keeps the old one
+    damaged.unlink()  # a new file, because the first load has the old one mapped into memory
     damaged.write_bytes(data[:-50])
-    assert torch.equal(load(top).train[:][0], whole)
+    assert torch.equal(load(top).train[:][0], pixels)
     assert damaged.read_bytes() == data
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+def test_the_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     top = write_folder(tmp_path)
     load(top)
     (name,) = caches(top)
@@ -322,33 +322,37 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     assert caches(top) == [name]
 
 
-def test_a_data_dir_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_write_access_the_cache_is_in_the_users_folder_or_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     top = write_folder(tmp_path / "data")
-    (top / imagecache.CACHE_FOLDER).touch()  # a file where the folder should be: holds for root too
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    (top / imagecache.CACHE_FOLDER).touch()  # a file takes the folder's place, which stops root, too
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user cache"))
     first = load(top).train[:][0]
     with monkeypatch.context() as patch:
         no_decoding(patch)
         assert torch.equal(load(top).train[:][0], first)
-    assert list((tmp_path / "mine").rglob("train-images.npy"))
-    shutil.rmtree(tmp_path / "mine")
-    (tmp_path / "mine").touch()
+    assert list((tmp_path / "user cache").rglob("train-images.npy"))
+    shutil.rmtree(tmp_path / "user cache")
+    (tmp_path / "user cache").touch()
     assert torch.equal(load(top).train[:][0], first)
     assert "could not be kept on disk" in capsys.readouterr().err
 
 
-def test_a_full_disk_leaves_them_in_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_full_disk_the_images_stay_in_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     top = write_folder(tmp_path / "data")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user cache"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
     try:
-        found = load(top)
+        data = load(top)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "could not be kept on disk" in capsys.readouterr().err
-    assert caches(top) == [], "nothing half-written stays"
-    assert torch.equal(found.train[:][0], load(top).train[:][0])
+    assert caches(top) == [], "no half-written file is left"
+    assert torch.equal(data.train[:][0], load(top).train[:][0])
 
 
 def _load_and_count(top: Path, counter: Any) -> None:
@@ -363,7 +367,7 @@ def _load_and_count(top: Path, counter: Any) -> None:
     assert len(load(top).train) == 12
 
 
-def test_processes_that_ask_together_decode_once(tmp_path: Path) -> None:
+def test_processes_that_load_at_the_same_time_decode_once(tmp_path: Path) -> None:
     top = write_folder(tmp_path)
     context = multiprocessing.get_context("fork")
     counter = context.Value("i", 0)
@@ -382,8 +386,8 @@ def test_processes_that_ask_together_decode_once(tmp_path: Path) -> None:
 def test_a_folder_trains_and_evaluates(folder: Path) -> None:
     write_folder(Path("my photos"), train=20, test=6)
     words = ("data_dir=my photos", "size=16", "net=cnn", "steps=25", "global_batch=16", "rotation=10", "flip=true")
-    good("train", "folder", *words, "--name", "first")
-    output = good("eval", "first")
+    run_ok("train", "folder", *words, "--name", "first")
+    output = run_ok("eval", "first")
     assert "accuracy 100.0 %" in output
     assert "(12 samples; weights of step 25)" in output
     assert Path("runs/first/confusion.png").is_file()
@@ -396,6 +400,6 @@ def test_a_folder_trains_and_evaluates(folder: Path) -> None:
 def test_a_bad_image_ends_the_command(folder: Path) -> None:
     top = write_folder(Path("photos"))
     break_images(top)
-    assert "bad_samples=skip" in bad("train", "folder", "data_dir=photos", "size=16", code=Outcome.DATA.code)
-    output = good("train", "folder", "data_dir=photos", "size=16", "net=mlp", "steps=1", "bad_samples=skip", "--procs", "2")
+    assert "bad_samples=skip" in expect_error("train", "folder", "data_dir=photos", "size=16", code=Outcome.DATA.code)
+    output = run_ok("train", "folder", "data_dir=photos", "size=16", "net=mlp", "steps=1", "bad_samples=skip", "--procs", "2")
     assert output.count("3 images could not be read") == 1

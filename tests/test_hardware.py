@@ -1,4 +1,4 @@
-"""Hardware: detection, descriptions in words, the table of cards, the report. Needs no GPU."""
+"""Detection of hardware, descriptions in words, the table of cards, and the report; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -30,43 +30,43 @@ from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
 from drivetrain.plan.capacity import MachineCapacity
 from drivetrain.plan.choose import choose
-from tests.command import bad, good
-from tests.patience import Stopwatch
-from tests.samples import Plain
+from tests.command import expect_error, run_ok
+from tests.sample_tasks import Plain
+from tests.waiting import Stopwatch
 
 L4 = tuple(Gpu(i, "NVIDIA L4", 24 * 2**30, (8, 9)) for i in range(4))
 T4 = tuple(Gpu(i, "Tesla T4", 16 * 2**30, (7, 5)) for i in range(2))
-FOUR = Hardware(16, 2**36, L4, "", "535.1", (12, 2))
-CUDA = TorchBuild("2.13.0", "12.6", None)
+FOUR_L4 = Hardware(16, 2**36, L4, "", "535.1", (12, 2))
+CUDA_BUILD = TorchBuild("2.13.0", "12.6", None)
 
 
 def test_this_machine_is_detected() -> None:
-    found = detect()
-    assert found.cpu_cores >= 1
-    assert found.memory_bytes > 2**28
-    assert "CPU core" in found.sentence()
+    hardware = detect()
+    assert hardware.cpu_cores >= 1
+    assert hardware.memory_bytes > 2**28
+    assert "CPU core" in hardware.sentence()
     assert torch_build().version.startswith("2.")
 
 
 def test_a_gpu_that_torch_cannot_use_stops_with_cause_and_fix() -> None:
     with pytest.raises(Problem, match=r"4 x NVIDIA L4, but torch 2.13.0\+cpu is a CPU build.*--device cpu"):
-        check_torch_can_use(FOUR, TorchBuild("2.13.0+cpu", None, None), {})
+        check_torch_can_use(FOUR_L4, TorchBuild("2.13.0+cpu", None, None), {})
     with pytest.raises(Problem, match=r"driver 535.1 reaches CUDA 12.2 and torch 2.13.0 needs 13.0: update the driver"):
-        check_torch_can_use(FOUR, TorchBuild("2.13.0", "13.0", None), {})
+        check_torch_can_use(FOUR_L4, TorchBuild("2.13.0", "13.0", None), {})
     for hidden in ("", "-1"):
         with pytest.raises(Problem, match=r"CUDA_VISIBLE_DEVICES='.*' hides them: unset it"):
-            check_torch_can_use(FOUR, CUDA, {"CUDA_VISIBLE_DEVICES": hidden})
-    check_torch_can_use(FOUR, CUDA, {})
+            check_torch_can_use(FOUR_L4, CUDA_BUILD, {"CUDA_VISIBLE_DEVICES": hidden})
+    check_torch_can_use(FOUR_L4, CUDA_BUILD, {})
     check_torch_can_use(Hardware(2, 2**34), TorchBuild("2.13.0+cpu", None, None), {})
 
 
 def test_visible_gpus_follow_the_environment_and_the_flag() -> None:
-    assert visible_gpus(FOUR, {}) == ["0", "1", "2", "3"]
-    assert visible_gpus(FOUR, {"CUDA_VISIBLE_DEVICES": "2,0"}) == ["2", "0"]
-    assert visible_gpus(FOUR, {"CUDA_VISIBLE_DEVICES": "2,0"}, "1") == ["0"]
-    assert visible_gpus(FOUR, {"CUDA_VISIBLE_DEVICES": "GPU-abc,-1,1"}) == ["GPU-abc"]
+    assert visible_gpus(FOUR_L4, {}) == ["0", "1", "2", "3"]
+    assert visible_gpus(FOUR_L4, {"CUDA_VISIBLE_DEVICES": "2,0"}) == ["2", "0"]
+    assert visible_gpus(FOUR_L4, {"CUDA_VISIBLE_DEVICES": "2,0"}, "1") == ["0"]
+    assert visible_gpus(FOUR_L4, {"CUDA_VISIBLE_DEVICES": "GPU-abc,-1,1"}) == ["GPU-abc"]
     with pytest.raises(Problem, match="no GPU '7' here"):
-        visible_gpus(FOUR, {}, "0,7")
+        visible_gpus(FOUR_L4, {}, "0,7")
 
 
 def plan(hardware: Hardware, device: str, procs: int, **pins: object) -> Plan:
@@ -74,28 +74,28 @@ def plan(hardware: Hardware, device: str, procs: int, **pins: object) -> Plan:
 
 
 def test_precision_and_backend_follow_the_hardware() -> None:
-    assert (plan(FOUR, "cuda", 4).precision, plan(FOUR, "cuda", 4).backend) == ("bf16", "nccl")
+    assert (plan(FOUR_L4, "cuda", 4).precision, plan(FOUR_L4, "cuda", 4).backend) == ("bf16", "nccl")
     assert plan(Hardware(8, 2**34, T4), "cuda", 2).precision == "fp16"
-    assert (plan(FOUR, "cpu", 2).precision, plan(FOUR, "cpu", 2).backend) == ("fp32", "gloo")
+    assert (plan(FOUR_L4, "cpu", 2).precision, plan(FOUR_L4, "cpu", 2).backend) == ("fp32", "gloo")
 
 
 def test_the_global_batch_is_kept() -> None:
     for procs, micro, expected in ((1, 64, (64, 1)), (4, 64, (16, 1)), (3, 5, (5, 5)), (2, 7, (7, 5))):
-        found = plan(FOUR, "cpu", procs, micro_batch=micro)
-        assert (found.micro_batch, found.accumulation) == expected
-        assert found.global_batch == 64
+        chosen = plan(FOUR_L4, "cpu", procs, micro_batch=micro)
+        assert (chosen.micro_batch, chosen.accumulation) == expected
+        assert chosen.global_batch == 64
     with pytest.raises(Problem, match="leave one of them out"):
-        plan(FOUR, "cpu", 1, micro_batch=8, accumulation=3)
+        plan(FOUR_L4, "cpu", 1, micro_batch=8, accumulation=3)
     with pytest.raises(Problem, match=r"plan.strategy=ddp does not go with 1 process"):
-        plan(FOUR, "cpu", 1, strategy="ddp")
+        plan(FOUR_L4, "cpu", 1, strategy="ddp")
 
 
-def test_a_plan_survives_json() -> None:
-    one = plan(FOUR, "cuda", 4)
-    assert Plan.from_json(one.to_json()) == one
+def test_a_plan_is_the_same_after_writing_and_reading_json() -> None:
+    original = plan(FOUR_L4, "cuda", 4)
+    assert Plan.from_json(original.to_json()) == original
 
 
-def test_a_driver_that_never_answers_costs_the_timeout_only() -> None:
+def test_a_driver_that_never_answers_takes_only_the_timeout() -> None:
     watch = Stopwatch()
     with pytest.raises(TimeoutError):
         nvml.call_with_timeout(lambda: time.sleep(30), 0.2)
@@ -132,16 +132,16 @@ def test_a_driver_that_never_answers_costs_the_timeout_only() -> None:
     ],
 )
 def test_a_description_is_parsed(words: str, count: int, name: str, gib: int, nodes: int) -> None:
-    found = parse(words)
-    assert (len(found.gpus), found.nodes, found.described) == (count, nodes, words)
+    hardware = parse(words)
+    assert (len(hardware.gpus), hardware.nodes, hardware.described) == (count, nodes, words)
     if count:
-        assert found.gpus[0].name == name and round(found.gpus[0].memory_bytes / 2**30) == gib
-    assert found.cpu_cores >= 8 and found.memory_bytes >= 2**34
+        assert hardware.gpus[0].name == name and round(hardware.gpus[0].memory_bytes / 2**30) == gib
+    assert hardware.cpu_cores >= 8 and hardware.memory_bytes >= 2**34
 
 
 def test_stated_cores_ram_and_network_are_used() -> None:
-    found = parse("2 nodes x 4xL4-24GB, 48 cores, 192GB RAM, 200 Gbps")
-    assert (found.cpu_cores, found.memory_bytes, found.network_gbps) == (48, 192 * 2**30, 200.0)
+    hardware = parse("2 nodes x 4xL4-24GB, 48 cores, 192GB RAM, 200 Gbps")
+    assert (hardware.cpu_cores, hardware.memory_bytes, hardware.network_gbps) == (48, 192 * 2**30, 200.0)
     assert parse("2 nodes x 4xL4-24GB").network_gbps == 0, "not stated: the plan assumes a value and says so"
     assert parse("CPU 64 cores 128GB RAM").cpu_cores == 64 and parse("CPU 64 cores 128GB RAM").memory_bytes == 128 * 2**30
 
@@ -164,12 +164,12 @@ def test_bits_and_bytes_of_a_network_are_distinguished(words: str, gbps: float) 
     ],
 )  # fmt: skip
 def test_the_compute_capability_follows_from_the_family_of_the_name(name: str, capability: tuple[int, int]) -> None:
-    found = parse(f"1x{name}")
-    assert found.gpus[0].compute_capability == capability
-    plan = choose(Plain().settings(), found, device="cuda", world_size=1, local_procs=1)
+    hardware = parse(f"1x{name}")
+    assert hardware.gpus[0].compute_capability == capability
+    plan = choose(Plain().settings(), hardware, device="cuda", world_size=1, local_procs=1)
     assert plan.precision == ("bf16" if capability >= (8, 0) else "fp16")
     if capability == (0, 0):
-        assert "compute capability is unknown" in plan.reasons["precision"] and "unknown" in found.gpu_note
+        assert "compute capability is unknown" in plan.reasons["precision"] and "unknown" in hardware.gpu_note
 
 
 def test_the_rates_of_the_table_are_consistent() -> None:
@@ -202,29 +202,29 @@ def test_the_rates_of_the_table_are_consistent() -> None:
         ("4x", "names no GPU"),
     ],
 )
-def test_an_invalid_description_gets_an_error_with_the_form(words: str, message: str) -> None:
+def test_an_invalid_description_is_refused_with_the_fix(words: str, message: str) -> None:
     with pytest.raises(Problem, match=message):
         parse(words)
 
 
 def test_a_known_card_with_another_memory_size_keeps_its_rates() -> None:
-    found = parse("4xT4-15GB")
-    assert found.gpus[0].compute_capability == (7, 5) and round(found.gpus[0].memory_bytes / 2**30) == 14
-    assert "the table's T4 has 16 GB" in found.gpu_note
+    hardware = parse("4xT4-15GB")
+    assert hardware.gpus[0].compute_capability == (7, 5) and round(hardware.gpus[0].memory_bytes / 2**30) == 14
+    assert "the table's T4 has 16 GB" in hardware.gpu_note
 
 
 def test_a_mig_slice_has_its_share_of_the_rates() -> None:
-    whole, part = (
+    full_card, slice_ = (
         MachineCapacity.of(Hardware(8, 2**36, (Gpu(0, name, int(gb * 2**30), (8, 0), mig=mig),)), "cuda", 1).card
         for name, gb, mig in (("NVIDIA A100-SXM4-40GB", 39.4, False), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4.75, True))
     )
-    assert part.bf16 == pytest.approx(whole.bf16 / 7)
-    assert 0.1 < part.bandwidth / whole.bandwidth < 0.15
-    assert (whole.processors, part.processors) == (108, 15)
+    assert slice_.bf16 == pytest.approx(full_card.bf16 / 7)
+    assert 0.1 < slice_.bandwidth / full_card.bandwidth < 0.15
+    assert (full_card.processors, slice_.processors) == (108, 15)
 
 
-def test_a_plan_considers_only_the_gpus_that_are_used() -> None:
-    """Small or full GPUs beside them have no effect."""
+def test_a_plan_considers_only_the_selected_gpus() -> None:
+    """Other GPUs of the machine, even small or full ones, have no effect."""
     gpus = (Gpu(0, "Tesla T4", 15 * 2**30, (7, 5), "GPU-aa"), Gpu(1, "NVIDIA H100 80GB HBM3", 80 * 2**30, (9, 0), "GPU-bb"))
     both = Hardware(16, 2**37, gpus)
     for names in (["1"], ["GPU-b"]):
@@ -242,14 +242,14 @@ def test_torch_lists_gpus_where_nvml_fails(monkeypatch: pytest.MonkeyPatch, fold
     monkeypatch.setenv("PYTHONPATH", str(folder))
     monkeypatch.setattr(nvml, "has_driver", lambda: True)
     monkeypatch.setattr(nvml, "list_gpus", lambda: 1 / 0)
-    found = detect()
-    assert [(g.index, g.name, g.memory_bytes) for g in found.gpus] == [(0, "AMD Instinct", 2**36), (1, "AMD Instinct", 2**36)]
-    assert "without NVML" in found.gpu_note
+    hardware = detect()
+    assert [(g.index, g.name, g.memory_bytes) for g in hardware.gpus] == [(0, "AMD Instinct", 2**36), (1, "AMD Instinct", 2**36)]
+    assert "without NVML" in hardware.gpu_note
     Path("torch.py").write_text("raise ImportError")
     assert detect().gpus == () and "no driver" in detect().gpu_note
 
 
-def test_the_limits_of_every_parent_cgroup_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_lowest_limit_of_all_parent_cgroups_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A SLURM step or a systemd scope sets its limits below the root."""
     files = {
         "proc": "0::/job_7/step_0\n",
@@ -303,12 +303,12 @@ def test_the_report_says_how_much_memory_unequal_gpus_waste() -> None:
     text = report.text(mixed, {"cards": [None, None]})
     assert "the smallest 16 GiB" in text and "8.0 GiB of the others stay empty (--gpus" in text
     assert "16 GiB (the smallest of unequal ones)" in mixed.sentence()
-    equal = report.text(FOUR, {"cards": [None] * 4})
+    equal = report.text(FOUR_L4, {"cards": [None] * 4})
     assert "0-3" in equal and "unequal" not in equal
 
 
-class Nvml:
-    """A stand-in for pynvml: one GPU, cut into two slices."""
+class FakeNvml:
+    """Replaces pynvml: one GPU with two MIG slices."""
 
     def __getattr__(self, name: str) -> object:
         answers = {
@@ -353,17 +353,22 @@ def test_a_gpu_that_waits_in_a_kernel_is_distinguished_from_one_that_works(monke
 
 
 def test_mig_slices_are_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
     gpus, note, driver, cuda = nvml.list_gpus()
     assert [g.mig for g in gpus] == [True, True] and (note, driver, cuda) == ("", "550.1", (12, 4))
-    found = Hardware(8, 2**36, gpus)
-    assert visible_gpus(found, {}) == ["MIG-slice0", "MIG-slice1"]
-    assert "a slice (MIG)" in report.text(found, {"cards": [None, None]})
+    hardware = Hardware(8, 2**36, gpus)
+    assert visible_gpus(hardware, {}) == ["MIG-slice0", "MIG-slice1"]
+    assert "a slice (MIG)" in report.text(hardware, {"cards": [None, None]})
 
 
 def test_the_command_reports_this_machine_and_a_described_one(folder: Path) -> None:
-    here = good("hardware")
-    assert "cores" in here and "/dev/shm" in here and "disk" in here and "torch 2." in here
-    facts = json.loads(good("hardware", "--hardware", "2 nodes x 8xA100-40GB, 100Gb/s", "--json"))
+    report_of_this_machine = run_ok("hardware")
+    assert (
+        "cores" in report_of_this_machine
+        and "/dev/shm" in report_of_this_machine
+        and "disk" in report_of_this_machine
+        and "torch 2." in report_of_this_machine
+    )
+    facts = json.loads(run_ok("hardware", "--hardware", "2 nodes x 8xA100-40GB, 100Gb/s", "--json"))
     assert facts["hardware"]["nodes"] == 2 and facts["cards"][0]["bandwidth"] == 1555
-    assert "nearest" in bad("hardware", "--hardware", "4xL5")
+    assert "nearest" in expect_error("hardware", "--hardware", "4xL5")

@@ -45,12 +45,12 @@ def test_a_setting_with_a_hooks_name_is_refused_in_one_line(name: str, annotatio
 
 
 def test_a_hook_may_be_a_method_an_object_of_the_class_or_of_the_instance() -> None:
-    class Own(Task):
+    class CollatingTask(Task):
         def collate(self, samples: list[object]) -> object:
             return samples
 
     assert not overrides(Task(), "collate")
-    assert overrides(Own(), "collate")
+    assert overrides(CollatingTask(), "collate")
     task = Task()
     task.collate = len  # type: ignore[method-assign, assignment]
     assert overrides(task, "collate")

@@ -1,4 +1,4 @@
-"""kill -9 at named observation points; kills at random times are in tests/system/test_kill_long.py."""
+"""A training killed at named observation points gives the same result; tests/system/test_kill_long.py kills at random times."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.killing import MOMENTS, break_and_compare
+from tests.killing import KILL_POINTS, kill_and_compare
 
 
-@pytest.mark.system  # it takes its time
+@pytest.mark.system  # slow
 @pytest.mark.timeout(1200)
-def test_killed_at_every_named_moment(folder: Path) -> None:
-    print(break_and_compare(1, False, len(MOMENTS), seed=0))
+def test_killed_at_every_observation_point(folder: Path) -> None:
+    print(kill_and_compare(1, False, len(KILL_POINTS), seed=0))

@@ -1,4 +1,4 @@
-"""The structure of `src/drivetrain`: rooms in layers, no import circle, files that fit the head, one name for one thing."""
+"""The structure of `src/drivetrain`: packages in layers, no import circle, no long file, no class name defined twice."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def syntax(path: Path) -> ast.Module:
 
 
 def imported_names(nodes: Iterator[ast.AST]) -> Iterator[str]:
-    """Everything that is imported, and each module of this package that a string names (`python -m drivetrain.processes.worker`)."""
+    """Yields all imported names, and modules of this package that a string names (`python -m drivetrain.processes.worker`)."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -51,7 +51,7 @@ def imported_names(nodes: Iterator[ast.AST]) -> Iterator[str]:
 
 
 def imported_modules(path: Path) -> set[str]:
-    """The modules of this package that a file imports, anywhere in it."""
+    """Returns the modules of this package that a file imports, at its top or inside functions."""
     modules = set()
     for name in imported_names(ast.walk(syntax(path))):
         module = name if name in MODULES else name.rpartition(".")[0]
@@ -81,28 +81,31 @@ def test_only_the_engine_and_tasks_import_torch_when_they_are_imported() -> None
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
-    """The modules of one circle of imports, if there is one."""
-    done: set[str] = set()
+    """Returns the modules of an import circle, or an empty list if there is none."""
+    visited: set[str] = set()
 
     def visit(module: str, path: list[str]) -> list[str]:
         if module in path:
             return [*path[path.index(module) :], module]
-        if module in done:
+        if module in visited:
             return []
         for name in sorted(graph[module]):
-            if found := visit(name, [*path, module]):
-                return found
-        done.add(module)
+            if modules := visit(name, [*path, module]):
+                return modules
+        visited.add(module)
         return []
 
-    return next((found for module in sorted(graph) if (found := visit(module, []))), [])
+    for module in sorted(graph):
+        if modules := visit(module, []):
+            return modules
+    return []
 
 
 def test_no_import_circle() -> None:
     """Lazy imports, imports for type checkers and the names of modules in strings count."""
-    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"], "or this test proves nothing"
-    found = circle({module: imported_modules(path) for module, path in MODULES.items()})
-    assert not found, " -> ".join(found)
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"], "a known circle must be found, or this test proves nothing"
+    modules = circle({module: imported_modules(path) for module, path in MODULES.items()})
+    assert not modules, " -> ".join(modules)
 
 
 def test_no_file_is_too_long() -> None:

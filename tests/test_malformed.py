@@ -14,11 +14,11 @@ from drivetrain.cli import run_command
 from drivetrain.plan import Plan
 from tests.command import write_task
 
-LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{here}: &{here} [*{there}, *{there}, *{there}, *{there}, *{there}, *{there}, *{there}, *{there}, *{there}]\n"
-    for there, here in zip("abcdefgh", "bcdefghi", strict=True)
+BILLION_LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{key}: &{key} [*{alias}, *{alias}, *{alias}, *{alias}, *{alias}, *{alias}, *{alias}, *{alias}, *{alias}]\n"
+    for alias, key in zip("abcdefgh", "bcdefghi", strict=True)
 )
-DEEP = 5000
+DEEP = 5000  # levels of nesting, far more than are allowed
 
 # command line -> words of its message
 COMMANDS: list[tuple[str, str]] = [
@@ -113,7 +113,7 @@ RECIPES: list[tuple[str, str]] = [
     ("task: small.py\nhidden: " + "[" * DEEP + "]" * DEEP, "nested deeper than 50 levels"),
     ("task: small.py\nhidden: " + "{a: " * DEEP + "}" * DEEP, "nested deeper than 50 levels"),
     ("task: small.py\nhidden: &a [*a]", "stands within what it names"),
-    (LAUGHS + "task: small.py\nhidden: *i", "more than 20,000 values"),
+    (BILLION_LAUGHS + "task: small.py\nhidden: *i", "more than 20,000 values"),
     ("task: small.py\nhidden: " + "9" * 5000, "not valid YAML"),
     ("task: small.py\nhidden: 2024-99-99", "not valid YAML"),
     ("task: small.py\nhidden: 2024-01-01", "hidden is a whole number"),
@@ -175,29 +175,29 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., N
     def run(words: list[str], message: str) -> None:
         before = sorted(folder.parent.rglob("*"))
         code = run_command(words)
-        said = capsys.readouterr()
-        assert code == 2, (code, said)
-        assert "Traceback" not in said.err and len(said.err.splitlines()) <= 3 and len(said.err) < 1500, said.err[:3000]
-        assert message in said.err, said.err
-        assert said.err.replace("\n", "").isprintable()
-        assert sorted(folder.parent.rglob("*")) == before, "it must leave nothing behind"
+        output = capsys.readouterr()
+        assert code == 2, (code, output)
+        assert "Traceback" not in output.err and len(output.err.splitlines()) <= 3 and len(output.err) < 1500, output.err[:3000]
+        assert message in output.err, output.err
+        assert output.err.replace("\n", "").isprintable()
+        assert sorted(folder.parent.rglob("*")) == before, "it must write nothing"
 
     return run
 
 
 @pytest.mark.parametrize(("words", "message"), COMMANDS, ids=[words[:60] for words, _ in COMMANDS])
-def test_commands(words: str, message: str, refused: Callable[..., None]) -> None:
+def test_a_malformed_command_is_refused(words: str, message: str, refused: Callable[..., None]) -> None:
     refused(words.split(), message)
 
 
 @pytest.mark.parametrize(("text", "message"), RECIPES, ids=[text[:60] for text, _ in RECIPES])
-def test_recipes(text: str, message: str, refused: Callable[..., None]) -> None:
+def test_a_malformed_recipe_is_refused(text: str, message: str, refused: Callable[..., None]) -> None:
     Path("r.yaml").write_text(text)
     refused(["train", "r.yaml", "--dry-run"], message)
 
 
 @pytest.mark.parametrize(("values", "message"), PLANS, ids=[str(values)[:60] for values, _ in PLANS])
-def test_plans(values: Any, message: str, refused: Callable[..., None]) -> None:
+def test_a_malformed_plan_is_refused(values: Any, message: str, refused: Callable[..., None]) -> None:
     if isinstance(values, dict) and values and "plan" not in values:
         values = Plan(global_batch=100, micro_batch=100, eval_micro_batch=100).to_json() | values
     Path("p.json").write_text(values if isinstance(values, str) else json.dumps(values))

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.command import bad, good, write_task
+from tests.command import expect_error, run_ok, write_task
 
 
 def test_a_run_ends_after_evaluations_without_a_better_metric(folder: Path) -> None:
     write_task()
     words = ["train", "small.py", "epochs=40", "learning_rate=0", "best=accuracy"]
-    out = good(*words, "patience=3", "--name", "short")
-    assert "3 evaluations without a better accuracy" in out
+    output = run_ok(*words, "patience=3", "--name", "short")
+    assert "3 evaluations without a better accuracy" in output
     info = json.loads((folder / "runs" / "short" / "run.json").read_text())
     assert info["status"] == "finished"
     rows = [json.loads(line) for line in (folder / "runs" / "short" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["epoch"] == 4 and "eval/accuracy" in rows[-1]
     assert (folder / "runs" / "short" / "model" / "model.safetensors").is_file()
-    assert "say best=NAME" in bad("train", "small.py", "patience=3")
-    good(*words, "patience=3", "--procs", "2", "--name", "two")
+    assert "say best=NAME" in expect_error("train", "small.py", "patience=3")
+    run_ok(*words, "patience=3", "--procs", "2", "--name", "two")
     rows = [json.loads(line) for line in (folder / "runs" / "two" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["epoch"] == 4

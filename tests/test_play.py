@@ -29,7 +29,7 @@ from drivetrain.tasks.rl.envs.snake import SnakeEnv
 from drivetrain.tasks.rl.exported import export_graphs
 from drivetrain.tasks.rl.nets import ConvAgent
 from tests.browser import served
-from tests.command import COMMAND, bad, environment, good, write_task
+from tests.command import COMMAND, environment, expect_error, run_ok, write_task
 
 SMALL = ["epochs=1", "envs=8", "horizon=8", "global_batch=32", "eval_episodes=2", "-q"]
 
@@ -42,8 +42,8 @@ def address() -> Iterator[str]:
 
 def fetch(url: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as answer:
-            return answer.status, dict(answer.headers), answer.read()
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as response:
+            return response.status, dict(response.headers), response.read()
     except urllib.error.HTTPError as error:
         return error.code, dict(error.headers), error.read()
 
@@ -77,7 +77,7 @@ def test_the_wasm_is_compressed_for_browsers_that_accept_gzip(address: str) -> N
 
 def test_nothing_else_is_served(address: str) -> None:
     server = http.client.HTTPConnection(address.split("/")[2], timeout=60)
-    beyond = [
+    paths = [
         "/../play.py",
         "/%2e%2e/play.py",
         "/assets/../../play.py",
@@ -87,10 +87,10 @@ def test_nothing_else_is_served(address: str) -> None:
         "/agents/",
         "/agents/README.md",
     ]
-    for path in beyond:
+    for path in paths:
         server.request("GET", path)
-        answer = server.getresponse()
-        assert (answer.status, b"import" in answer.read()) == (404, False), path
+        response = server.getresponse()
+        assert (response.status, b"import" in response.read()) == (404, False), path
     server.request("POST", "/")
     assert server.getresponse().status == 501
 
@@ -105,21 +105,21 @@ def test_nothing_else_is_served(address: str) -> None:
 )  # fmt: skip
 def test_a_foreign_host_name_is_refused(hosts: list[str], status: int, address: str) -> None:
     """DNS rebinding: otherwise another site's page could read everything."""
-    where = address.split("/")[2]
-    server = http.client.HTTPConnection(where, timeout=60)
+    host_and_port = address.split("/")[2]
+    server = http.client.HTTPConnection(host_and_port, timeout=60)
     server.putrequest("GET", "/agents.json", skip_host=True)
     for host in hosts:
-        server.putheader("Host", host.format(port=where.split(":")[1]))
+        server.putheader("Host", host.format(port=host_and_port.split(":")[1]))
     server.endheaders()
-    answer = server.getresponse()
-    assert (answer.status, b"agents" in answer.read()) == (status, status == 200)
+    response = server.getresponse()
+    assert (response.status, b"agents" in response.read()) == (status, status == 200)
 
 
 def test_a_static_site_has_relative_paths_only(folder: Path) -> None:
-    said = good("play", "--out", "site", "snake")
+    output = run_ok("play", "--out", "site", "snake")
     files = {p.relative_to("site").as_posix(): p for p in Path("site").rglob("*") if p.is_file()}
     size = sum(path.stat().st_size for path in files.values())
-    assert f"site: {len(files)} files, {size / 1e6:.0f} MB" in said
+    assert f"site: {len(files)} files, {size / 1e6:.0f} MB" in output
     assert {"index.html", "agents.json", f"assets/{wasm()}", "agents/snake/policy.onnx", "agents/snake/export.json"} <= files.keys()
     assert not any(name.endswith((".gz", ".safetensors")) or "cartpole" in name for name in files)
     assert not re.search(r'(src|href)="(/|http)', files["index.html"].read_text())
@@ -128,31 +128,31 @@ def test_a_static_site_has_relative_paths_only(folder: Path) -> None:
 
 
 def test_a_site_is_written_over_another_and_over_nothing_else(folder: Path) -> None:
-    good("play", "snake", "--out", "site")
-    good("play", "cartpole", "--out", "site")
+    run_ok("play", "snake", "--out", "site")
+    run_ok("play", "cartpole", "--out", "site")
     assert [p.name for p in Path("site/agents").iterdir()] == ["cartpole"]
-    Path("mine").mkdir()
-    Path("mine/agents.json").write_text("[]")
-    assert "not empty and no site" in bad("play", "snake", "--out", "mine")
-    assert [p.name for p in Path("mine").iterdir()] == ["agents.json"]
-    assert "is a file" in bad("play", "snake", "--out", "mine/agents.json")
-    assert "mine/agents.json/site cannot be written: Not a directory" in bad("play", "snake", "--out", "mine/agents.json/site")
+    Path("other").mkdir()
+    Path("other/agents.json").write_text("[]")
+    assert "not empty and no site" in expect_error("play", "snake", "--out", "other")
+    assert [p.name for p in Path("other").iterdir()] == ["agents.json"]
+    assert "is a file" in expect_error("play", "snake", "--out", "other/agents.json")
+    assert "other/agents.json/site cannot be written: Not a directory" in expect_error("play", "snake", "--out", "other/agents.json/site")
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run that was played once, and one that cannot be played."""
-    place = tmp_path_factory.mktemp("trained")
+    top = tmp_path_factory.mktemp("trained")
     before = Path.cwd()
-    os.chdir(place)
+    os.chdir(top)
     try:
-        good("train", "bandit", *SMALL, "--name", "plays")
+        run_ok("train", "bandit", *SMALL, "--name", "plays")
         assert not list(Path("runs").rglob("*.onnx"))
-        good("play", "plays", "--out", "site")
-        good("train", write_task().name, "epochs=1", "-q", "--name", "other")
+        run_ok("play", "plays", "--out", "site")
+        run_ok("train", write_task().name, "epochs=1", "-q", "--name", "other")
     finally:
         os.chdir(before)
-    return place
+    return top
 
 
 @pytest.fixture
@@ -167,11 +167,11 @@ def test_a_run_is_exported_when_it_is_first_played_and_when_it_has_changed(runs:
     assert (card["run"], card["settings"]["envs"]) == ("plays", 8)
     graph = runs / "plays/model/step.onnx"
     first = graph.stat().st_mtime_ns
-    good("play", "plays", "--out", "site")
+    run_ok("play", "plays", "--out", "site")
     assert graph.stat().st_mtime_ns == first, "nothing had changed"
     exported = runs / "plays/model/export.json"
     exported.write_text(exported.read_text().replace('"envs": 8', '"envs": 16'))
-    good("play", "plays", "--out", "site")
+    run_ok("play", "plays", "--out", "site")
     assert graph.stat().st_mtime_ns > first
     card = json.loads(exported.read_text())
     assert card["settings"]["envs"] == 8
@@ -181,63 +181,65 @@ def test_a_run_is_exported_when_it_is_first_played_and_when_it_has_changed(runs:
 
 
 def test_unplayable_runs_are_refused(runs: Path) -> None:
-    assert "learns nothing that can be played" in bad("play", "other", "--out", "new")
+    assert "learns nothing that can be played" in expect_error("play", "other", "--out", "new")
     assert not list((runs / "other").rglob("*.onnx")) and not Path("new").exists()
-    assert "there is no run 'nobody'" in bad("play", "nobody")
+    assert "there is no run 'nobody'" in expect_error("play", "nobody")
 
 
 def test_a_broken_file_is_named(runs: Path) -> None:
     policy = runs / "plays/model/policy.onnx"
-    whole = policy.read_bytes()
-    policy.write_bytes(whole[:-100])
-    assert "policy.onnx is broken: it has" in bad("play", "plays", "--out", "site")
-    policy.write_bytes(b"\xff" * len(whole))
-    message = bad("play", "plays", "--out", "site")
+    original = policy.read_bytes()
+    policy.write_bytes(original[:-100])
+    assert "policy.onnx is broken: it has" in expect_error("play", "plays", "--out", "site")
+    policy.write_bytes(b"\xff" * len(original))
+    message = expect_error("play", "plays", "--out", "site")
     assert "policy.onnx is broken: " in message and "drivetrain export plays writes it anew" in message
-    flipped = bytearray(whole)  # in the weights: the graph is still one
-    flipped[len(whole) // 2] ^= 255
+    flipped = bytearray(original)  # a flipped bit in the weights: the graph can still be read
+    flipped[len(original) // 2] ^= 255
     policy.write_bytes(flipped)
     with pytest.raises(
         Problem, match=r"policy.onnx is broken: its SHA-256 is not the one in export.json; drivetrain export plays writes it"
     ):
         play.check(play.ExportedAgent("plays", policy.parent))
     policy.unlink()
-    assert "policy.onnx is missing" in bad("play", "plays", "--out", "site")
+    assert "policy.onnx is missing" in expect_error("play", "plays", "--out", "site")
     card = json.loads((policy.parent / EXPORT_CARD).read_text())
     del card["graphs"]["policy"]["file"]
     (policy.parent / EXPORT_CARD).write_text(json.dumps(card))
     with pytest.raises(Problem, match=r"export.json cannot be read"):
         play.check(play.ExportedAgent("plays", policy.parent))
     (runs / "plays/model/export.json").write_text("{")
-    assert "export.json cannot be read" in bad("play", "plays", "--out", "site")
+    assert "export.json cannot be read" in expect_error("play", "plays", "--out", "site")
 
 
-def test_a_policy_beside_an_environment_of_another_grid_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compares the shapes in the files; without onnxruntime, those in export.json."""
-    small, place = SnakeEnv(4, 10, 10), tmp_path / "snake"
-    shutil.copytree(play.SHIPPED_AGENTS / "snake", place)
-    agent = play.ExportedAgent("mine", place)
+def test_a_policy_for_another_grid_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shapes in the files are compared; without onnxruntime, those in export.json."""
+    small, agent_folder = SnakeEnv(4, 10, 10), tmp_path / "snake"
+    shutil.copytree(play.SHIPPED_AGENTS / "snake", agent_folder)
+    agent = play.ExportedAgent("other", agent_folder)
     play.check(agent)
-    other = write_graph("policy", as_named("policy", export_graphs(small, ConvAgent(small.shape, small.actions), steps=1)["policy"]), place)
-    said = "policy.onnx takes observation of 4x5x10x10, reset.onnx gives 4x5x20x20: they are of different worlds"
-    with pytest.raises(Problem, match=f"{said}; drivetrain export mine writes them anew"):
+    policy_of_small = write_graph(
+        "policy", as_named("policy", export_graphs(small, ConvAgent(small.shape, small.actions), steps=1)["policy"]), agent_folder
+    )
+    message = "policy.onnx takes observation of 4x5x10x10, reset.onnx gives 4x5x20x20: they are of different worlds"
+    with pytest.raises(Problem, match=f"{message}; drivetrain export other writes them anew"):
         play.check(agent)
-    card = json.loads((place / EXPORT_CARD).read_text())
-    card["graphs"]["policy"] = asdict(other)
-    (place / EXPORT_CARD).write_text(json.dumps(card))
+    card = json.loads((agent_folder / EXPORT_CARD).read_text())
+    card["graphs"]["policy"] = asdict(policy_of_small)
+    (agent_folder / EXPORT_CARD).write_text(json.dumps(card))
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "onnxruntime", None)
-        with pytest.raises(Problem, match=said):
+        with pytest.raises(Problem, match=message):
             play.check(agent)
     for name in ("policy", "step"):
-        shutil.copy(play.SHIPPED_AGENTS / ("snake" if name == "policy" else "cartpole") / f"{name}.onnx", place)
+        shutil.copy(play.SHIPPED_AGENTS / ("snake" if name == "policy" else "cartpole") / f"{name}.onnx", agent_folder)
     with pytest.raises(Problem, match=r"policy.onnx takes observation of 4x5x20x20, step.onnx gives 1x4"):
         play.check(agent)
 
 
-def test_it_serves_until_ctrl_c(folder: Path) -> None:
+def test_the_command_serves_until_ctrl_c(folder: Path) -> None:
     def restore_sigint() -> None:
-        """Processes in the background of a script ignore SIGINT, and so do their children."""
+        """Makes the child react to SIGINT: background processes of a script ignore it, and so do their children."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     command = [*COMMAND, "play", "snake", "--no-open"]
@@ -253,7 +255,7 @@ def test_it_serves_until_ctrl_c(folder: Path) -> None:
 
 
 def test_a_port_that_is_in_use(folder: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert f"port {port} is in use: leave --port out" in bad("play", "snake", "--no-open", "--port", str(port))
-    assert "to 65535" in bad("play", "snake", "--no-open", "--port", "70000")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert f"port {port} is in use: leave --port out" in expect_error("play", "snake", "--no-open", "--port", str(port))
+    assert "to 65535" in expect_error("play", "snake", "--no-open", "--port", "70000")

@@ -48,8 +48,8 @@ from drivetrain.tune.table import Table
 from drivetrain.tune.tuner import TunerSettings
 from drivetrain.watch.files import MetricsFile
 from drivetrain.watch.screen import Screen, replay
-from tests.command import COMMAND, bad, environment, good
-from tests.patience import until
+from tests.command import COMMAND, environment, expect_error, run_ok
+from tests.waiting import wait_until
 
 pytest.importorskip("optuna")
 
@@ -66,24 +66,24 @@ GOAL = Goal("eval/return", "max")
 
 
 def members(name: str, trials: list[dict[str, Any]]) -> list[PopulationMember]:
-    kind = find_task(name)
-    return [PopulationMember(i, f"together/{i}", instantiate(kind, SMALL | own).settings()) for i, own in enumerate(trials)]
+    task = find_task(name)
+    return [PopulationMember(i, f"together/{i}", instantiate(task, SMALL | changes).settings()) for i, changes in enumerate(trials)]
 
 
 def trained_together(name: str, trials: list[dict[str, Any]], size: int = 8) -> list[tuple[str, dict[str, Any]]]:
-    """Trains them as one program; returns what the worker reported."""
-    told: list[tuple[str, dict[str, Any]]] = []
-    some = members(name, trials)
-    plan = plan_of(some[0].settings, HARDWARE, device="cpu", world_size=1, local_procs=1, pins={"threads": 1})
-    for member in some:
+    """Trains the trials as one program; returns what the worker reported."""
+    reports: list[tuple[str, dict[str, Any]]] = []
+    population_members = members(name, trials)
+    plan = plan_of(population_members[0].settings, HARDWARE, device="cpu", world_size=1, local_procs=1, pins={"threads": 1})
+    for member in population_members:
         Path(member.run).mkdir(parents=True)
-    job = PopulationJob(run="together", task=find_task(name), plan=plan, folder=".", members=some, size=size)
-    assert train_population(job, CPU, lambda kind, value: told.append((kind, value)), False)["outcome"] is Outcome.OK
-    return told
+    job = PopulationJob(run="together", task=find_task(name), plan=plan, folder=".", members=population_members, size=size)
+    assert train_population(job, CPU, lambda kind, value: reports.append((kind, value)), False)["outcome"] is Outcome.OK
+    return reports
 
 
-def trained_alone(name: str, own: dict[str, Any], folder: str) -> Run:
-    task = instantiate(find_task(name), SMALL | own)
+def trained_alone(name: str, changes: dict[str, Any], folder: str) -> Run:
+    task = instantiate(find_task(name), SMALL | changes)
     plan = plan_of(task.settings(), HARDWARE, device="cpu", world_size=1, local_procs=1, pins={"threads": 1})
     observer = Observers([MetricsFile(Run(folder))])
     Training(task, plan, Run(folder), CPU, observer, False).run_to_end()
@@ -91,98 +91,100 @@ def trained_alone(name: str, own: dict[str, Any], folder: str) -> Run:
     return Run(folder)
 
 
-DIFFER = [
+DIFFERENT_SETTINGS = [
     {"learning_rate": 1e-3, "gamma": 0.9, "clip": 0.0},
     {"learning_rate": 4e-3, "entropy_weight": 0.05, "value_clip": 0.1, "warmup": 3, "weight_decay": 0.1},
     {"learning_rate": 2e-3, "gae": 0.5, "clip": 0.1, "seed": 5, "ratio_clip": 0.05, "value_weight": 1.0, "decay": "cosine"},
 ]
 
 
-SNAKES = {"agents": 2, "rival": 0.0, "grid": 4, "net": "mlp", "policies": "independent", "width": 8}
+SNAKE_SETTINGS = {"agents": 2, "rival": 0.0, "grid": 4, "net": "mlp", "policies": "independent", "width": 8}
 
 
 @pytest.mark.parametrize(
-    ("name", "same"),
+    ("name", "common"),
     [
         ("cartpole", {"optim": "adamw"}),
         ("cartpole", {"optim": "adam", "activation": "relu", "layers": 1, "scale_rewards": False, "scale_values": True}),
         ("bandit", {"optim": "sgd", "momentum": 0.5}),
-        pytest.param("snake", SNAKES, marks=pytest.mark.system),  # it takes its time
-        pytest.param("snake", SNAKES | {"net": "conv", "policies": "shared"}, marks=pytest.mark.system),
+        pytest.param("snake", SNAKE_SETTINGS, marks=pytest.mark.system),  # slow
+        pytest.param("snake", SNAKE_SETTINGS | {"net": "conv", "policies": "shared"}, marks=pytest.mark.system),
     ],
     ids=["adamw", "adam", "sgd", "snakes", "conv"],
 )
-def test_a_member_equals_an_ordinary_run(folder: Path, name: str, same: dict[str, Any]) -> None:
-    trials = [own | same for own in DIFFER]
+def test_a_member_equals_an_ordinary_run(folder: Path, name: str, common: dict[str, Any]) -> None:
+    trials = [changes | common for changes in DIFFERENT_SETTINGS]
     trained_together(name, trials)
-    final = []
-    for number, own in enumerate(trials):
-        alone, together = trained_alone(name, own, f"alone/{number}"), Run(f"together/{number}")
-        ordinary = {row["step"]: row for row in alone.rows()}
-        assert [row["step"] for row in together.rows()] == [s for s, row in ordinary.items() if "eval/return" in row]
+    final_weights = []
+    for number, changes in enumerate(trials):
+        alone, together = trained_alone(name, changes, f"alone/{number}"), Run(f"together/{number}")
+        rows_alone = {row["step"]: row for row in alone.rows()}
+        assert [row["step"] for row in together.rows()] == [s for s, row in rows_alone.items() if "eval/return" in row]
         for row in together.rows():
-            assert row.keys() == ordinary[row["step"]].keys()
+            assert row.keys() == rows_alone[row["step"]].keys()
             for key in set(row) - {"time", "samples_per_second", "env_steps_per_second", "memory_bytes"}:
-                assert row[key] == pytest.approx(ordinary[row["step"]][key], rel=1e-3, abs=1e-5), (number, row["step"], key)
+                assert row[key] == pytest.approx(rows_alone[row["step"]][key], rel=1e-3, abs=1e-5), (number, row["step"], key)
         weights, expected = load_file(together.model_path), load_file(alone.model_path)
         assert weights.keys() == expected.keys()
         for key in weights:
             assert torch.allclose(weights[key], expected[key], rtol=1e-3, atol=1e-5), (number, key)
-        final.append(torch.cat([t.flatten() for t in weights.values()]))
-    assert all(float((final[a] - final[b]).abs().max()) > 1e-3 for a, b in ((0, 1), (0, 2), (1, 2))), "and they differ"
+        final_weights.append(torch.cat([t.flatten() for t in weights.values()]))
+    assert all(float((final_weights[a] - final_weights[b]).abs().max()) > 1e-3 for a, b in ((0, 1), (0, 2), (1, 2))), (
+        "the members differ, or the test proves nothing"
+    )
 
 
 def test_a_member_whose_loss_is_not_finite_fails_alone(folder: Path) -> None:
-    told = trained_together("cartpole", [{"learning_rate": 1e30}, {"learning_rate": 1e-3}])
-    ends = [(value["trial"], value["outcome"]) for kind, value in told if kind == "member_end"]
-    assert ends == [(1, Outcome.OK), (0, Outcome.NAN)], "those that finished first"
-    assert "lower learning_rate" in told[-1][1]["message"] and not Path("together/0/model").exists()
+    reports = trained_together("cartpole", [{"learning_rate": 1e30}, {"learning_rate": 1e-3}])
+    ends = [(value["trial"], value["outcome"]) for kind, value in reports if kind == "member_end"]
+    assert ends == [(1, Outcome.OK), (0, Outcome.NAN)], "the members that finish are reported first"
+    assert "lower learning_rate" in reports[-1][1]["message"] and not Path("together/0/model").exists()
     expected = load_file(trained_alone("cartpole", {"learning_rate": 1e-3}, "alone").model_path)
     assert all(torch.allclose(t, expected[k], rtol=1e-3, atol=1e-5) for k, t in load_file("together/1/model/model.safetensors").items())
 
 
 def test_trials_of_one_shape_are_one_program() -> None:
-    some = members(
+    trials = members(
         "cartpole", [{"width": w, "learning_rate": r, "gamma": g} for w, r, g in ((8, 1e-3, 0.9), (16, 1e-3, 0.9), (8, 2e-3, 0.8))]
     )
-    some += members("cartpole", [{"width": 8, "epochs": 5}, {"width": 8, "seed": 7, "clip": 0.0, "decay": "cosine"}])
-    assert [len(group) for group in programs(some, VARYING, 9)] == [3, 1, 1]
-    assert [len(group) for group in programs(some, VARYING, 2)] == [2, 1, 1, 1], "no more at once than fit"
+    trials += members("cartpole", [{"width": 8, "epochs": 5}, {"width": 8, "seed": 7, "clip": 0.0, "decay": "cosine"}])
+    assert [len(group) for group in programs(trials, VARYING, 9)] == [3, 1, 1]
+    assert [len(group) for group in programs(trials, VARYING, 2)] == [2, 1, 1, 1], "a program has at most two trials"
 
 
-class Waits(TorchDispatchMode):
+class HostTransfers(TorchDispatchMode):
     """Records operations that copy from the host or to it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
-        self.all = 0
+        self.transfers: list[str] = []
+        self.num_operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        made = func(*args, **(kwargs or {}))
-        places = [{t.device.type for t in some} for some in (given, [t for t in tree_leaves(made) if isinstance(t, torch.Tensor)])]
-        copied = given and places[0] != places[1] and "cpu" in places[0] | places[1] and "meta" not in places[0] & places[1]
-        if copied or "_local_scalar_dense" in str(func):
-            self.found.append(str(func))
-        self.all += 1
-        return made
+        result = func(*args, **(kwargs or {}))
+        inputs = {t.device.type for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        outputs = {t.device.type for t in tree_leaves(result) if isinstance(t, torch.Tensor)}
+        is_copy = inputs and inputs != outputs and "cpu" in inputs | outputs and "meta" not in inputs & outputs
+        if is_copy or "_local_scalar_dense" in str(func):
+            self.transfers.append(str(func))
+        self.num_operations += 1
+        return result
 
 
 def test_an_iteration_does_not_use_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the meta device, which has no values; so an iteration can be captured as one CUDA graph."""
+    """So it can be captured as one CUDA graph. It runs on the meta device, whose tensors have no values to read."""
     monkeypatch.setattr(CartPoleEnv, "limit", 20)
     device = torch.device("meta")
-    tasks = [CartPole(**SMALL | own) for own in DIFFER]
+    tasks = [CartPole(**SMALL | changes) for changes in DIFFERENT_SETTINGS]
     trials = Population(tasks, [task.model() for task in tasks], torch.zeros(24, 3), device)
     trials.begin(torch.zeros(3, 8, trials.num_reset_uniform, device=device))
     inputs = torch.zeros(3, 8, trials.num_uniform, device=device), torch.zeros(3, 2, 8, 8, dtype=torch.int64, device=device)
     trials.iterate(*inputs)
-    with Waits() as waits:
+    with HostTransfers() as recorder:
         trials.iterate(*inputs)
-        told = trials.evaluate(torch.zeros(5, dtype=torch.int64, device=device))
-    assert waits.all > 1000 and waits.found == []
-    assert {name: values.shape for name, values in told.items()} == {"return": (3, 5), "length": (3, 5)}
+        metrics = trials.evaluate(torch.zeros(5, dtype=torch.int64, device=device))
+    assert recorder.num_operations > 1000 and recorder.transfers == []
+    assert {name: values.shape for name, values in metrics.items()} == {"return": (3, 5), "length": (3, 5)}
 
 
 # --- generations ---------------------------------------------------------------------------------
@@ -191,59 +193,61 @@ SEARCH = ["learning_rate=1e-4..1e-2,log", "gamma=0.9..0.999"]
 
 
 def begin(
-    monkeypatch: pytest.MonkeyPatch, trials: int, size: int, search: list[str], worker: Callable[..., JobEnd] | None = None, **given: Any
+    monkeypatch: pytest.MonkeyPatch, trials: int, size: int, search: list[str], worker: Callable[..., JobEnd] | None = None, **settings: Any
 ) -> Any:
     """Returns the tuner of a small study whose worker is this process."""
-    recipe = make(find_task("cartpole"), {}, {k: v for k, v in SMALL.items() if k != "best"} | given, {})
+    recipe = make(find_task("cartpole"), {}, {k: v for k, v in SMALL.items() if k != "best"} | settings, {})
     space = make_space(task_settings(recipe.task), {}, search, {}, "cartpole")
-    place = folders.open_folder("study", "cartpole", folders.identity(recipe, space, GOAL))
-    place.write(**folders.identity(recipe, space, GOAL), status="running")
-    study = Study(place.path, space, "max", "tpe", 0, "none", trials)
+    study_folder = folders.open_folder("study", "cartpole", folders.identity(recipe, space, GOAL))
+    study_folder.write(**folders.identity(recipe, space, GOAL), status="running")
+    study = Study(study_folder.path, space, "max", "tpe", 0, "none", trials)
     machine = LocalMachine(HARDWARE, "cpu", [], 1)
 
-    def plan(own: Recipe) -> Any:
-        return plan_of(own.settings, HARDWARE, device="cpu", world_size=1, local_procs=1, pins={"threads": 1})
+    def plan(recipe: Recipe) -> Any:
+        return plan_of(recipe.settings, HARDWARE, device="cpu", world_size=1, local_procs=1, pins={"threads": 1})
 
-    def record(own: Recipe, run: Run, plan: Any) -> None:
-        record_start(OpenedRun(run), own, plan, machine)
+    def record(recipe: Recipe, run: Run, plan: Any) -> None:
+        record_start(OpenedRun(run), recipe, plan, machine)
 
-    monkeypatch.setattr(population, "run_workers", worker or here)
-    way = PopulationContext(size, [], plan, record, record_end)
-    return PopulationTuner(TunerSettings(recipe, GOAL, trials, [[]]), place, study, Table(Screen(quiet=True), space, GOAL.metric), way)
+    monkeypatch.setattr(population, "run_workers", worker or run_in_this_process)
+    context = PopulationContext(size, [], plan, record, record_end)
+    return PopulationTuner(
+        TunerSettings(recipe, GOAL, trials, [[]]), study_folder, study, Table(Screen(quiet=True), space, GOAL.metric), context
+    )
 
 
-def here(job: PopulationJob, plan: Any, place: Any, screen: Any, gpus: list[str], most: int = 99) -> JobEnd:
-    """Does a worker's job; more than `most` trials at once are out of memory."""
-    if max(len(group) for group in programs(job.members, VARYING, job.size)) > most:
+def run_in_this_process(job: PopulationJob, plan: Any, placement: Any, screen: Any, gpus: list[str], max_trials: int = 99) -> JobEnd:
+    """Does a worker's job in this process; with more than `max_trials` trials at once it reports out of memory."""
+    if max(len(group) for group in programs(job.members, VARYING, job.size)) > max_trials:
         return JobEnd(Outcome.OOM, "out of memory")
     train_population(job, CPU, lambda kind, value: replay(screen, kind, json.loads(json.dumps(value))), False)
     return JobEnd(Outcome.OK)
 
 
 def journal() -> list[tuple[str, int]]:
-    """Returns the journal's entries in order: trials that were asked for (4) and that ended (6)."""
-    rows, asked, found = read_lines(Path("study/study.journal")), 0, []
+    """Returns the journal's entries in order: trials that were proposed (operation 4) and that ended (operation 6)."""
+    rows, num_proposed, entries = read_lines(Path("study/study.journal")), 0, []
     for row in rows:
         if row["op_code"] == 4:
-            found.append(("asked", asked))
-            asked += 1
+            entries.append(("proposed", num_proposed))
+            num_proposed += 1
         elif row["op_code"] == 6:
-            found.append(("ended", row["trial_id"]))
-    return found
+            entries.append(("ended", row["trial_id"]))
+    return entries
 
 
 def test_the_sampler_gets_results_after_each_generation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuner = begin(monkeypatch, 5, 2, SEARCH)
     assert tuner.run()
-    expected = [(what, n) for generation in ((0, 1), (2, 3), (4,)) for what in ("asked", "ended") for n in generation]
+    expected = [(event, n) for generation in ((0, 1), (2, 3), (4,)) for event in ("proposed", "ended") for n in generation]
     assert journal() == expected
-    tried = tuner.study.trials()
-    assert {t.state for t in tried} == {"finished"} and len({t.params["gamma"] for t in tried}) == 5
+    trials = tuner.study.trials()
+    assert {t.state for t in trials} == {"finished"} and len({t.params["gamma"] for t in trials}) == 5
     best = tuner.study.best()
     rows = Run(f"study/trials/trial-{best.number:04d}").rows()
     assert best.value == max(row["eval/return"] for row in rows) and best.facts["steps"] == rows[-1]["step"]
     assert f"Trial {best.number} of study" in Path("study/best.yaml").read_text()
-    for trial in tried:
+    for trial in trials:
         run = Run(tuner.folder.run_of(trial.number).path)
         assert run.is_finished and run.model_path.is_file() and (run.path / "model/task.json").is_file()
         assert run.read()["recipe"]["settings"]["gamma"] == trial.params["gamma"]
@@ -251,46 +255,46 @@ def test_the_sampler_gets_results_after_each_generation(folder: Path, monkeypatc
 
 
 def test_a_finished_trial_is_never_lost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tuner dies after one of two shapes was trained: that one is kept, the other is trained anew."""
+    """The tuner dies after it has trained one of two shapes: those trials are kept, the others are trained again."""
 
     def dies(job: PopulationJob, plan: Any, place: Any, screen: Any, gpus: list[str]) -> JobEnd:
         groups = list(programs(job.members, VARYING, job.size))
         assert len(groups) == 2
-        here(replace(job, members=groups[0]), plan, place, screen, gpus)
+        run_in_this_process(replace(job, members=groups[0]), plan, place, screen, gpus)
         raise KeyboardInterrupt
 
     tuner = begin(monkeypatch, 4, 4, ["width=8|16", "gamma=0.9..0.999"], dies)
     with pytest.raises(KeyboardInterrupt):
         tuner.run()
     before = {t.number: t for t in tuner.study.trials()}
-    kept = {n: t for n, t in before.items() if t.state == "finished"}
-    assert 0 < len(kept) < 4
-    files = {n: Run(f"study/trials/trial-{n:04d}").model_path.stat().st_mtime_ns for n in kept}
-    assert all(t.params["width"] == before[0].params["width"] for t in kept.values())
+    finished = {n: t for n, t in before.items() if t.state == "finished"}
+    assert 0 < len(finished) < 4
+    files = {n: Run(f"study/trials/trial-{n:04d}").model_path.stat().st_mtime_ns for n in finished}
+    assert all(t.params["width"] == before[0].params["width"] for t in finished.values())
     tuner.folder.lock.release()
 
-    again = begin(monkeypatch, 4, 4, ["width=8|16", "gamma=0.9..0.999"])
-    assert again.run()
-    after = {t.number: t for t in again.study.trials()}
+    second_tuner = begin(monkeypatch, 4, 4, ["width=8|16", "gamma=0.9..0.999"])
+    assert second_tuner.run()
+    after = {t.number: t for t in second_tuner.study.trials()}
     assert len(after) == 4 and {t.state for t in after.values()} == {"finished"}
-    assert {n: t.params for n, t in after.items()} == {n: t.params for n, t in before.items()}, "with the parameters they had"
-    assert {n: after[n] for n in kept} == kept
-    assert {n: Run(f"study/trials/trial-{n:04d}").model_path.stat().st_mtime_ns for n in kept} == files
+    assert {n: t.params for n, t in after.items()} == {n: t.params for n, t in before.items()}, "with the same parameters"
+    assert {n: after[n] for n in finished} == finished
+    assert {n: Run(f"study/trials/trial-{n:04d}").model_path.stat().st_mtime_ns for n in finished} == files
 
 
 def test_out_of_memory_halves_the_generation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
 
-    def short(job: PopulationJob, *rest: Any) -> JobEnd:
+    def runs_out_of_memory(job: PopulationJob, *rest: Any) -> JobEnd:
         sizes.append(job.size)
-        return here(job, *rest, most=1)
+        return run_in_this_process(job, *rest, max_trials=1)
 
-    tuner = begin(monkeypatch, 3, 3, SEARCH, short)
+    tuner = begin(monkeypatch, 3, 3, SEARCH, runs_out_of_memory)
     assert tuner.run() and sizes == [3, 1]
     assert [t.state for t in tuner.study.trials()] == ["finished"] * 3
 
 
-def test_a_worker_that_is_always_killed_ends_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_always_killed_ends_the_study(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starts = []
 
     def killed(*job: Any) -> JobEnd:
@@ -317,32 +321,34 @@ def test_steps_end_with_a_collection(folder: Path, monkeypatch: pytest.MonkeyPat
     assert tuner.run() and {t.facts["steps"] for t in tuner.study.trials()} == {16}
 
 
-@pytest.mark.system  # it takes its time
+@pytest.mark.system  # slow
 @pytest.mark.timeout(1200)
 def test_a_killed_population_is_resumed(folder: Path) -> None:
     """kill -9 of the tuner in the second of three generations."""
     words = ["cartpole", "epochs=40", "envs=64", "horizon=16", "global_batch=256", "eval_every=2ep", "eval_episodes=3", "best=return"]
     words += ["--search", SEARCH[0], "--search", SEARCH[1], "--trials", "6", "--population", "2", "--name", "killed"]
     tuner = subprocess.Popen([*COMMAND, "tune", *words, "-q"], env=environment())
-    until(lambda: list(read_lines(Path("runs/killed/trials/trial-0003/metrics.jsonl"))), "the second generation", 500, of=tuner)
+    wait_until(lambda: list(read_lines(Path("runs/killed/trials/trial-0003/metrics.jsonl"))), "the second generation", 500, process=tuner)
     tuner.send_signal(signal.SIGKILL)
     assert tuner.wait() == -9
-    kept = {n: Path(f"runs/killed/trials/trial-{n:04d}/run.json").read_bytes() for n in (0, 1)}
-    assert all(json.loads(text)["status"] == "finished" for text in kept.values())
-    result = json.loads(good("tune", *words, "--json"))
+    run_files = {n: Path(f"runs/killed/trials/trial-{n:04d}/run.json").read_bytes() for n in (0, 1)}
+    assert all(json.loads(text)["status"] == "finished" for text in run_files.values())
+    result = json.loads(run_ok("tune", *words, "--json"))
     assert [t["state"] for t in result["trials"]] == ["finished"] * 6
-    assert {n: Path(f"runs/killed/trials/trial-{n:04d}/run.json").read_bytes() for n in (0, 1)} == kept
-    assert f"return {result['best']['value']:.4g}" in good("eval", f"killed/trials/trial-{result['best']['trial']:04d}")
+    assert {n: Path(f"runs/killed/trials/trial-{n:04d}/run.json").read_bytes() for n in (0, 1)} == run_files
+    assert f"return {result['best']['value']:.4g}" in run_ok("eval", f"killed/trials/trial-{result['best']['trial']:04d}")
 
 
 # --- when populations are used -------------------------------------------------------------------------------------
 
 
 def chosen(
-    asked: str, *search: str, task: str = "cartpole", device: str = "cuda", shared_out: bool = False, **given: str
+    option: str, *search: str, task: str = "cartpole", device: str = "cuda", shared_out: bool = False, **settings: str
 ) -> tuple[int, str]:
-    recipe = make(find_task(task), {}, given, {})
-    return population.choose_size(asked, recipe, make_space(task_settings(recipe.task), {}, list(search), {}, task), 50, device, shared_out)
+    recipe = make(find_task(task), {}, settings, {})
+    return population.choose_size(
+        option, recipe, make_space(task_settings(recipe.task), {}, list(search), {}, task), 50, device, shared_out
+    )
 
 
 def test_auto_uses_a_population_where_it_can() -> None:
@@ -359,7 +365,7 @@ def test_auto_uses_a_population_where_it_can() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "search", "given", "said"),
+    ("option", "search", "given", "reason"),
     [
         ("many", SEARCH, {}, "how many trials at once"),
         ("0", SEARCH, {}, "how many trials at once"),
@@ -372,31 +378,31 @@ def test_auto_uses_a_population_where_it_can() -> None:
         ("4", ["hidden=8..64"], {"task": "digits"}, "no task whose trials can be one program"),
     ],
 )
-def test_impossible_populations_name_the_reason(asked: str, search: list[str], given: dict[str, Any], said: str) -> None:
+def test_impossible_populations_name_the_reason(option: str, search: list[str], given: dict[str, Any], reason: str) -> None:
     with pytest.raises(Problem) as problem:
-        chosen(asked, *search, **given)
-    assert said in str(problem.value)
+        chosen(option, *search, **given)
+    assert reason in str(problem.value)
 
 
 def test_an_impossible_task_names_the_reason() -> None:
-    class Own(CartPole):
+    class OwnLoss(CartPole):
         def loss(self, model: Any, batch: Any) -> Any:
             return super().loss(model, batch)
 
-    class Impure(CartPole):
+    class ImpureSource(CartPole):
         def rollout(self, env: Env, *rest: Any) -> Any:
             source = super().rollout(env, *rest)
             source.pure = False
             return source
 
-    for task, said in ((Own(), "its own loss()"), (Impure(), "functions of tensors alone"), (Snake(), "rival=0")):
-        with pytest.raises(Problem, match=said.replace("(", r"\(").replace(")", r"\)")):
+    for task, reason in ((OwnLoss(), "its own loss()"), (ImpureSource(), "functions of tensors alone"), (Snake(), "rival=0")):
+        with pytest.raises(Problem, match=reason.replace("(", r"\(").replace(")", r"\)")):
             check_task(task)
     check_task(CartPole())
     check_task(Snake(rival=0.0))
 
 
 def test_the_command_line_names_tasks_that_can_be_populations(folder: Path) -> None:
-    message = bad("tune", "digits", "--search", "hidden=8..64", "--population", "4")
+    message = expect_error("tune", "digits", "--search", "hidden=8..64", "--population", "4")
     assert "bandit, cartpole, snake" in message and "--population off" in message
-    assert not Path("runs").exists(), "a mistake leaves nothing behind"
+    assert not Path("runs").exists(), "a mistake writes nothing"

@@ -14,7 +14,7 @@ from drivetrain.outcomes import Problem
 from drivetrain.project import find_module, modules_of, package_of
 from drivetrain.runs import Run, store_task
 from drivetrain.task_ref import TaskRef, find_task, load_class
-from tests.command import TASK, bad, drivetrain, environment, good, write_task
+from tests.command import TASK, environment, expect_error, run_drivetrain, run_ok, write_task
 
 MODEL = "nn.Sequential(nn.Flatten(), nn.Linear(64, self.hidden), nn.ReLU(), nn.Dropout(0.2), nn.Linear(self.hidden, 10))"
 
@@ -81,7 +81,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_projects_modules_that_a_task_imports(layout: str, folder: Path) -> None:
+def test_all_project_modules_that_a_task_imports_are_copied(layout: str, folder: Path) -> None:
     file, files, expected = LAYOUTS[layout]
     write(files)
     assert copied_modules(file) == expected
@@ -90,7 +90,7 @@ def test_the_projects_modules_that_a_task_imports(layout: str, folder: Path) -> 
     run = Run(Path("runs/a"))
     store_task(run, path, task.package)
     copy = TaskRef("task", str((run.path / "task" / task.path_in_run).resolve()), "T", package=task.package, origin=task.path)
-    assert copy.digest() == task.digest(), "the copies are the same training"
+    assert copy.digest() == task.digest(), "the copies have the same digest"
     for name in expected:
         changed = next(p for p in (Path(name), Path("src") / name, path.parent / name) if p.is_file())
         before, text = task.digest(), changed.read_text()
@@ -129,7 +129,7 @@ def test_a_task_may_be_named_as_a_module(folder: Path) -> None:
 
 
 def test_two_versions_of_a_module_are_loaded_in_one_process(folder: Path) -> None:
-    """As a notebook does: each run's task has its own modules, and modules that were imported before stay."""
+    """As in a notebook: each run's task uses its own copies, and modules that were already imported stay."""
     tasks = []
     for version in ("old", "new"):
         write({"changing/__init__.py": "", "changing/part.py": f"VALUE = {version!r}", "changing/note.txt": version})
@@ -161,23 +161,23 @@ def test_a_run_uses_its_copies_of_modules(folder: Path) -> None:
         "exp/pkg/other.py": "from pathlib import Path\ndef say():\n    print('version', 1, (Path(__file__).parent / 'note').read_text())",
         "exp/pkg/note": "noted", "common.py": "SCALE = 1", "exp/pkg/task.py": task,
     })  # fmt: skip
-    assert "version 1 noted" in good("train", "exp/pkg/task.py:Small", "steps=2", "--name", "a")
+    assert "version 1 noted" in run_ok("train", "exp/pkg/task.py:Small", "steps=2", "--name", "a")
     other = Path("exp/pkg/other.py")
     other.write_text(other.read_text().replace("1", "2"))
-    assert "began with another version of pkg/other.py" in bad("train", "exp/pkg/task.py:Small", "steps=4", "--name", "a")
-    text = good("resume", "a", "steps=4")
+    assert "began with another version of pkg/other.py" in expect_error("train", "exp/pkg/task.py:Small", "steps=4", "--name", "a")
+    text = run_ok("resume", "a", "steps=4")
     assert "version 1 noted" in text
     assert "from step 2 of 4" in text
-    other.write_text("def say():\n    raise RuntimeError('odd')\n")
-    done = drivetrain("train", "exp/pkg/task.py", "steps=2", "--procs", "2", "--name", "b")
-    assert f'File "{other.resolve()}", line 2, in say' in done.stderr, done.stderr
-    # It died before its first step, so the corrected command starts anew under the same name.
+    other.write_text("def say():\n    raise RuntimeError('no version')\n")
+    process = run_drivetrain("train", "exp/pkg/task.py", "steps=2", "--procs", "2", "--name", "b")
+    assert f'File "{other.resolve()}", line 2, in say' in process.stderr, process.stderr
+    # The run has taken no step, so the corrected command restarts it under the same name.
     other.write_text("def say():\n    print('version 3')\n")
-    text = good("train", "exp/pkg/task.py", "steps=3", "hidden=8", "--name", "b")
+    text = run_ok("train", "exp/pkg/task.py", "steps=3", "hidden=8", "--name", "b")
     assert "b stopped before its first step: starting it anew" in text
     assert "version 3" in text
     assert json.loads(Path("runs/b/run.json").read_text())["recipe"]["settings"]["hidden"] == 8
-    assert "hidden=8 (now 9)" in bad("train", "exp/pkg/task.py", "steps=3", "hidden=9", "--name", "b"), "it has taken steps"
+    assert "hidden=8 (now 9)" in expect_error("train", "exp/pkg/task.py", "steps=3", "hidden=9", "--name", "b"), "it has taken steps"
 
 
 def test_a_task_of_an_imported_package_trains(folder: Path) -> None:
@@ -185,8 +185,8 @@ def test_a_task_of_an_imported_package_trains(folder: Path) -> None:
     Path("script.py").write_text(
         "import drivetrain\nfrom pkg.task import Mine\nif __name__ == '__main__':\n    drivetrain.train(Mine(steps=2), name='a', quiet=True)\n"
     )
-    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, env=environment())
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, env=environment())
+    assert process.returncode == 0, process.stderr
     assert sorted(p.relative_to("runs/a/task").as_posix() for p in Path("runs/a/task").rglob("*.py")) == [
         "pkg/__init__.py",
         "pkg/base.py",
@@ -196,14 +196,14 @@ def test_a_task_of_an_imported_package_trains(folder: Path) -> None:
 
 def test_a_refused_start_leaves_no_run(folder: Path) -> None:
     write_task(change=("def loss(self, model, batch)", "def lost(self, model, batch)"))
-    assert "has no loss(model, batch)" in bad("train", "small.py")
+    assert "has no loss(model, batch)" in expect_error("train", "small.py")
     assert not Path("runs").exists()
     write_task(name="other.py", change=('return datasets.digits("train")', "return []"))
     Path("two.yaml").write_text("task: other.py\nstages:\n  - name: one\n  - name: two\n")
-    assert "empty data set" in bad("train", "two.yaml")
+    assert "empty data set" in expect_error("train", "two.yaml")
     assert not Path("runs").exists()
     Path("mine").mkdir()
-    assert "empty data set" in bad("train", "other.py", "--run-dir", "mine")
+    assert "empty data set" in expect_error("train", "other.py", "--run-dir", "mine")
     assert Path("mine").is_dir(), "a folder that existed before stays"
     write_task(name="other.py")
-    assert "starting it anew" in good("train", "other.py", "--run-dir", "mine", "steps=1")
+    assert "starting it anew" in run_ok("train", "other.py", "--run-dir", "mine", "steps=1")

@@ -1,4 +1,4 @@
-"""The run directory: names, deleting, and readers that survive broken folders and read only the end of a long file."""
+"""Run directories: names, deletion, reading of broken folders, and of only the end of long files."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from drivetrain.outcomes import Problem
 from drivetrain.runs import Follower, Run, files, layout, read_lines, truncate_rows
 from drivetrain.tune.study import Proposal
 from drivetrain.tune.trial import RunningTrial
-from tests.command import bad, good, write_task
+from tests.command import expect_error, run_ok, write_task
 
 PLAN = {"world_size": 1, "nodes": 1, "device": "cpu", "precision": "fp32", "global_batch": 8, "reasons": {}}
 
 
 def make_run(path: str, status: str = "finished", rows: int = 3, **changes: Any) -> Run:
-    """Makes a run directory as `train` leaves it."""
+    """Makes a run directory as `train` does."""
     run = Run(Path(path))
     identity = {"task": "Small", "code": "", "settings": {}}
     recipe = {"task": {"path": "small.py", "label": "small"}, "identity": identity, "settings": {}, "pins": {}}
@@ -41,13 +41,13 @@ def ask(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
     def call(*words: str) -> str:
         capsys.readouterr()
-        answer = ""
+        error = ""
         try:
             cli._dispatch(list(words))
         except Problem as problem:
-            answer = f"error: {problem}"
-        assert len(answer.splitlines()) <= 2
-        return answer or capsys.readouterr().out
+            error = f"error: {problem}"
+        assert len(error.splitlines()) <= 2
+        return error or capsys.readouterr().out
 
     return call
 
@@ -65,7 +65,7 @@ def test_only_a_runs_own_name_deletes_it(name: str, ask: Callable[..., str]) -> 
     assert answer.startswith("error: ")
     assert len(answer) < 400
     assert sorted(p.name for p in Path("runs").iterdir()) == ["a", "b", "c"]
-    assert ask("status", name).startswith("error: there is no run"), "a verb that only reads takes no such name either"
+    assert ask("status", name).startswith("error: there is no run"), "`status` refuses such a name, too"
 
 
 def test_rm_shows_the_runs_and_asks(ask: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_rm_shows_the_runs_and_asks(ask: Callable[..., str], monkeypatch: pytest
     assert [line.split()[-1] for line in shown] == ["finished", "nan"]
     assert str(Path("runs/a").absolute()) in shown[0]
     assert "0.0 MB" in shown[0]
-    assert "there is no run 'aa'" in ask("runs", "rm", "b", "aa", "--yes"), "nothing goes where one name is wrong"
+    assert "there is no run 'aa'" in ask("runs", "rm", "b", "aa", "--yes"), "if one name is wrong, nothing is deleted"
     assert Path("runs/b").is_dir()
 
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
@@ -93,7 +93,7 @@ def test_rm_shows_the_runs_and_asks(ask: Callable[..., str], monkeypatch: pytest
     assert not Path("runs/b").exists()
 
 
-def test_links_and_folders_that_hold_more_are_not_deleted(ask: Callable[..., str]) -> None:
+def test_links_and_folders_with_other_files_are_not_deleted(ask: Callable[..., str]) -> None:
     make_run("elsewhere/big")
     make_run("elsewhere/two/1-one")
     Path("runs").mkdir()
@@ -112,7 +112,7 @@ def test_links_and_folders_that_hold_more_are_not_deleted(ask: Callable[..., str
     (own.path / "data").symlink_to(Path("elsewhere").absolute())
     ask("runs", "rm", "own", "--yes")
     assert not own.path.exists()
-    assert Path("elsewhere/big/run.json").is_file(), "what a link within a run leads to stays"
+    assert Path("elsewhere/big/run.json").is_file(), "the target of a link inside a run is not deleted"
 
 
 def test_a_run_in_use_is_not_deleted(ask: Callable[..., str]) -> None:
@@ -124,8 +124,8 @@ def test_a_run_in_use_is_not_deleted(ask: Callable[..., str]) -> None:
         "from pathlib import Path; from drivetrain.runs import Lock; import sys;"
         "locks = [Lock.acquire(Path(p)) for p in sys.argv[1:]]; print(flush=True); input()"
     )
-    for held, names in (("runs/a", ["a"]), ("runs/search/trials/trial-0001", ["search"]), ("runs/search", ["search/trials/trial-0001"])):
-        child = subprocess.Popen([sys.executable, "-c", program, held], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    for locked, names in (("runs/a", ["a"]), ("runs/search/trials/trial-0001", ["search"]), ("runs/search", ["search/trials/trial-0001"])):
+        child = subprocess.Popen([sys.executable, "-c", program, locked], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert child.stdout is not None
         child.stdout.readline()
         try:
@@ -159,12 +159,12 @@ def test_one_broken_folder_does_not_hide_the_others(kind: str, ask: Callable[...
     make_run("runs/good")
     content = BROKEN[kind]
     if isinstance(content, dict):
-        make_run("runs/odd", **content)
+        make_run("runs/malformed", **content)
     else:
-        Path("runs/odd").mkdir()
-        Path("runs/odd/run.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+        Path("runs/malformed").mkdir()
+        Path("runs/malformed/run.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     for stray in ("metrics.jsonl", "events.jsonl"):
-        Path("runs/odd", stray).write_bytes(b'[1]\n{"step": "x"}\n{"event": 3}\n\xff\n')
+        Path("runs/malformed", stray).write_bytes(b'[1]\n{"step": "x"}\n{"event": 3}\n\xff\n')
     Path("runs/file").write_text("")
     Path("runs/dir.json").mkdir()
     Path("runs/strange").mkdir()
@@ -173,16 +173,16 @@ def test_one_broken_folder_does_not_hide_the_others(kind: str, ask: Callable[...
     Path("runs/search/tune.json").write_text("[]")
     lines = ask("runs").splitlines()
     assert any(line.startswith("good ") and "finished" in line for line in lines)
-    assert any(line.startswith("odd ") and "unreadable" in line for line in lines)
+    assert any(line.startswith("malformed ") and "unreadable" in line for line in lines)
     assert json.loads(ask("runs", "--json"))
     for verb in ("status", "logs", "resume", "eval"):
-        assert ask(verb, "odd").startswith("error: ")
-    assert "left alone odd" in ask("runs", "prune")
-    assert ask("runs", "rm", "odd", "--yes").endswith("unreadable\n")
-    assert not Path("runs/odd").exists()
+        assert ask(verb, "malformed").startswith("error: ")
+    assert "left alone malformed" in ask("runs", "prune")
+    assert ask("runs", "rm", "malformed", "--yes").endswith("unreadable\n")
+    assert not Path("runs/malformed").exists()
 
 
-def test_status_reads_odd_rows(ask: Callable[..., str]) -> None:
+def test_status_reads_malformed_rows(ask: Callable[..., str]) -> None:
     run = make_run("runs/a", status="stopped", outcome="nan", message="\n")
     rows = [{"step": 4, "epoch": 1, "train/loss": None, "samples_per_second": None, "eval/accuracy": None}, {"step": "five"}, [1]]
     with open(run.metrics_path, "a") as file:
@@ -208,56 +208,56 @@ def test_prune_deletes_only_checkpoints(ask: Callable[..., str]) -> None:
     run.model_path.parent.mkdir()
     run.model_path.write_text("weights")
     assert "freed" in ask("runs", "prune")
-    left = sorted(p.name for p in run.checkpoints.iterdir())
-    assert left == [".DS_Store", "mine", "step-00000007", "step-00000009", "step-notes.txt"]
+    remaining = sorted(p.name for p in run.checkpoints.iterdir())
+    assert remaining == [".DS_Store", "mine", "step-00000007", "step-00000009", "step-notes.txt"]
 
 
 def test_names_that_are_too_long_are_refused_in_one_line(folder: Path) -> None:
     long = "x" * 300
-    assert "File name too long" in bad("train", "digits", "--run-dir", long)
-    assert "File name too long" in bad("tune", "digits", "--search", "learning_rate=0.1..0.2", "--run-dir", long)
+    assert "File name too long" in expect_error("train", "digits", "--run-dir", long)
+    assert "File name too long" in expect_error("tune", "digits", "--search", "learning_rate=0.1..0.2", "--run-dir", long)
 
 
 # --- the final weights -----------------------------------------------------------------
 
 
 def test_all_verbs_and_files_show_the_metrics_of_the_final_weights(folder: Path) -> None:
-    """With `best` those are not the weights of the last step."""
+    """With `best`, the final weights are not those of the last step."""
     write_task()
-    text = good("train", "small.py", "--name", "a", "steps=6", "eval_every=1", "best=min:accuracy")
-    evaluated = {row["step"]: row for row in read_lines(Path("runs/a/metrics.jsonl"))}
-    best = min(evaluated, key=lambda step: evaluated[step]["eval/accuracy"])
-    figure = evaluated[best]["eval/accuracy"]
-    assert figure < evaluated[6]["eval/accuracy"], "the last weights must not be the best, or the test proves nothing"
+    text = run_ok("train", "small.py", "--name", "a", "steps=6", "eval_every=1", "best=min:accuracy")
+    rows_by_step = {row["step"]: row for row in read_lines(Path("runs/a/metrics.jsonl"))}
+    best = min(rows_by_step, key=lambda step: rows_by_step[step]["eval/accuracy"])
+    accuracy = rows_by_step[best]["eval/accuracy"]
+    assert accuracy < rows_by_step[6]["eval/accuracy"], "the last weights must not be the best, or the test proves nothing"
     card = json.loads(Path("runs/a/model/task.json").read_text())
-    assert (card["step"], card["steps"], card["metrics"]["accuracy"]) == (best, 6, figure)
-    assert f"accuracy {100 * figure:.1f} %   (450 samples; weights of step {best}, the best by accuracy)" in text
-    status = good("status", "a")
-    assert f"eval         accuracy {100 * figure:.1f} %   (step {best}, the weights in model/)" in status
-    told = json.loads(good("status", "a", "--json"))
-    assert told["evaluated"] == {"step": best, "eval/accuracy": figure}
-    assert (told["weights_step"], told["last"]["step"]) == (best, 6)
-    assert f"accuracy {100 * figure:.1f} %" in good("runs")
+    assert (card["step"], card["steps"], card["metrics"]["accuracy"]) == (best, 6, accuracy)
+    assert f"accuracy {100 * accuracy:.1f} %   (450 samples; weights of step {best}, the best by accuracy)" in text
+    status = run_ok("status", "a")
+    assert f"eval         accuracy {100 * accuracy:.1f} %   (step {best}, the weights in model/)" in status
+    status_facts = json.loads(run_ok("status", "a", "--json"))
+    assert status_facts["evaluated"] == {"step": best, "eval/accuracy": accuracy}
+    assert (status_facts["weights_step"], status_facts["last"]["step"]) == (best, 6)
+    assert f"accuracy {100 * accuracy:.1f} %" in run_ok("runs")
     summary = Path("runs/a/summary.txt").read_text()
-    assert f"Test Accuracy:      {100 * figure:.2f} %" in summary
+    assert f"Test Accuracy:      {100 * accuracy:.2f} %" in summary
     assert f"Weights:            of step {best}, the best by accuracy" in summary
-    result = json.loads(good("eval", "a", "--json"))
-    assert (result["step"], result["metrics"]["accuracy"]) == (best, pytest.approx(figure))
-    # A run that goes on after its end is unfinished again: its final weights are yet to come.
+    result = json.loads(run_ok("eval", "a", "--json"))
+    assert (result["step"], result["metrics"]["accuracy"]) == (best, pytest.approx(accuracy))
+    # A resumed run is unfinished again and has no final weights yet.
     run = Run(Path("runs/a"))
     run.update(status="stopped", outcome="preempted")
-    assert json.loads(good("status", "a", "--json"))["evaluated"]["step"] == 6
-    assert json.loads(good("eval", "a", "--json"))["step"] == 6
+    assert json.loads(run_ok("status", "a", "--json"))["evaluated"]["step"] == 6
+    assert json.loads(run_ok("eval", "a", "--json"))["step"] == 6
 
 
 # --- long files --------------------------------------------------------------------------------
 
 
-class Counted:
+class ReadCounter:
     """Counts the bytes that are read from files."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.bytes = 0
+        self.num_bytes = 0
         backwards = files.lines_backwards
 
         def count(file: Any, max_bytes: int | None = None) -> Any:
@@ -270,7 +270,7 @@ class Counted:
                 @staticmethod
                 def read(size: int) -> bytes:
                     data: bytes = read(size)
-                    self.bytes += len(data)
+                    self.num_bytes += len(data)
                     return data
 
             return backwards(Reader(), max_bytes)  # type: ignore[arg-type]
@@ -296,9 +296,9 @@ def test_readers_and_resume_read_only_the_end_of_a_long_file(ask: Callable[..., 
     run.log_path(0).parent.mkdir()
     long_file(run.log_path(0), 100_000)
     run.events_path.write_text('{"event": "started", "time": 1.0}\n')
-    counted = Counted(monkeypatch)
-    told = json.loads(ask("status", "a", "--json"))
-    assert (told["last"]["step"], told["evaluated"]["step"]) == (100_500, 100_000)
+    counter = ReadCounter(monkeypatch)
+    status = json.loads(ask("status", "a", "--json"))
+    assert (status["last"]["step"], status["evaluated"]["step"]) == (100_500, 100_000)
     assert "100,500  accuracy 50.0 %" in ask("runs")
     printed = ask("logs", "a").splitlines()
     assert len(printed) == 1000
@@ -306,7 +306,7 @@ def test_readers_and_resume_read_only_the_end_of_a_long_file(ask: Callable[..., 
     assert len(ask("logs", "a", "-n", "2").splitlines()) == 2
     assert len(ask("logs", "a", "-n", "0").splitlines()) == 100_000
     assert truncate_rows(run.metrics_path, 100_400) == 100_400
-    assert counted.bytes < 2e6, "of 9 MB each, several times"
+    assert counter.num_bytes < 2e6, "several reads of files of 9 MB"
     assert sum(1 for _ in read_lines(run.metrics_path)) == 100_400
 
 
@@ -317,10 +317,10 @@ def test_lines_of_any_length_are_read_backwards(block: int, tmp_path: Path, monk
         path = tmp_path / "file"
         path.write_bytes(text)
         with open(path, "rb") as file:
-            found = list(files.lines_backwards(file))
-        assert [line for _, line in reversed(found)] == text.splitlines(keepends=True) or b"\r" in text or b"\x0b" in text
-        assert b"".join(line for _, line in reversed(found)) == text
-        assert all(text[:end].endswith(line) for end, line in found)
+            lines = list(files.lines_backwards(file))
+        assert [line for _, line in reversed(lines)] == text.splitlines(keepends=True) or b"\r" in text or b"\x0b" in text
+        assert b"".join(line for _, line in reversed(lines)) == text
+        assert all(text[:end].endswith(line) for end, line in lines)
 
 
 CUTS = {
@@ -341,12 +341,12 @@ def test_a_resume_deletes_the_rows_it_will_repeat(case: str, tmp_path: Path) -> 
     before, step, after = CUTS[case]
     path = tmp_path / "metrics.jsonl"
     path.write_text(before)
-    number = path.stat().st_ino
-    for _ in range(2):  # the second time: as after a kill directly after the first
-        last = truncate_rows(path, step)
+    inode = path.stat().st_ino
+    for _ in range(2):  # the second time, as if a kill had followed the first
+        last_step = truncate_rows(path, step)
         assert path.read_text() == after
-        assert last == (json.loads(after.splitlines()[-1])["step"] if after else 0)
-    assert path.stat().st_ino == number, "cut in place: a kill leaves it as it was or as it shall be"
+        assert last_step == (json.loads(after.splitlines()[-1])["step"] if after else 0)
+    assert path.stat().st_ino == inode, "truncated in place: a kill leaves the old or the new file"
     assert truncate_rows(tmp_path / "none" / "metrics.jsonl", 3) == 0
 
 

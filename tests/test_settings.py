@@ -1,4 +1,4 @@
-"""Settings: read alike from source text and from the live class; text becomes their types."""
+"""Settings are the same when read from source text or from the class; text is converted to their types."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_text_becomes_a_value_of_the_type(kind: str, text: str, value: Any) -> N
         ("Duration", "soon", "a number of steps"), ("Duration", "1.5", "a whole number of steps"), ("list[int]", "1,b", "a whole number"),
     ],
 )  # fmt: skip
-def test_an_error_says_which_values_fit(kind: str, text: str, message: str) -> None:
+def test_an_error_names_the_allowed_values(kind: str, text: str, message: str) -> None:
     with pytest.raises(Problem, match=message):
         Setting("s", read_type(kind), None).coerce(text)
 

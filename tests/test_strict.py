@@ -1,4 +1,4 @@
-"""Values from outside are read as typed ones, or refused."""
+"""Values from files and messages become typed dataclasses, or are refused."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Outer:
     choice: Literal["a", "b"] = "a"
 
 
-GOOD: dict[str, Any] = {"name": "n", "inner": {"number": 3}, "pair": ["x", 1]}
+VALID: dict[str, Any] = {"name": "n", "inner": {"number": 3}, "pair": ["x", 1]}
 
 
 def test_values_that_fit_become_typed() -> None:
-    outer = strict.read(Outer, GOOD | {"outcome": "nan", "parts": {"x": 1}})
+    outer = strict.read(Outer, VALID | {"outcome": "nan", "parts": {"x": 1}})
     assert outer == Outer("n", Inner(3), ("x", 1), Outcome.NAN, {"x": 1.0})
 
 
@@ -54,7 +54,7 @@ def test_values_that_fit_become_typed() -> None:
 )
 def test_values_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(strict.Mismatch):
-        strict.read(Outer, GOOD | change)
+        strict.read(Outer, VALID | change)
 
 
 def test_a_missing_field_is_named() -> None:

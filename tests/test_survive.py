@@ -1,4 +1,4 @@
-"""A process that dies or hangs is started anew, and the run comes out as if nothing had been."""
+"""A process that dies or hangs is restarted, and the run gives the same result as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from drivetrain.supervise.hang_detector import UNKNOWN_LIMIT_SECONDS, HangDetect
 from drivetrain.supervise.stacks import parse_stack
 from drivetrain.supervise.verdicts import find_hang
 from drivetrain.watch.heartbeat import PHASE_INDEX, HeartbeatReader, HeartbeatWriter, WorkerHeartbeat, open_heartbeat_page
-from tests.command import COMMAND, drivetrain, environment, good, write_task
-from tests.killing import left_over
-from tests.patience import Stopwatch, until
-from tests.samples import rows, weights
+from tests.command import COMMAND, environment, run_drivetrain, run_ok, write_task
+from tests.killing import processes_of_run
+from tests.sample_tasks import rows, weights
+from tests.waiting import Stopwatch, wait_until
 
 TORCH = Path(torch.__file__).parent
 WORDS = ["train", "small.py", "epochs=4", "save_every=9", "clip=1", "--procs", "2", "--hang-after", "2s"]
@@ -39,37 +39,37 @@ def events(name: str, kind: str) -> list[dict[str, Any]]:
 
 def test_dead_and_hung_processes_change_nothing(folder: Path) -> None:
     write_task()
-    good(*WORDS, "--name", "whole")
+    run_ok(*WORDS, "--name", "uninterrupted")
     faults = "die@step:12:rank=1,hang@step:20:rank=0,torn@step:30:rank=0,stop@step:36:rank=1,die@update:50:rank=0,slow@step:53:rank=1"
-    output = good(*WORDS, "--name", "broken", DRIVETRAIN_FAULTS=faults)
-    assert rows("runs/broken") == rows("runs/whole") and weights("runs/broken") == weights("runs/whole")
-    assert [event["why"] for event in events("broken", "restarted")] == ["infra", "hang", "infra", "hang", "infra"]
-    assert [event["ranks"] for event in events("broken", "hang")] == [[0], [1]]
+    output = run_ok(*WORDS, "--name", "interrupted", DRIVETRAIN_FAULTS=faults)
+    assert rows("runs/interrupted") == rows("runs/uninterrupted") and weights("runs/interrupted") == weights("runs/uninterrupted")
+    assert [event["why"] for event in events("interrupted", "restarted")] == ["infra", "hang", "infra", "hang", "infra"]
+    assert [event["ranks"] for event in events("interrupted", "hang")] == [[0], [1]]
     assert "restart worker 1 was killed by SIGKILL; starting anew from step 9" in output
     assert "rank 1 waits in all_reduce" in output and "rank 1 is stopped (state T)" in output
-    assert "is damaged and not used" in output, "the torn checkpoint"
-    assert not left_over("broken")
-    assert not list(Path("runs/broken/checkpoints").glob(".*"))
+    assert "is damaged and not used" in output, "the damaged checkpoint"
+    assert not processes_of_run("interrupted")
+    assert not list(Path("runs/interrupted/checkpoints").glob(".*"))
 
 
-def test_what_never_gets_further_is_given_up(folder: Path) -> None:
+def test_a_run_without_progress_is_given_up(folder: Path) -> None:
     dies = ("return F.cross", "import os; os.kill(os.getpid(), 9) if model.training and y[0] >= 0 else None\n        return F.cross")
     write_task(change=dies)
-    done = drivetrain("train", "small.py", "--name", "hopeless", "--restarts", "2")
-    assert done.returncode == 201, done.stderr
-    assert len(events("hopeless", "restarted")) == 2
-    assert "2 fresh starts brought no new checkpoint" in done.stdout and "drivetrain resume hopeless" in done.stderr
+    process = run_drivetrain("train", "small.py", "--name", "no-progress", "--restarts", "2")
+    assert process.returncode == 201, process.stderr
+    assert len(events("no-progress", "restarted")) == 2
+    assert "2 fresh starts brought no new checkpoint" in process.stdout and "drivetrain resume no-progress" in process.stderr
 
 
-def test_nothing_is_left_of_a_front_end_that_is_killed(folder: Path) -> None:
+def test_a_killed_command_leaves_no_process(folder: Path) -> None:
     write_task(change=("return F.cross", "import time; time.sleep(0.05)\n        return F.cross"))
-    front = subprocess.Popen([*COMMAND, *WORDS, "--name", "killed", "-q"], env=environment())
-    until(Path("runs/killed/metrics.jsonl").exists, "steps", of=front)
-    family = psutil.Process(front.pid).children(recursive=True)
-    assert len(family) >= 3, "where workers come from, and two of them"
-    os.kill(front.pid, signal.SIGKILL)
-    front.wait()
-    _, alive = psutil.wait_procs(family, timeout=30)
+    command = subprocess.Popen([*COMMAND, *WORDS, "--name", "killed", "-q"], env=environment())
+    wait_until(Path("runs/killed/metrics.jsonl").exists, "steps", process=command)
+    children = psutil.Process(command.pid).children(recursive=True)
+    assert len(children) >= 3, "the fork server and two workers"
+    os.kill(command.pid, signal.SIGKILL)
+    command.wait()
+    _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive
 
 
@@ -77,20 +77,22 @@ CHILDREN = {"child": "", "group": ", process_group=0", "session": ", start_new_s
 
 
 @pytest.mark.parametrize("victim", ["command", "worker"])
-def test_what_a_task_started_ends_with_it(victim: str, folder: Path) -> None:
-    """Unless it was given a session of its own."""
+def test_processes_that_a_task_started_end_with_it(victim: str, folder: Path) -> None:
+    """Except those with a session of their own."""
     starts = "".join(
         f"open('{name}', 'w').write(str(subprocess.Popen(['sleep', '1000']{options}).pid))\n                "
         for name, options in CHILDREN.items()
     )
     first = f"import os, subprocess, time; time.sleep(0.05)\n        if os.environ['RANK'] == '1' and not os.path.exists('all'):\n                {starts}open('all', 'w')\n        "
     write_task(change=("return F.cross", first + "return F.cross"))
-    front = subprocess.Popen([*COMMAND, *WORDS, "--restarts", "0", "--name", "parent", "-q"], env=environment(), stderr=subprocess.DEVNULL)
-    until(Path("all").exists, "children", of=front)
+    command = subprocess.Popen(
+        [*COMMAND, *WORDS, "--restarts", "0", "--name", "parent", "-q"], env=environment(), stderr=subprocess.DEVNULL
+    )
+    wait_until(Path("all").exists, "children", process=command)
     children = {name: psutil.Process(int(Path(name).read_text())) for name in CHILDREN}
     try:
-        os.kill(front.pid if victim == "command" else children["child"].ppid(), signal.SIGKILL)
-        front.wait()
+        os.kill(command.pid if victim == "command" else children["child"].ppid(), signal.SIGKILL)
+        command.wait()
         _, alive = psutil.wait_procs([children["child"], children["group"]], timeout=10)
         assert not alive
         assert children["session"].is_running()
@@ -98,28 +100,28 @@ def test_what_a_task_started_ends_with_it(victim: str, folder: Path) -> None:
         for child in children.values():
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
-    until(lambda: not left_over("parent"), "the end of all workers", 20)
+    wait_until(lambda: not processes_of_run("parent"), "the end of all workers", 20)
 
 
-def test_a_time_limit_leaves_a_run_that_can_go_on(folder: Path) -> None:
+def test_a_time_limit_leaves_a_run_that_can_be_resumed(folder: Path) -> None:
     write_task(change=("return F.cross", "import time; time.sleep(0.02)\n        return F.cross"))
-    watch = Stopwatch()
-    done = drivetrain("train", "small.py", "epochs=1000", "plan.compile=off", "--time-limit", "12s", "--name", "limited")
-    assert done.returncode == 200 and watch.seconds < 30, done.stderr
+    stopwatch = Stopwatch()
+    process = run_drivetrain("train", "small.py", "epochs=1000", "plan.compile=off", "--time-limit", "12s", "--name", "limited")
+    assert process.returncode == 200 and stopwatch.seconds < 30, process.stderr
     saved = Run("runs/limited").checkpoint_steps()
-    assert saved and f"after step {saved[-1]:,}, saved" in done.stdout
-    assert "write a time" in drivetrain("train", "small.py", "--time-limit", "12").stderr
+    assert saved and f"after step {saved[-1]:,}, saved" in process.stdout
+    assert "write a time" in run_drivetrain("train", "small.py", "--time-limit", "12").stderr
 
 
 def test_a_heartbeat_costs_less_than_50_microseconds_a_step() -> None:
     page = open_heartbeat_page()
     reader, writer = HeartbeatReader(page), HeartbeatWriter(page)
     assert HeartbeatWriter.reached is not None and Observers([writer]).watches
-    begun = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(10_000):
         for name in ("step", "take", "backward", "update"):
             writer.reached(name)
-    cost = (time.perf_counter() - begun) / 10_000
+    cost = (time.perf_counter() - start) / 10_000
     assert cost < 50e-6, f"{1e6 * cost:.1f} us a step"
     assert reader.read().step == 10_000 and reader.read().phase == PHASE_INDEX["update"]
 
@@ -127,35 +129,35 @@ def test_a_heartbeat_costs_less_than_50_microseconds_a_step() -> None:
 def test_a_hang_in_the_second_step_is_found(folder: Path) -> None:
     write_task()
     faults = "hang@step:2:rank=1,stop@step:3:rank=0"
-    output = good(*WORDS, "--name", "early", DRIVETRAIN_FAULTS=faults)
-    found = [event["why"] for event in events("early", "restarted")]
+    output = run_ok(*WORDS, "--name", "early", DRIVETRAIN_FAULTS=faults)
+    reasons = [event["why"] for event in events("early", "restarted")]
     assert "rank 1 hangs in step 2" in output and "rank 0 is stopped (state T) in step 3" in output, output
-    assert found == ["hang", "hang"]
+    assert reasons == ["hang", "hang"]
 
 
 def test_a_hang_in_the_first_step_of_a_later_start_is_found(folder: Path) -> None:
-    """What first steps took before is known then, to the same command and to the next."""
+    """The duration of earlier first steps is known to the same command and to a resume."""
     write_task()
-    assert drivetrain(*WORDS, "--name", "again", DRIVETRAIN_FAULTS="preempt@step:12:rank=0").returncode == 200
-    step, watch = Run("runs/again").last_checkpoint_step + 1, Stopwatch()
-    output = good("resume", "again", "--hang-after", "2s", DRIVETRAIN_FAULTS=f"hang@step:{step}:rank=1")
+    assert run_drivetrain(*WORDS, "--name", "again", DRIVETRAIN_FAULTS="preempt@step:12:rank=0").returncode == 200
+    step, stopwatch = Run("runs/again").last_checkpoint_step + 1, Stopwatch()
+    output = run_ok("resume", "again", "--hang-after", "2s", DRIVETRAIN_FAULTS=f"hang@step:{step}:rank=1")
     assert f"rank 1 hangs in step {step}" in output, output
-    assert watch.seconds < 120, "not the hour of what is unknown, nor the ten minutes of a collective"
+    assert stopwatch.seconds < 120, "not after an hour, the limit for an unknown phase, nor after the ten minutes of a collective"
 
 
-def test_who_is_stopped_is_not_asked_before_its_time(tmp_path: Path) -> None:
-    """To be asked it must go on for a moment: that would be another step, if it were not settled yet that it hangs."""
+def test_a_stopped_process_is_not_woken_before_its_limit(tmp_path: Path) -> None:
+    """To ask for its stack, the supervisor must let it run for a moment, which would look like progress."""
     sleepers = [subprocess.Popen(["sleep", "100"]) for _ in range(2)]
     try:
         sleepers[0].send_signal(signal.SIGSTOP)
-        until(lambda: process_state(sleepers[0].pid) == "T", "a stopped process")
+        wait_until(lambda: process_state(sleepers[0].pid) == "T", "a stopped process")
         hang_detector, now = HangDetector(min_limit=10), time.monotonic()
         heartbeats = [WorkerHeartbeat(3, PHASE_INDEX["step"], now - ago, 0.1) for ago in (9.5, 10.5)]
         ranks = [
             WatchedRank(i, p.pid, b, tmp_path / "stacks", lambda b=b: b) for i, (p, b) in enumerate(zip(sleepers, heartbeats, strict=True))
         ]  # type: ignore[misc]
         assert hang_detector.check(ranks) is None and process_state(sleepers[0].pid) == "T"
-        verdict = until(lambda: find_hang(hang_detector.check(ranks) or [], all_ranks=True), "a verdict")
+        verdict = wait_until(lambda: find_hang(hang_detector.check(ranks) or [], all_ranks=True), "a verdict")
         assert verdict.ranks == [0] and "rank 0 is stopped (state T) in step 3" in verdict.message
     finally:
         for sleeper in sleepers:
@@ -166,7 +168,7 @@ def test_who_is_stopped_is_not_asked_before_its_time(tmp_path: Path) -> None:
 def test_a_heartbeat_is_never_read_half_written() -> None:
     page = open_heartbeat_page()
     reader, writer = HeartbeatReader(page), HeartbeatWriter(page)
-    begun = time.monotonic()
+    start = time.monotonic()
     child = os.fork()
     while child == 0:
         writer.reached("take")
@@ -176,45 +178,47 @@ def test_a_heartbeat_is_never_read_half_written() -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    assert len({seen.since for seen in heartbeats}) > 10 and all(seen.since >= begun - 1 for seen in heartbeats)
+    assert len({seen.since for seen in heartbeats}) > 10 and all(seen.since >= start - 1 for seen in heartbeats)
 
 
-def test_limits_are_learnt() -> None:
+def test_hang_limits_follow_from_measured_durations() -> None:
     hang_detector = HangDetector(min_limit=30)
-    assert hang_detector.limit(WorkerHeartbeat(1, PHASE_INDEX["take"], 0.0, 0.0)) == UNKNOWN_LIMIT_SECONDS, "what was not seen yet"
+    assert hang_detector.limit(WorkerHeartbeat(1, PHASE_INDEX["take"], 0.0, 0.0)) == UNKNOWN_LIMIT_SECONDS, "no duration is known yet"
     assert hang_detector.limit(WorkerHeartbeat(5, PHASE_INDEX["take"], 0.0, 0.1)) == 30
     assert hang_detector.limit(WorkerHeartbeat(5, PHASE_INDEX["take"], 0.0, 9.0)) == 90
-    again = HangDetector(30, first_step={"take": 1.0, "fetched": 20.0})
+    next_start = HangDetector(30, first_step={"take": 1.0, "fetched": 20.0})
     assert (
-        again.limit(WorkerHeartbeat(1, PHASE_INDEX["take"], 0.0, 0.0)) == 120
-        and again.limit(WorkerHeartbeat(1, PHASE_INDEX["fetched"], 0.0, 0.0)) == 200
+        next_start.limit(WorkerHeartbeat(1, PHASE_INDEX["take"], 0.0, 0.0)) == 120
+        and next_start.limit(WorkerHeartbeat(1, PHASE_INDEX["fetched"], 0.0, 0.0)) == 200
     )
-    assert again.limit(WorkerHeartbeat(1, PHASE_INDEX["compile"], 0.0, 0.0)) == UNKNOWN_LIMIT_SECONDS, "a compiler may have to begin anew"
-    assert again.limit(WorkerHeartbeat(2, PHASE_INDEX["take"], 0.0, 0.1)) == 30
+    assert next_start.limit(WorkerHeartbeat(1, PHASE_INDEX["compile"], 0.0, 0.0)) == UNKNOWN_LIMIT_SECONDS, (
+        "the next compilation may take longer"
+    )
+    assert next_start.limit(WorkerHeartbeat(2, PHASE_INDEX["take"], 0.0, 0.1)) == 30
 
 
-def test_the_first_step_is_no_measure() -> None:
+def test_the_duration_of_the_first_step_counts_only_until_the_second() -> None:
     page = open_heartbeat_page()
     reader, writer = HeartbeatReader(page), HeartbeatWriter(page)
     for name in ("start", "step", "take"):
         writer.reached(name)
     assert reader.first_step_seconds() == {}
-    time.sleep(0.05)  # compiles
+    time.sleep(0.05)  # as if the first step compiled
     for name in ("backward", "update", "step", "take"):
         writer.reached(name)
-    assert reader.read().longest > 0.04, "all that is known of what comes"
+    assert reader.read().longest > 0.04, "only the first step is known"
     assert (
         reader.first_step_seconds().keys() == {"step", "take", "backward", "update"} and 0.04 < reader.first_step_seconds()["take"] < 1
-    ), "for the next start to know"
+    ), "the next start will know them"
     for name in ("backward", "update", "step", "take"):
         writer.reached(name)
     assert 0 < reader.read().longest < 0.04
 
 
-@pytest.mark.system  # a minute, most of it the compiler's
+@pytest.mark.system  # takes a minute
 @pytest.mark.timeout(1200)
-def test_what_takes_its_time_is_no_hang(folder: Path) -> None:
-    """A slow start, a slow evaluation, a slow save and a slow compiler: each longer than the shortest hang."""
+def test_slow_phases_are_no_hang(folder: Path) -> None:
+    """The start, the evaluation, the save and the compilation each take longer than the minimum hang limit."""
     slow = {
         "return nn.Sequential(": "import time; time.sleep(4)\n        return nn.Sequential(",
         'return {"accuracy"': 'import time; time.sleep(3)\n        return {"accuracy"',
@@ -222,13 +226,13 @@ def test_what_takes_its_time_is_no_hang(folder: Path) -> None:
     file = write_task()
     for old, new in slow.items():
         file.write_text(file.read_text().replace(old, new))
-    faults = ",".join(["slow@save:5"] * 4)  # all at once: the writer sleeps four seconds
+    faults = ",".join(["slow@save:5"] * 4)  # four faults at one save: the writer sleeps four seconds
     words = ["train", "small.py", "epochs=2", "save_every=5", "eval_every=14", "plan.compile=on", "--procs", "2", "--hang-after", "2s"]
-    good(*words, "--name", "slow", DRIVETRAIN_FAULTS=faults)
+    run_ok(*words, "--name", "slow", DRIVETRAIN_FAULTS=faults)
     assert not events("slow", "hang") and not events("slow", "restarted")
 
 
-def test_pauses_grow() -> None:
+def test_pauses_between_restarts_grow() -> None:
     assert [RestartPolicy(9).pause_seconds(n) for n in range(1, 9)] == [0, 0.5, 1, 2, 4, 8, 16, 30]
 
 
@@ -244,75 +248,81 @@ def test_stacks_are_parsed() -> None:
 
 
 @pytest.mark.parametrize("procs", [pytest.param(1, marks=pytest.mark.system), 2])
-def test_sigusr1_leaves_a_run_that_goes_on_exactly(procs: int, folder: Path) -> None:
+def test_sigusr1_stops_a_run_that_resumes_exactly(procs: int, folder: Path) -> None:
     write_task(change=("return F.cross", "import time; time.sleep(0.05 * model.training)\n        return F.cross"))
     words = ["train", "small.py", "epochs=4", "plan.compile=off", "--procs", str(procs)]
-    good(*words, "--name", "whole")
-    front = subprocess.Popen([*COMMAND, *words, "--name", "asked"], env=environment(), stdout=subprocess.PIPE, text=True)
-    until(lambda: Path("runs/asked/metrics.jsonl").exists() and len(rows("runs/asked")) > 5, "steps", of=front)
-    front.send_signal(signal.SIGUSR1)
-    output, _ = front.communicate(timeout=240)
-    step = Run("runs/asked").checkpoint_steps()[-1]
-    assert front.returncode == 200 and f"after step {step:,}, saved; go on with: drivetrain resume asked" in output, output
-    assert json.loads(Path("runs/asked/run.json").read_text())["outcome"] == "preempted" and 5 < step < 56
-    assert rows("runs/asked")[-1]["step"] == step
-    good("resume", "asked")
-    assert rows("runs/asked") == rows("runs/whole") and weights("runs/asked") == weights("runs/whole")
+    run_ok(*words, "--name", "uninterrupted")
+    command = subprocess.Popen([*COMMAND, *words, "--name", "stopped"], env=environment(), stdout=subprocess.PIPE, text=True)
+    wait_until(lambda: Path("runs/stopped/metrics.jsonl").exists() and len(rows("runs/stopped")) > 5, "steps", process=command)
+    command.send_signal(signal.SIGUSR1)
+    output, _ = command.communicate(timeout=240)
+    step = Run("runs/stopped").checkpoint_steps()[-1]
+    assert command.returncode == 200 and f"after step {step:,}, saved; go on with: drivetrain resume stopped" in output, output
+    assert json.loads(Path("runs/stopped/run.json").read_text())["outcome"] == "preempted" and 5 < step < 56
+    assert rows("runs/stopped")[-1]["step"] == step
+    run_ok("resume", "stopped")
+    assert rows("runs/stopped") == rows("runs/uninterrupted") and weights("runs/stopped") == weights("runs/uninterrupted")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_has_not_begun_its_first_step_stops_at_once(number: int, folder: Path) -> None:
-    """While torch is still being imported, or the task loads for an hour."""
+    """While torch is still being imported, or while the task loads its data for an hour."""
     loads = "import os, time; open('loading', 'w'); time.sleep(float(os.environ.get('SLEEP', 0)))"
     write_task(change=("def train_data(self):", f"def train_data(self):\n        {loads}"))
     for seconds, sign in (("0", "runs/early/logs/rank-0.log"), ("3600", "loading")):
-        front = subprocess.Popen([*COMMAND, *WORDS, "--name", "early"], env=environment(SLEEP=seconds), stdout=subprocess.PIPE, text=True)
-        until(Path(sign).exists, sign, of=front)
-        watch = Stopwatch()
-        front.send_signal(number)
-        output, _ = front.communicate(timeout=240)
-        assert watch.seconds < 10, f"{watch.seconds:.1f} s"
-        assert front.returncode == (200 if number == signal.SIGTERM else 130), output
+        command = subprocess.Popen([*COMMAND, *WORDS, "--name", "early"], env=environment(SLEEP=seconds), stdout=subprocess.PIPE, text=True)
+        wait_until(Path(sign).exists, sign, process=command)
+        stopwatch = Stopwatch()
+        command.send_signal(number)
+        output, _ = command.communicate(timeout=240)
+        assert stopwatch.seconds < 10, f"{stopwatch.seconds:.1f} s"
+        assert command.returncode == (200 if number == signal.SIGTERM else 130), output
         assert "before its first step; go on with: drivetrain resume early" in output
-        assert json.loads(Path("runs/early/run.json").read_text())["outcome"] == "preempted" and not left_over("early")
-    assert "done    56 steps" in good(*WORDS, "--name", "early")
+        assert json.loads(Path("runs/early/run.json").read_text())["outcome"] == "preempted" and not processes_of_run("early")
+    assert "done    56 steps" in run_ok(*WORDS, "--name", "early")
 
 
-def test_time_is_up_while_the_task_still_loads(folder: Path) -> None:
+def test_a_time_limit_stops_a_task_that_still_loads(folder: Path) -> None:
     write_task(change=("def train_data(self):", "def train_data(self):\n        import time; time.sleep(3600)"))
-    watch = Stopwatch()
-    done = drivetrain(*WORDS, "--name", "early", "--time-limit", "3s")
-    assert done.returncode == 200, done.stdout + done.stderr
-    assert watch.seconds < 20
-    assert "before its first step; go on with: drivetrain resume early" in done.stdout
+    stopwatch = Stopwatch()
+    process = run_drivetrain(*WORDS, "--name", "early", "--time-limit", "3s")
+    assert process.returncode == 200, process.stdout + process.stderr
+    assert stopwatch.seconds < 20
+    assert "before its first step; go on with: drivetrain resume early" in process.stdout
 
 
 @pytest.mark.parametrize("procs", [pytest.param(1, marks=pytest.mark.system), 2])
-def test_a_long_evaluation_is_left_when_asked_to_stop(procs: int, folder: Path) -> None:
-    """What was trained is saved at once; the evaluation is done when the run goes on, and all comes out the same."""
+def test_a_stop_interrupts_a_long_evaluation(procs: int, folder: Path) -> None:
+    """The training is saved at once; the resumed run repeats the evaluation, and the results are the same."""
     write_task(change=("return {", "import os, time; time.sleep(float(os.environ.get('SLEEP', 0)))\n        return {"))
     words = ["train", "small.py", "best=accuracy", "plan.micro_batch=5", "--procs", str(procs)]
-    good(*words, "--name", "whole")
+    run_ok(*words, "--name", "uninterrupted")
     faults = "preempt@evaluation:14,preempt@evaluation:28"
-    for seconds, code in (("1", 200), ("0", 200), ("0", 0)):
-        done = drivetrain(*words, "--name", "left", DRIVETRAIN_FAULTS=faults, SLEEP=seconds)
-        assert done.returncode == code, done.stdout + done.stderr
-    assert len(events("left", "injected")) == 2
-    took = events("left", "stopped")[0]["time"] - events("left", "injected")[0]["time"]
-    assert took < 20, f"{took:.1f} s; the evaluation takes {90 / procs:.0f} s"
-    assert rows("runs/left") == rows("runs/whole") and weights("runs/left") == weights("runs/whole")
-    assert [row["step"] for row in rows("runs/left") if "eval/accuracy" in row] == [14, 28]
+    for evaluation_sleep, code in (("1", 200), ("0", 200), ("0", 0)):
+        process = run_drivetrain(*words, "--name", "interrupted", DRIVETRAIN_FAULTS=faults, SLEEP=evaluation_sleep)
+        assert process.returncode == code, process.stdout + process.stderr
+    assert len(events("interrupted", "injected")) == 2
+    seconds_to_stop = events("interrupted", "stopped")[0]["time"] - events("interrupted", "injected")[0]["time"]
+    assert seconds_to_stop < 20, f"{seconds_to_stop:.1f} s; the evaluation takes {90 / procs:.0f} s"
+    assert rows("runs/interrupted") == rows("runs/uninterrupted") and weights("runs/interrupted") == weights("runs/uninterrupted")
+    assert [row["step"] for row in rows("runs/interrupted") if "eval/accuracy" in row] == [14, 28]
 
 
-def test_what_a_killed_front_end_was_writing_is_swept_away(folder: Path) -> None:
+def test_half_written_files_of_a_killed_command_are_removed(folder: Path) -> None:
     write_task()
-    good(*WORDS, "steps=9", "--name", "swept")
-    gone = subprocess.Popen(["true"])
-    gone.wait()
+    run_ok(*WORDS, "steps=9", "--name", "swept")
+    dead_process = subprocess.Popen(["true"])
+    dead_process.wait()
     host = socket.gethostname()
-    half = [Path(f"runs/swept/.run.json-{host}-{gone.pid}-x1"), Path(f"runs/swept/logs/.first-{host}.json-{host}-{gone.pid}-x2")]
-    others = [Path(f"runs/swept/.run.json-{host}-{os.getpid()}-x3"), Path("runs/swept/.run.json-elsewhere-1-x4")]  # being written
-    for file in half + others:
+    half_written = [
+        Path(f"runs/swept/.run.json-{host}-{dead_process.pid}-x1"),
+        Path(f"runs/swept/logs/.first-{host}.json-{host}-{dead_process.pid}-x2"),
+    ]
+    of_live_processes = [
+        Path(f"runs/swept/.run.json-{host}-{os.getpid()}-x3"),
+        Path("runs/swept/.run.json-elsewhere-1-x4"),
+    ]  # may still be written
+    for file in half_written + of_live_processes:
         file.write_text("{")
-    good("resume", "swept", "steps=12")
-    assert not any(file.exists() for file in half) and all(file.exists() for file in others)
+    run_ok("resume", "swept", "steps=12")
+    assert not any(file.exists() for file in half_written) and all(file.exists() for file in of_live_processes)

@@ -1,4 +1,4 @@
-"""Task files: where their classes may be defined, the notice of a slow import, and data sets without Tensors."""
+"""Task files: where a task's class may be defined, the notice about a slow import, and data sets that are refused."""
 
 from __future__ import annotations
 
@@ -95,7 +95,9 @@ def test_a_slow_import_says_which_line_runs(folder: Path, monkeypatch: pytest.Mo
     assert 1 <= len(more) <= 3, "the notice comes less and less often"
 
 
-def test_the_front_end_shows_that_notice_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_the_notice_of_its_child_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     description = json.dumps({"settings": [], "tune_facts": {}})
     Path("python").write_text(f"#!/bin/sh\necho 'still importing t.py (line 3)' >&2\necho other >&2\necho '{description}'\n")
     os.chmod("python", 0o755)

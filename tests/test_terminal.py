@@ -86,7 +86,7 @@ def test_control_codes_in_a_run_directory_are_removed(folder: Path, capsys: pyte
     text = "\x1b]0;x\x07\x1b[2Jname"
     ref = {"label": text, "path": text, "class_name": "X"}
     recipe = {"task": ref, "identity": {"task": text, "code": "", "settings": {}}, "settings": {}, "origin": {}, "pins": {}}
-    told = {
+    run_info = {
         "format": 1,
         "name": "one",
         "recipe": recipe,
@@ -95,8 +95,8 @@ def test_control_codes_in_a_run_directory_are_removed(folder: Path, capsys: pyte
         "folder": ".",
         "status": "stopped",
     }
-    told |= {"outcome": "infra", "message": text, "versions": {}}
-    (run / "run.json").write_text(json.dumps(told | {"created": f"2025-01-01T00:00{text}"}))
+    run_info |= {"outcome": "infra", "message": text, "versions": {}}
+    (run / "run.json").write_text(json.dumps(run_info | {"created": f"2025-01-01T00:00{text}"}))
     (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "epoch": 1, "train/loss": 1.0, f"eval/{text}": 1.0}) + "\n")
     (run / "events.jsonl").write_text(json.dumps({"time": 1.0, "event": text, "rank": 0, text: text}) + "\n")
     (run / "logs" / "rank-0.log").write_text(f"{RED}{text}\n")

@@ -1,4 +1,4 @@
-"""`tune`: what it finds, what it stops early, and that nothing is lost or repeated after an interruption."""
+"""`tune` finds better settings, stops bad trials early, and loses or repeats nothing after an interruption."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from drivetrain.tune.study import Study
 from drivetrain.tune.table import Table
 from drivetrain.tune.tuner import Tuner, TunerSettings, with_early_evaluations
 from drivetrain.watch.screen import Screen
-from tests.command import COMMAND, bad, drivetrain, environment, good, write_task
-from tests.patience import until
+from tests.command import COMMAND, environment, expect_error, run_drivetrain, run_ok, write_task
+from tests.waiting import wait_until
 
 pytest.importorskip("optuna")
 
@@ -43,26 +43,26 @@ def space_of(*words: str, task: dict[str, str] | None = None, **given: str) -> A
     return make_space(DIGITS, task or {}, list(words), given, "digits")
 
 
-# --- what it finds -----------------------------------------------------------------------------
+# --- the results of a study -----------------------------------------------------------------------------
 
 
 STUDY = ["digits", "epochs=30", "--search", "learning_rate=1e-5..1e-1,log", "--search", "hidden=16|64", "--metric", "eval/accuracy"]
 
 
 @pytest.fixture(scope="module")
-def studied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Runs a small study of digits; returns its folder and what it printed."""
-    place = tmp_path_factory.mktemp("studied")
-    done = subprocess.run(
-        [*COMMAND, "tune", *STUDY, "--trials", "4", "--name", "s", "--json"], capture_output=True, text=True, env=environment(), cwd=place
+def finished_study(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Runs a small study of digits; returns its folder and its result as JSON."""
+    top = tmp_path_factory.mktemp("studied")
+    process = subprocess.run(
+        [*COMMAND, "tune", *STUDY, "--trials", "4", "--name", "s", "--json"], capture_output=True, text=True, env=environment(), cwd=top
     )
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 1, "one JSON object"
-    return place, json.loads(done.stdout)
+    assert process.returncode == 0, process.stderr
+    assert len(process.stdout.splitlines()) == 1, "one JSON object"
+    return top, json.loads(process.stdout)
 
 
-def test_it_finds_better_settings(studied: tuple[Path, dict[str, Any]]) -> None:
-    _, result = studied
+def test_a_study_finds_better_settings(finished_study: tuple[Path, dict[str, Any]]) -> None:
+    _, result = finished_study
     values = [t["value"] for t in result["trials"]]
     best = result["best"]
     assert best["value"] == max(t["value"] for t in result["trials"] if t["state"] == "finished")
@@ -72,62 +72,62 @@ def test_it_finds_better_settings(studied: tuple[Path, dict[str, Any]]) -> None:
     assert len({t["params"]["learning_rate"] for t in result["trials"]}) == 4
 
 
-def test_a_bad_trial_is_stopped_early_and_recorded(studied: tuple[Path, dict[str, Any]]) -> None:
-    place, result = studied
+def test_a_bad_trial_is_stopped_early_and_recorded(finished_study: tuple[Path, dict[str, Any]]) -> None:
+    top, result = finished_study
     full = max(t["steps"] for t in result["trials"])
     pruned = [t for t in result["trials"] if t["state"] == "pruned"]
     assert pruned
     for trial in pruned:
-        run = place / trial["run"]
+        run = top / trial["run"]
         assert max(row["step"] for row in read_lines(run / "metrics.jsonl")) < full
-        assert json.loads((run / "run.json").read_text())["outcome"] == "preempted", "it was asked to stop, and saved"
+        assert json.loads((run / "run.json").read_text())["outcome"] == "preempted", "it was stopped after a save"
         assert list((run / "checkpoints").glob("step-*"))
 
 
-def test_the_folder_holds_all_results(studied: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    place, result = studied
-    monkeypatch.chdir(place)
-    listed = next(line for line in good("runs").splitlines() if line.startswith("s "))
+def test_the_folder_holds_all_results(finished_study: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    top, result = finished_study
+    monkeypatch.chdir(top)
+    listed = next(line for line in run_ok("runs").splitlines() if line.startswith("s "))
     assert "finished  4 trials  best accuracy 9" in listed
-    told = json.loads((place / "runs/s/tune.json").read_text())
-    assert (told["format"], told["status"], told["task"]) == (1, "finished", "digits")
-    assert (told["metric"], told["direction"], told["search"]["hidden"]) == ("eval/accuracy", "max", "16|64")
-    assert told["settings"]["epochs"] == 30 and "hidden" not in told["settings"] and told["versions"]["optuna"]
+    study = json.loads((top / "runs/s/tune.json").read_text())
+    assert (study["format"], study["status"], study["task"]) == (1, "finished", "digits")
+    assert (study["metric"], study["direction"], study["search"]["hidden"]) == ("eval/accuracy", "max", "16|64")
+    assert study["settings"]["epochs"] == 30 and "hidden" not in study["settings"] and study["versions"]["optuna"]
     for name in ("history", "importances", "slices"):
-        picture = (place / f"runs/s/{name}.png").read_bytes()
-        assert picture.startswith(b"\x89PNG") and len(picture) > 3000
-    run = json.loads((place / result["best"]["run"] / "run.json").read_text())
-    assert run["recipe"]["settings"]["learning_rate"] == result["best"]["params"]["learning_rate"], "an ordinary run"
+        png = (top / f"runs/s/{name}.png").read_bytes()
+        assert png.startswith(b"\x89PNG") and len(png) > 3000
+    run = json.loads((top / result["best"]["run"] / "run.json").read_text())
+    assert run["recipe"]["settings"]["learning_rate"] == result["best"]["params"]["learning_rate"], "a trial is an ordinary run"
 
 
-@pytest.mark.system  # it takes its time
-def test_the_best_recipe_trains_to_the_same_value(studied: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    place, result = studied
-    monkeypatch.chdir(place)
-    good("train", result["recipe"], "--name", "again")
-    values = [row["eval/accuracy"] for row in read_lines(place / "runs/again/metrics.jsonl") if "eval/accuracy" in row]
+@pytest.mark.system  # slow
+def test_the_best_recipe_trains_to_the_same_value(finished_study: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    top, result = finished_study
+    monkeypatch.chdir(top)
+    run_ok("train", result["recipe"], "--name", "again")
+    values = [row["eval/accuracy"] for row in read_lines(top / "runs/again/metrics.jsonl") if "eval/accuracy" in row]
     assert max(values) == result["best"]["value"]
 
 
 def test_a_finished_study_says_so_and_different_studies_are_refused(
-    studied: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    finished_study: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, _ = studied
-    monkeypatch.chdir(place)
-    before = (place / "runs/s/study.journal").read_bytes()
-    assert "runs/s is finished: 4 trials" in good("tune", *STUDY, "--trials", "4", "--name", "s")
+    top, _ = finished_study
+    monkeypatch.chdir(top)
+    before = (top / "runs/s/study.journal").read_bytes()
+    assert "runs/s is finished: 4 trials" in run_ok("tune", *STUDY, "--trials", "4", "--name", "s")
     other = [w.replace("16|64", "16|32") for w in STUDY]
-    assert "hidden=16|64 (now 16|32)" in bad("tune", *other, "--trials", "4", "--name", "s")
-    assert "eval/accuracy (now eval/loss)" in bad("tune", *STUDY[:-1], "eval/loss", "--trials", "4", "--name", "s")
-    assert "epochs=30 (now 4)" in bad("tune", "digits", "epochs=4", *STUDY[2:], "--name", "s")
-    assert "study of digits, not of bandit" in bad("tune", "bandit", "--search", RATE, "--name", "s")
-    assert (place / "runs/s/study.journal").read_bytes() == before
+    assert "hidden=16|64 (now 16|32)" in expect_error("tune", *other, "--trials", "4", "--name", "s")
+    assert "eval/accuracy (now eval/loss)" in expect_error("tune", *STUDY[:-1], "eval/loss", "--trials", "4", "--name", "s")
+    assert "epochs=30 (now 4)" in expect_error("tune", "digits", "epochs=4", *STUDY[2:], "--name", "s")
+    assert "study of digits, not of bandit" in expect_error("tune", "bandit", "--search", RATE, "--name", "s")
+    assert (top / "runs/s/study.journal").read_bytes() == before
 
 
 # --- interruptions ----------------------------------------------------------------------------------
 
 
-WORDS = {"broken": ["epochs=4", "--search", RATE, "--metric", "accuracy", "--prune", "none", "--jobs", "2", "--name", "broken"]}
+WORDS = {"interrupted": ["epochs=4", "--search", RATE, "--metric", "accuracy", "--prune", "none", "--jobs", "2", "--name", "interrupted"]}
 
 
 def begin(name: str, trials: int) -> subprocess.Popen[bytes]:
@@ -135,12 +135,12 @@ def begin(name: str, trials: int) -> subprocess.Popen[bytes]:
 
 
 def rows_of(number: int) -> list[dict[str, Any]]:
-    return list(read_lines(Path(f"runs/broken/trials/trial-{number:04d}/metrics.jsonl")))
+    return list(read_lines(Path(f"runs/interrupted/trials/trial-{number:04d}/metrics.jsonl")))
 
 
 def journal_rows(operations: str) -> list[dict[str, Any]]:
     """Returns the journal's records of some operations (5: a parameter, 6: a state)."""
-    return [row for row in read_lines(Path("runs/broken/study.journal")) if str(row["op_code"]) in operations]
+    return [row for row in read_lines(Path("runs/interrupted/study.journal")) if str(row["op_code"]) in operations]
 
 
 def params() -> list[tuple[int, float]]:
@@ -149,86 +149,86 @@ def params() -> list[tuple[int, float]]:
 
 def exit_code_after(tuner: subprocess.Popen[bytes], number: int) -> int:
     """Sends a signal to the tuner, and checks that no process it started survives; returns the exit code."""
-    family = psutil.Process(tuner.pid).children(recursive=True)
-    assert len(family) >= 2
+    children = psutil.Process(tuner.pid).children(recursive=True)
+    assert len(children) >= 2
     tuner.send_signal(number)
     code = tuner.wait(timeout=240)
-    until(lambda: not any(alive(process) for process in family), f"the end of {family}", 30)
+    wait_until(lambda: not any(is_alive(process) for process in children), f"the end of {children}", 30)
     return code
 
 
-def alive(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
 
-@pytest.mark.system  # it takes its time
+@pytest.mark.system  # slow
 def test_nothing_is_lost_or_repeated_when_the_tuner_dies(folder: Path) -> None:
     write_task(change=SLOW)
     Path("slow").touch()
-    tuner = begin("broken", 3)
-    until(lambda: rows_of(0) and rows_of(1), "two trials at work", of=tuner)
+    tuner = begin("interrupted", 3)
+    wait_until(lambda: rows_of(0) and rows_of(1), "two running trials", process=tuner)
     assert exit_code_after(tuner, signal.SIGTERM) == 200, "the exit code of a resumable run"
-    assert json.loads(Path("runs/broken/tune.json").read_text())["status"] == "stopped"
-    first = params()
-    assert len(first) == 2 and not journal_rows("6"), "both can still be resumed"
+    assert json.loads(Path("runs/interrupted/tune.json").read_text())["status"] == "stopped"
+    first_params = params()
+    assert len(first_params) == 2 and not journal_rows("6"), "both can still be resumed"
 
     Path("slow").unlink()
-    tuner = begin("broken", 3)
-    until(lambda: journal_rows("6"), "a finished trial", of=tuner)
+    tuner = begin("interrupted", 3)
+    wait_until(lambda: journal_rows("6"), "a finished trial", process=tuner)
     Path("slow").touch()
-    until(lambda: rows_of(2), "the third trial at work", of=tuner)
+    wait_until(lambda: rows_of(2), "the third trial running", process=tuner)
     assert exit_code_after(tuner, signal.SIGKILL) == -9
     finished = {row["trial_id"]: row["values"] for row in journal_rows("6")}
-    kept = {n: Path(f"runs/broken/trials/trial-{n:04d}/run.json").read_bytes() for n in finished}
-    second = params()
+    run_files = {n: Path(f"runs/interrupted/trials/trial-{n:04d}/run.json").read_bytes() for n in finished}
+    second_params = params()
 
     Path("slow").unlink()
-    result = json.loads(good("tune", "small.py", *WORDS["broken"], "--trials", "3", "--json"))
+    result = json.loads(run_ok("tune", "small.py", *WORDS["interrupted"], "--trials", "3", "--json"))
     assert [t["trial"] for t in result["trials"]] == [0, 1, 2]
     assert {t["state"] for t in result["trials"]} == {"finished"}
-    assert params() == second and second[:2] == first, "running trials were resumed with the same parameters"
-    for number, text in kept.items():
-        assert Path(f"runs/broken/trials/trial-{number:04d}/run.json").read_bytes() == text, "a finished trial is not trained again"
+    assert params() == second_params and second_params[:2] == first_params, "running trials were resumed with the same parameters"
+    for number, text in run_files.items():
+        assert Path(f"runs/interrupted/trials/trial-{number:04d}/run.json").read_bytes() == text, "a finished trial is not trained again"
         assert [result["trials"][number]["value"]] == finished[number]
     for number in (0, 1, 2):
         steps = [row["step"] for row in rows_of(number)]
-        assert steps == list(range(1, steps[-1] + 1)), "each step once"
-    events = [e["event"] for e in read_lines(Path("runs/broken/trials/trial-0000/events.jsonl"))]
-    assert "resumed" in events, "it did not start again from the beginning"
+        assert steps == list(range(1, steps[-1] + 1)), "each step is logged once"
+    events = [e["event"] for e in read_lines(Path("runs/interrupted/trials/trial-0000/events.jsonl"))]
+    assert "resumed" in events, "it did not restart from the beginning"
 
 
-@pytest.mark.system  # it takes its time
+@pytest.mark.system  # slow
 def test_a_killed_trial_is_restarted(folder: Path) -> None:
     kill = "import os, pathlib\n        if not pathlib.Path('{0}').exists():\n            pathlib.Path('{0}').touch()\n            os.kill(int(os.environ['_DRIVETRAIN_FRONT']), 9)\n        "
     write_task(change=("return nn.Sequential", kill.format(folder / "killed") + "return nn.Sequential"))
-    text = good("tune", "small.py", "epochs=1", "--search", RATE, "--metric", "accuracy", "--trials", "1", "--name", "k")
+    text = run_ok("tune", "small.py", "epochs=1", "--search", RATE, "--metric", "accuracy", "--trials", "1", "--name", "k")
     assert "restarted" in text and "SIGKILL" in text
     assert "1 finished" in text
 
 
-@pytest.mark.system  # it takes its time
+@pytest.mark.system  # slow
 def test_a_trial_that_is_always_killed_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = folder / "python"
     program.write_text("#!/bin/sh\necho start >> starts\nkill -9 $$\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     recipe, space, goal = make(find_task("digits"), {}, {}), space_of(RATE), Goal("eval/loss", "min")
-    place = folders.open_folder("study", "digits", folders.identity(recipe, space, goal))
-    study = Study(place.path, space, "min", "tpe", 0, "none", 1)
-    assert Tuner(TunerSettings(recipe, goal, 1, [Request()]), place, study, Table(Screen(quiet=True), space, goal.metric)).run()
+    study_folder = folders.open_folder("study", "digits", folders.identity(recipe, space, goal))
+    study = Study(study_folder.path, space, "min", "tpe", 0, "none", 1)
+    assert Tuner(TunerSettings(recipe, goal, 1, [Request()]), study_folder, study, Table(Screen(quiet=True), space, goal.metric)).run()
     assert len((folder / "starts").read_text().splitlines()) == 4, "three restarts"
     (trial,) = study.trials()
     assert trial.state == "failed" and "SIGKILL" in trial.facts["message"]
 
 
 def test_three_failures_end_the_search_with_their_message(folder: Path) -> None:
-    message = bad("tune", "digits", "plan.micro_batch=many", "--search", RATE, "--trials", "9", "--name", "f", lines=3)
+    message = expect_error("tune", "digits", "plan.micro_batch=many", "--search", RATE, "--trials", "9", "--name", "f", max_lines=3)
     assert "the first 3 trials failed" in message and "micro_batch" in message
     assert len(list(Path("runs/f/trials").iterdir())) == 3
-    good("runs", "rm", "f", "--yes")
+    run_ok("runs", "rm", "f", "--yes")
     assert not Path("runs/f").exists()
 
 
@@ -237,16 +237,16 @@ def test_a_folder_in_use_names_the_process(folder: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        message = bad("tune", "digits", "--search", RATE, "--name", "used", lines=1)
+        message = expect_error("tune", "digits", "--search", RATE, "--name", "used", max_lines=1)
         assert f"being tuned by process {other.pid}" in message
         other.communicate(b"\n")
 
 
-# --- what is searched --------------------------------------------------------------------------
+# --- the search space --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("words", "given", "said"),
+    ("words", "given", "message"),
     [
         (["learnig_rate=1e-4..1e-2"], {}, "did you mean learning_rate?"),
         (["hidden=0..64"], {}, "a whole number of 1 to 65536"),
@@ -264,40 +264,40 @@ def test_a_folder_in_use_names_the_process(folder: Path) -> None:
         ([], {}, "nothing to search: say what, such as --search learning_rate="),
     ],
 )
-def test_an_invalid_search_names_the_fix(words: list[str], given: dict[str, str], said: str) -> None:
+def test_an_invalid_search_names_the_fix(words: list[str], given: dict[str, str], message: str) -> None:
     with pytest.raises(Problem) as problem:
         space_of(*words, **given)
-    assert said in str(problem.value)
+    assert message in str(problem.value)
 
 
 def test_the_command_lines_search_replaces_the_tasks() -> None:
-    own = {"hidden": "16..32", "learning_rate": "1e-4..1e-2,log", "clip": "0..1"}
-    space = space_of(task=own, clip="0.5")
+    search_of_task = {"hidden": "16..32", "learning_rate": "1e-4..1e-2,log", "clip": "0..1"}
+    space = space_of(task=search_of_task, clip="0.5")
     assert {name: d.text for name, d in space.items()} == {"hidden": "16..32", "learning_rate": "1e-4..1e-2,log"}
     assert space["hidden"].is_whole and not space["hidden"].is_log
     assert space["learning_rate"].is_log and not space["learning_rate"].is_whole
-    assert {name: d.text for name, d in space_of("hidden=8..64", task=own).items()} == {"hidden": "8..64"}
+    assert {name: d.text for name, d in space_of("hidden=8..64", task=search_of_task).items()} == {"hidden": "8..64"}
 
 
 def test_ppo_tasks_declare_what_is_searched(folder: Path) -> None:
     words = ["cartpole", "epochs=3", "envs=8", "horizon=8", "global_batch=32", "eval_episodes=2", "--name", "own"]
-    text = good("tune", *words, "--trials", "2")
+    text = run_ok("tune", *words, "--trials", "2")
     assert "(cartpole's own; --search replaces it)" in text and "eval_every=1ep, not 10ep" in text
-    told = json.loads(Path("runs/own/tune.json").read_text())
-    assert told["metric"] == "eval/return" and told["search"] == tune_facts(find_task("cartpole")).search
-    assert len(told["search"]) > 3 and all(name in VARYING for name in told["search"]), "they can be trained as a population"
+    study = json.loads(Path("runs/own/tune.json").read_text())
+    assert study["metric"] == "eval/return" and study["search"] == tune_facts(find_task("cartpole")).search
+    assert len(study["search"]) > 3 and all(name in VARYING for name in study["search"]), "they can be trained as a population"
     assert len([row for row in Run("runs/own/trials/trial-0000").rows() if "eval/return" in row]) == 3
-    assert "entropy_weight=1e-4..3e-2,log" in good("tune", "bandit", "--help") and "gamma" not in tune_facts(find_task("bandit")).search
+    assert "entropy_weight=1e-4..3e-2,log" in run_ok("tune", "bandit", "--help") and "gamma" not in tune_facts(find_task("bandit")).search
 
 
 def test_a_trial_is_evaluated_during_training_unless_eval_every_is_set() -> None:
-    def every(task: str, **given: str) -> Any:
+    def eval_every(task: str, **given: str) -> Any:
         return with_early_evaluations(make(find_task(task), {}, given))[0].settings["eval_every"]
 
-    assert every("snake") == "25ep" and every("cartpole") == "10ep"
-    assert every("cartpole", epochs="15") == "1ep" and every("cartpole", epochs="1") == "10ep"
-    assert every("snake", eval_every="200ep") == "200ep"
-    assert with_early_evaluations(make(find_task("snake"), {}, {}))[0].origin["eval_every"] == "tune", "so best.yaml has it too"
+    assert eval_every("snake") == "25ep" and eval_every("cartpole") == "10ep"
+    assert eval_every("cartpole", epochs="15") == "1ep" and eval_every("cartpole", epochs="1") == "10ep"
+    assert eval_every("snake", eval_every="200ep") == "200ep"
+    assert with_early_evaluations(make(find_task("snake"), {}, {}))[0].origin["eval_every"] == "tune", "best.yaml gets it, too"
 
 
 def test_a_task_may_declare_what_is_searched(folder: Path) -> None:
@@ -305,25 +305,25 @@ def test_a_task_may_declare_what_is_searched(folder: Path) -> None:
     assert tune_facts(find_task("plain.py")).search == {"hidden": "8|16"}
     assert "search" not in task_settings(find_task("plain.py"))
     write_task("derived.py", ("class Small(Task):", "from plain import Small as Base\n\n\nclass Small(Base):"))
-    assert tune_facts(find_task("derived.py:Small")).search == {"hidden": "8|16"}, "only importing the file tells it"
+    assert tune_facts(find_task("derived.py:Small")).search == {"hidden": "8|16"}, "the file must be imported to see it"
     write_task("wrong.py", ("    hidden: int", '    search: str = "hidden"\n    hidden: int'))
-    assert "search is what `tune` searches" in bad("train", "wrong.py", "--dry-run")
+    assert "search is what `tune` searches" in expect_error("train", "wrong.py", "--dry-run")
 
 
 def test_mistakes_on_the_command_line(folder: Path) -> None:
-    assert "did you mean hidden" in bad("tune", "digits", "--search", "hiden=8..64")
-    assert "nothing to search" in bad("tune", "digits")
-    assert "To search it: --search 'hidden=8..64'" in bad("tune", "digits", "hidden=8..64")
-    assert "eval/NAME" in bad("tune", "digits", "--search", RATE, "--metric", "train/loss")
-    assert not Path("runs").exists(), "a mistake leaves nothing behind"
+    assert "did you mean hidden" in expect_error("tune", "digits", "--search", "hiden=8..64")
+    assert "nothing to search" in expect_error("tune", "digits")
+    assert "To search it: --search 'hidden=8..64'" in expect_error("tune", "digits", "hidden=8..64")
+    assert "eval/NAME" in expect_error("tune", "digits", "--search", RATE, "--metric", "train/loss")
+    assert not Path("runs").exists(), "a mistake writes nothing"
     Path("hidden").mkdir()
     Path("hidden/optuna.py").write_text("raise ImportError")
-    done = drivetrain("tune", "digits", "--search", RATE, PYTHONPATH=f"{folder / 'hidden'}:{':'.join(sys.path)}")
-    assert done.returncode == 2 and "pip install 'drivetrain[tune]'" in done.stderr
+    process = run_drivetrain("tune", "digits", "--search", RATE, PYTHONPATH=f"{folder / 'hidden'}:{':'.join(sys.path)}")
+    assert process.returncode == 2 and "pip install 'drivetrain[tune]'" in process.stderr
 
 
 def test_help_shows_examples_and_settings(folder: Path) -> None:
-    text = good("tune", "digits", "--help")
+    text = run_ok("tune", "digits", "--help")
     assert "--search 'hidden=64|128|256'" in text and "Width of the hidden layer" in text
 
 
@@ -358,34 +358,34 @@ def test_the_same_seed_proposes_the_same_trials_even_after_an_interruption(folde
     def proposals(name: str, seed: int, interrupted: bool) -> list[dict[str, Any]]:
         path = folder / name
         path.mkdir()
-        found = []
+        params = []
         study = Study(path, space, "max", sampler, seed, "median", 14)
         for _ in range(14):
-            (one,) = study.ask()
+            (proposal,) = study.ask()
             if interrupted:
                 with open(path / "study.journal", "ab") as journal:
                     journal.write(b'{"half a li')
                 (path / "study.journal.lock").touch()
                 study = Study(path, space, "max", sampler, seed, "median", 14)
-                assert [p.params for p in study.unfinished()] == [one.params]
-            study.finish(one.number, -abs(one.params["learning_rate"] - 0.01))
-            found.append(one.params)
-        return found
+                assert [p.params for p in study.unfinished()] == [proposal.params]
+            study.finish(proposal.number, -abs(proposal.params["learning_rate"] - 0.01))
+            params.append(proposal.params)
+        return params
 
-    unbroken = proposals("a", 7, False)
-    assert proposals("b", 7, True) == unbroken
-    assert proposals("c", 8, False) != unbroken
-    assert all(isinstance(p["global_batch"], int) and p["hidden"] in (16, 64, 128) for p in unbroken)
-    assert len({p["learning_rate"] for p in unbroken}) == 14
+    uninterrupted = proposals("a", 7, False)
+    assert proposals("b", 7, True) == uninterrupted
+    assert proposals("c", 8, False) != uninterrupted
+    assert all(isinstance(p["global_batch"], int) and p["hidden"] in (16, 64, 128) for p in uninterrupted)
+    assert len({p["learning_rate"] for p in uninterrupted}) == 14
 
 
 def test_a_study_proposes_several_trials_and_stores_several_results(folder: Path) -> None:
     space = space_of("hidden=16|64")
     study = Study(folder, space, "min", "random", 0, "none", 3)
-    one, two, three = study.ask(3)
-    study.finish(one.number, 0.5, step=3)
-    study.finish(two.number, 0.25)
-    study.fail(three.number, "why")
+    first, second, third = study.ask(3)
+    study.finish(first.number, 0.5, step=3)
+    study.finish(second.number, 0.25)
+    study.fail(third.number, "why")
     best = study.best()
     assert best is not None and (best.number, best.value) == (1, 0.25)
     assert [t.state for t in study.trials()] == ["finished", "finished", "failed"]

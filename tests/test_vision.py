@@ -19,7 +19,7 @@ from drivetrain.tasks.vision import augment, nets
 from drivetrain.tasks.vision.cifar import Cifar10
 from drivetrain.tasks.vision.classify import Pixels
 from drivetrain.tasks.vision.mnist import Mnist
-from tests.command import good
+from tests.command import run_ok
 from tests.test_datasets import write_mnist
 
 RECIPES = sorted(p for p in (Path(__file__).parent.parent / "recipes").glob("*.yaml") if not p.stem.startswith("lora"))
@@ -72,10 +72,10 @@ def some_images(height: int = 12, width: int = 20, n: int = 1) -> Tensor:
 
 
 def test_no_rotation_and_no_translation_changes_nothing() -> None:
-    x = some_images()
-    y = augment.affine(x, 90.0, 0.5, draws((0.5, 0.5, 0.5)))
-    assert y.dtype == torch.float32
-    torch.testing.assert_close(y, x.float(), rtol=0, atol=5e-3)
+    images = some_images()
+    augmented = augment.affine(images, 90.0, 0.5, draws((0.5, 0.5, 0.5)))
+    assert augmented.dtype == torch.float32
+    torch.testing.assert_close(augmented, images.float(), rtol=0, atol=5e-3)
 
 
 def test_translations_go_right_and_down_by_whole_pixels() -> None:
@@ -95,7 +95,7 @@ def test_a_positive_rotation_of_90_degrees_is_rot90() -> None:
 
 
 def test_rotation_and_translation_match_a_plain_reference() -> None:
-    """The reference computes every output pixel in a loop, for an image that is not square."""
+    """The reference computes every output pixel in a loop; the image is not square."""
     x, degrees, part = some_images(9, 14, n=2), 40.0, 0.2
     random = torch.rand(2, 3, generator=torch.Generator().manual_seed(1))
     expected = torch.zeros(2, 3, 9, 14)
@@ -123,11 +123,11 @@ def test_an_image_is_flipped_if_its_number_is_under_a_half() -> None:
 def test_a_sample_is_augmented_the_same_way_in_any_batch() -> None:
     task = Cifar10(rotation=15.0)
     x, y = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8), torch.arange(8)
-    whole, _ = task.augment((x, y), KeyedRand(torch.arange(8), 1, 2))
-    part, labels = task.augment((x[3:5], y[3:5]), KeyedRand(torch.arange(3, 5), 1, 2))
-    assert torch.equal(whole[3:5], part)
+    augmented_batch, _ = task.augment((x, y), KeyedRand(torch.arange(8), 1, 2))
+    augmented_part, labels = task.augment((x[3:5], y[3:5]), KeyedRand(torch.arange(3, 5), 1, 2))
+    assert torch.equal(augmented_batch[3:5], augmented_part)
     assert labels.tolist() == [3, 4]
-    assert not torch.equal(whole[3:5], x[3:5].float())
+    assert not torch.equal(augmented_batch[3:5], x[3:5].float())
 
 
 def test_without_settings_images_stay_bytes() -> None:
@@ -184,12 +184,12 @@ def test_a_loss_compiles_once_as_one_graph() -> None:
     assert counter.frame_count == 1
 
 
-def test_smoothing_is_for_training_only() -> None:
+def test_label_smoothing_changes_the_loss_but_not_the_metrics() -> None:
     x, y = some_images(28, 28, n=4)[:, :1], torch.tensor([1, 2, 3, 4])
-    plain, smooth = Mnist(dropout=0.0), Mnist(dropout=0.0, label_smoothing=0.3)
+    plain, smoothed = Mnist(dropout=0.0), Mnist(dropout=0.0, label_smoothing=0.3)
     model = plain.model().eval()
-    assert plain.loss(model, (x, y))[0] != smooth.loss(model, (x, y))[0]
-    assert torch.equal(plain.metrics(model, (x, y))["loss"], smooth.metrics(model, (x, y))["loss"])
+    assert plain.loss(model, (x, y))[0] != smoothed.loss(model, (x, y))[0]
+    assert torch.equal(plain.metrics(model, (x, y))["loss"], smoothed.metrics(model, (x, y))["loss"])
 
 
 # --- recipes -----------------------------------------------------------------------------------
@@ -199,9 +199,9 @@ def test_smoothing_is_for_training_only() -> None:
 def test_every_recipe_trains(recipe: Path, folder: Path) -> None:
     write_mnist(Path("data"), samples=40)
     assert f"drivetrain train recipes/{recipe.name}" in recipe.read_text()
-    output = good("train", str(recipe), "steps=3", "global_batch=16", DRIVETRAIN_OFFLINE="1")
+    output = run_ok("train", str(recipe), "steps=3", "global_batch=16", DRIVETRAIN_OFFLINE="1")
     assert "step 3/3" in output
 
 
-def test_there_are_recipes() -> None:
+def test_the_recipes_of_the_guides_exist() -> None:
     assert {p.stem for p in RECIPES} >= {"guide-000", "guide-001"}

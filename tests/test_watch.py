@@ -1,4 +1,4 @@
-"""What observers write, and how it reads on a terminal."""
+"""TensorBoard files, and the lines on a terminal."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from drivetrain.watch.screen import Screen, duration, number, size
 from tests.command import COMMAND, environment, write_task
 
 
-def test_tensorboard_purges_what_a_resume_repeats(tmp_path: Path) -> None:
-    for first, last in ((1, 9), (6, 12)):  # the second begins from a checkpoint at step 5
+def test_tensorboard_forgets_the_steps_that_a_resume_repeats(tmp_path: Path) -> None:
+    for first, last in ((1, 9), (6, 12)):  # the second writer resumes from a checkpoint at step 5
         writer = TensorBoard(tmp_path)
         writer.resumed(first - 1)
         for step in range(first, last + 1):
             writer.row({"step": step, "epoch": 1, "time": 0.1, "eval/loss": step + first / 100})
         writer.close()
         time.sleep(1.1)  # TensorBoard orders files by the second in their name
-    found = EventAccumulator(str(tmp_path)).Reload()
-    scalars = found.Scalars("eval/loss")
+    reader = EventAccumulator(str(tmp_path)).Reload()
+    scalars = reader.Scalars("eval/loss")
     assert [s.step for s in scalars] == list(range(1, 13))
     assert scalars[6].value == pytest.approx(7.06)
 
@@ -42,7 +42,7 @@ def test_tensorboard_gets_ten_rows_a_second_and_the_last(tmp_path: Path) -> None
     assert steps[-1] == 1000
 
 
-def test_numbers_as_people_read_them() -> None:
+def test_numbers_have_units_and_few_digits() -> None:
     assert (number("accuracy", 0.9784), number("loss", 0.08123), number("reward", 123456.0)) == (
         "accuracy 97.8 %",
         "loss 0.08123",
@@ -80,28 +80,32 @@ def test_without_a_terminal_there_are_plain_lines(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("columns", [40, 100])
 def test_the_live_line_never_wraps(columns: int, folder: Path) -> None:
-    """On a real terminal of this width, read as its screen would show it."""
+    """The command runs on a real terminal of this width."""
     write_task()
-    main, side = pty.openpty()
-    os.set_inheritable(side, True)
-    subprocess.run(["stty", "cols", str(columns), "rows", "24"], stdin=side, check=True)
+    terminal, terminal_of_command = pty.openpty()
+    os.set_inheritable(terminal_of_command, True)
+    subprocess.run(["stty", "cols", str(columns), "rows", "24"], stdin=terminal_of_command, check=True)
     program = subprocess.Popen(
-        [*COMMAND, "train", "small.py", "epochs=60"], stdout=side, stderr=side, stdin=side, env=environment(TERM="xterm", NO_COLOR="1")
+        [*COMMAND, "train", "small.py", "epochs=60"],
+        stdout=terminal_of_command,
+        stderr=terminal_of_command,
+        stdin=terminal_of_command,
+        env=environment(TERM="xterm", NO_COLOR="1"),
     )
-    os.close(side)
+    os.close(terminal_of_command)
     data = b""
     while True:
         try:
-            part = os.read(main, 65536)
+            chunk = os.read(terminal, 65536)
         except OSError:
             break
-        if not part:
+        if not chunk:
             break
-        data += part
+        data += chunk
     assert program.wait() == 0
-    drawn = [line for line in data.decode().replace("\x1b[2K", "").replace("\n", "\r").split("\r") if line.startswith("train ")]
-    assert len(drawn) > 3
-    assert [line for line in drawn[:-1] if len(line) >= columns] == []
-    assert all("loss" in line for line in drawn)
-    assert ("samples/s" in drawn[0]) == (columns == 100), "a narrow terminal loses the less important"
+    lines = [line for line in data.decode().replace("\x1b[2K", "").replace("\n", "\r").split("\r") if line.startswith("train ")]
+    assert len(lines) > 3
+    assert [line for line in lines[:-1] if len(line) >= columns] == []
+    assert all("loss" in line for line in lines)
+    assert ("samples/s" in lines[0]) == (columns == 100), "a narrow terminal shows only the most important values"
     assert b"\x1b[1m" not in data

@@ -26,27 +26,27 @@ def writer(folder: Path, keep: int = 2) -> tuple[CheckpointWriter, list[str]]:
 
 
 def save(folder: Path, step: int, keep: int = 2, best: int | None = None) -> None:
-    one, _ = writer(folder, keep)
-    one.save(step, TENSORS, {"time": 1.5}, best)
-    one.wait()
+    checkpoint_writer, _ = writer(folder, keep)
+    checkpoint_writer.save(step, TENSORS, {"time": 1.5}, best)
+    checkpoint_writer.wait()
 
 
 def test_saved_tensors_are_loaded_unchanged(tmp_path: Path) -> None:
     save(tmp_path, 7)
-    found = newest_good(Run(tmp_path), pytest.fail)
-    assert found is not None
-    assert (found.step, found.extra) == (7, {"time": 1.5})
-    loaded = found.tensors()
+    checkpoint = newest_good(Run(tmp_path), pytest.fail)
+    assert checkpoint is not None
+    assert (checkpoint.step, checkpoint.extra) == (7, {"time": 1.5})
+    loaded = checkpoint.tensors()
     assert loaded.keys() == TENSORS.keys()
     assert all(torch.equal(loaded[k], TENSORS[k]) and loaded[k].dtype == TENSORS[k].dtype for k in TENSORS)
 
 
 def test_a_change_after_the_copy_is_not_saved(tmp_path: Path) -> None:
-    one, _ = writer(tmp_path)
+    checkpoint_writer, _ = writer(tmp_path)
     tensor = torch.zeros(100_000)
-    one.save(1, {"w": tensor}, {}, None)
+    checkpoint_writer.save(1, {"w": tensor}, {}, None)
     tensor.fill_(1.0)
-    one.wait()
+    checkpoint_writer.wait()
     assert verify(tmp_path / "checkpoints/step-00000001").tensors()["w"].sum() == 0
 
 
@@ -57,13 +57,13 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
-@pytest.mark.parametrize("where", ["__0_0.distcp", ".metadata", "manifest.json"])
-def test_any_flipped_byte_is_noticed(where: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("file_name", ["__0_0.distcp", ".metadata", "manifest.json"])
+def test_any_flipped_byte_is_noticed(file_name: str, tmp_path: Path) -> None:
     save(tmp_path, 1)
-    file = tmp_path / "checkpoints/step-00000001" / where
+    file = tmp_path / "checkpoints/step-00000001" / file_name
     data = file.read_bytes()
-    for place in range(0, len(data), max(1, len(data) // 40)):
-        file.write_bytes(data[:place] + bytes([data[place] ^ 0x10]) + data[place + 1 :])
+    for position in range(0, len(data), max(1, len(data) // 40)):
+        file.write_bytes(data[:position] + bytes([data[position] ^ 0x10]) + data[position + 1 :])
         with pytest.raises(Damaged):
             verify(file.parent)
     file.unlink()
@@ -101,11 +101,11 @@ def test_a_failed_save_is_reported_and_leaves_the_old_checkpoint(tmp_path: Path)
     save(tmp_path, 1)
     blocked = tmp_path / "checkpoints" / ".step-00000002"
     blocked.write_text("a file where the folder should go")
-    one, notices = writer(tmp_path)  # its clean-up cannot remove a file
+    checkpoint_writer, notices = writer(tmp_path)  # it tries to remove what a killed save left, but `blocked` is a file
     blocked.write_text("a file where the folder should go")
-    one.save(2, TENSORS, {}, None)
-    one.wait()
-    assert one.failure
+    checkpoint_writer.save(2, TENSORS, {}, None)
+    checkpoint_writer.wait()
+    assert checkpoint_writer.failure
     assert "was not saved" in notices[0]
     assert "training goes on" in notices[0]
     assert Run(tmp_path).checkpoint_steps() == [1]
@@ -119,14 +119,14 @@ def test_tied_weights_are_stored_once_and_loaded_tied(tmp_path: Path) -> None:
             self.head = torch.nn.Linear(3, 5, bias=False)
             self.head.weight = self.embed.weight
 
-    one, two = Tied(), Tied()
-    tensors, aliases = model_tensors(one)
+    saved_model, loaded_model = Tied(), Tied()
+    tensors, aliases = model_tensors(saved_model)
     assert len(tensors) == 1
     assert len(aliases) == 1
     write_weights(tmp_path / "model.safetensors", tensors, aliases)
-    load_model(two, *read_weights(tmp_path / "model.safetensors"), "the file")
-    assert torch.equal(two.head.weight, one.embed.weight)
-    assert two.head.weight is two.embed.weight
+    load_model(loaded_model, *read_weights(tmp_path / "model.safetensors"), "the file")
+    assert torch.equal(loaded_model.head.weight, saved_model.embed.weight)
+    assert loaded_model.head.weight is loaded_model.embed.weight
 
 
 def test_weights_of_another_model_are_refused_with_the_difference() -> None:

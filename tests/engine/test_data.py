@@ -1,4 +1,4 @@
-"""The data order is a pure function, and every sample is seen once a pass."""
+"""The data order is a pure function, and every sample is used once per epoch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from drivetrain.engine.data.make_feed import check_data, eval_feed, train_feed
 from drivetrain.engine.group import Group
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
-from tests.samples import Loaded, Plain
+from tests.sample_tasks import LoaderTask, Plain
 
 CPU = torch.device("cpu")
 
 
 @given(length=st.integers(1, 200), world=st.integers(1, 9), micro=st.integers(1, 70))
-def test_shares_cover_a_batch_once_in_equal_numbers_of_micro_steps(length: int, world: int, micro: int) -> None:
+def test_the_ranks_cover_a_batch_once_with_equal_numbers_of_micro_batches(length: int, world: int, micro: int) -> None:
     spans = [micro_batch_spans(length, world, rank, micro) for rank in range(world)]
     assert len({len(s) for s in spans}) == 1
     covered = [i for s in spans for low, high in s for i in range(low, high)]
@@ -34,35 +34,38 @@ def test_shares_cover_a_batch_once_in_equal_numbers_of_micro_steps(length: int, 
 
 @settings(deadline=None, max_examples=25)
 @given(samples=st.integers(1, 60), batch=st.integers(1, 70), world=st.integers(1, 4), micro=st.integers(1, 20), workers=st.just(0))
-def test_every_sample_is_seen_once_an_epoch(samples: int, batch: int, world: int, micro: int, workers: int) -> None:
-    task = Loaded(samples=samples, global_batch=batch)
+def test_every_sample_is_used_once_per_epoch(samples: int, batch: int, world: int, micro: int, workers: int) -> None:
+    task = LoaderTask(samples=samples, global_batch=batch)
     plan = Plan(world_size=world, global_batch=batch, micro_batch=min(micro, batch), workers=workers)
     for epoch in (0, 3):
-        seen: list[int] = []
+        used_ids: list[int] = []
         for rank in range(world):
             feed = train_feed(task, task.train_data(), plan, Group(rank, world, CPU))
             for index in range(feed.steps_per_epoch):
-                for part in feed.micro_batches(epoch, index):
-                    if part.num_real:
-                        seen += part.loaded["id"].tolist()
-                        assert part.loaded["id"].tolist() == part.ids.tolist()
-        assert sorted(seen) == list(range(samples))
+                for micro_batch in feed.micro_batches(epoch, index):
+                    if micro_batch.num_real:
+                        used_ids += micro_batch.loaded["id"].tolist()
+                        assert micro_batch.loaded["id"].tolist() == micro_batch.ids.tolist()
+        assert sorted(used_ids) == list(range(samples))
 
 
-def test_loader_workers_give_what_no_workers_give() -> None:
-    """Randomness in a data set is keyed by sample, not by worker; opening at any step gives that step's batches."""
-    task = Loaded(samples=50, global_batch=8, noise=0.5)
+def test_batches_are_the_same_with_and_without_loader_workers() -> None:
+    """Random numbers in a data set are keyed by sample, not by worker; a feed opened at a later step starts with that step's batches."""
+    task = LoaderTask(samples=50, global_batch=8, noise=0.5)
 
     def batches(workers: int, first: int) -> list[Any]:
         feed = train_feed(task, task.train_data(), Plan(global_batch=8, micro_batch=4, workers=workers), Group(0, 1, CPU))
         feed.open(first)
-        found = [part.loaded["inputs"]["x"] for s in range(first, 14) for part in feed.micro_batches(*divmod(s, feed.steps_per_epoch))]
+        inputs = []
+        for step in range(first, 14):
+            epoch, index = divmod(step, feed.steps_per_epoch)
+            inputs += [micro_batch.loaded["inputs"]["x"] for micro_batch in feed.micro_batches(epoch, index)]
         feed.close()
-        return found
+        return inputs
 
-    plain, loaded, late = batches(0, 0), batches(2, 0), batches(2, 5)
-    assert all(torch.equal(a, b) for a, b in zip(plain, loaded, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(plain[-len(late) :], late, strict=True))
+    without_workers, with_workers, from_step_5 = batches(0, 0), batches(2, 0), batches(2, 5)
+    assert all(torch.equal(a, b) for a, b in zip(without_workers, with_workers, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(without_workers[-len(from_step_5) :], from_step_5, strict=True))
 
 
 def test_orders_of_epochs_and_seeds_differ() -> None:
@@ -71,7 +74,7 @@ def test_orders_of_epochs_and_seeds_differ() -> None:
 
 
 @given(st.lists(st.integers(0, 2**40), min_size=1, max_size=20, unique=True), st.integers(1, 5))
-def test_keyed_numbers_follow_the_sample_not_the_batch(ids: list[int], k: int) -> None:
+def test_keyed_random_numbers_depend_on_the_sample_not_on_the_batch(ids: list[int], k: int) -> None:
     together = KeyedRand(torch.tensor(ids), 7, 2)
     first, second = together.uniform(k), together.normal(k)
     for row, sample in enumerate(ids):
@@ -80,29 +83,30 @@ def test_keyed_numbers_follow_the_sample_not_the_batch(ids: list[int], k: int) -
         assert torch.allclose(alone.normal(k)[0], second[row])
 
 
-def test_keyed_numbers_are_spread_as_they_should_be() -> None:
+def test_keyed_random_numbers_are_uniform_and_normal() -> None:
     rand = KeyedRand(torch.arange(100_000), 0)
-    u, n = rand.uniform(2), rand.normal(2)
-    assert ((u >= 0) & (u < 1)).all()
-    assert u.mean().item() == pytest.approx(0.5, abs=0.005)
-    assert u.var().item() == pytest.approx(1 / 12, rel=0.02)
-    assert n.mean().item() == pytest.approx(0, abs=0.01)
-    assert n.std().item() == pytest.approx(1, rel=0.01)
-    assert abs(torch.corrcoef(torch.cat([u, n], 1).T).fill_diagonal_(0)).max() < 0.02
+    uniform, normal = rand.uniform(2), rand.normal(2)
+    assert ((uniform >= 0) & (uniform < 1)).all()
+    assert uniform.mean().item() == pytest.approx(0.5, abs=0.005)
+    assert uniform.var().item() == pytest.approx(1 / 12, rel=0.02)
+    assert normal.mean().item() == pytest.approx(0, abs=0.01)
+    assert normal.std().item() == pytest.approx(1, rel=0.01)
+    correlations = torch.corrcoef(torch.cat([uniform, normal], 1).T).fill_diagonal_(0)
+    assert abs(correlations).max() < 0.02
 
 
 def test_keys_of_different_parts_differ() -> None:
     assert len({key(a, b, c) for a in range(20) for b in range(20) for c in range(20)}) == 8000
 
 
-def test_evaluation_goes_over_the_data_in_order() -> None:
+def test_evaluation_uses_the_data_in_order() -> None:
     task = Plain()
     feed = eval_feed(task, task.eval_data(), Plan(eval_micro_batch=5), Group(0, 1, CPU))
     ids = [i for part in feed.micro_batches(0, 0) for i in part.ids.tolist()]
     assert ids == list(range(37))
 
 
-def test_data_that_cannot_be_trained_on_is_refused_with_the_way_out() -> None:
+def test_unusable_data_is_refused_with_a_message_that_names_the_fix() -> None:
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Any:
             return iter(range(3))

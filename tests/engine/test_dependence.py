@@ -22,19 +22,19 @@ from drivetrain.task import Task
 from drivetrain.task_ref import find_task, load_class
 from drivetrain.watch.files import MetricsFile
 from tests.processes import on_ranks
-from tests.samples import HARDWARE, TASKS, Loaded, Plain, rows, weights
+from tests.sample_tasks import HARDWARE, TASKS, LoaderTask, Plain, rows, weights
 
-COUNT = 0
+GLOBAL_CALLS = 0
 
 
-class One(Plain):
-    """Divides by a count that is not the batch's own."""
+class WrongCount(Plain):
+    """Returns a count that is not the number of samples."""
 
     def loss(self, model: Any, batch: Any) -> Any:
         return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), 1
 
 
-class OneInParts(Plain):
+class WrongCountInParts(Plain):
     def counts(self, batch: Any) -> Any:
         return {"b": 7}
 
@@ -48,7 +48,7 @@ class Summed(Plain):
         return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
 
 
-class Contrast(Plain):
+class Contrastive(Plain):
     """The other samples of the batch are the negatives."""
 
     def loss(self, model: Any, batch: Any) -> Any:
@@ -56,8 +56,8 @@ class Contrast(Plain):
         return F.cross_entropy(out @ F.normalize(batch[0], dim=-1).T / 0.2, torch.arange(len(out)))
 
 
-class NoisyContrast(Contrast):
-    """With dropout in a module of the user's own."""
+class NoisyContrastive(Contrastive):
+    """A contrastive loss, with dropout in a module of the user's own."""
 
     def model(self) -> nn.Module:
         class Noise(nn.Module):
@@ -67,9 +67,9 @@ class NoisyContrast(Contrast):
         return nn.Sequential(nn.Linear(4, 16), Noise(), nn.Linear(16, 4))
 
 
-class LoadedContrast(Loaded):
+class LoaderContrastive(LoaderTask):
     def loss(self, model: Any, batch: Any) -> Any:
-        return Contrast.loss(self, model, (batch["inputs"]["x"], batch["y"]))  # type: ignore[arg-type]
+        return Contrastive.loss(self, model, (batch["inputs"]["x"], batch["y"]))  # type: ignore[arg-type]
 
 
 class MeanOfWords(Plain):
@@ -86,30 +86,30 @@ class MeanOfWords(Plain):
         return None
 
 
-class Average(nn.Module):
-    """Keeps an average of its inputs in a buffer."""
+class InputAverage(nn.Module):
+    """Keeps a moving average of its inputs in a buffer."""
 
     def __init__(self, rebinds: bool) -> None:
         super().__init__()
         self.net, self.rebinds = nn.Linear(4, 4), rebinds
-        self.register_buffer("seen", torch.zeros(4))
+        self.register_buffer("average", torch.zeros(4))
 
     def forward(self, x: Any) -> Any:
         if self.training and self.rebinds:
-            self.seen = 0.9 * self.seen + 0.1 * x.detach().mean(0)
+            self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
         elif self.training:
-            self.seen.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+            self.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
         return self.net(x)
 
 
-class Averaged(Plain):
-    rebinds: bool = False
+class AveragesInputs(Plain):
+    rebinds: bool = False  # a new tensor instead of a change in place
 
     def model(self) -> nn.Module:
-        return Average(self.rebinds)
+        return InputAverage(self.rebinds)
 
 
-class Carried(Plain):
+class PythonState(Plain):
     """Python state that the next loss depends on."""
 
     def __init__(self, **settings: Any) -> None:
@@ -123,8 +123,8 @@ class Carried(Plain):
         return losses * (1 + 0.1 * self._calls)
 
 
-class Lazy(Plain):
-    """The first loss creates state, and prints."""
+class LazyState(Plain):
+    """Creates state in the first call of loss(), and prints."""
 
     def loss(self, model: Any, batch: Any) -> Any:
         self._calls = getattr(self, "_calls", 0) + 1
@@ -132,10 +132,10 @@ class Lazy(Plain):
         return super().loss(model, (batch[0] * self._calls, batch[1]))
 
 
-class Tracing(Plain):
-    """State of all kinds that no value depends on: counters, caches, queues, globals, generators of its own."""
+class HarmlessState(Plain):
+    """State of many kinds that no result depends on: counters, caches, queues, globals, generators of its own."""
 
-    kinds: list[int] = [0]
+    class_calls: list[int] = [0]
     dropout: float = 0.3
 
     def __init__(self, **settings: Any) -> None:
@@ -143,23 +143,23 @@ class Tracing(Plain):
         self.log: list[float] = []
         self.table = {"calls": 0, "inner": {"last": None}}
         self.array = np.zeros(3)
-        self.dice, self.torchs, self.numpys = random.Random(1), torch.Generator().manual_seed(1), np.random.default_rng(1)
+        self.python_rng, self.torch_rng, self.numpy_rng = random.Random(1), torch.Generator().manual_seed(1), np.random.default_rng(1)
 
     def loss(self, model: Any, batch: Any) -> Any:
-        global COUNT
-        COUNT += 1
+        global GLOBAL_CALLS
+        GLOBAL_CALLS += 1
         value = super().loss(model, batch)
-        self.log.append(self.dice.random() + float(torch.rand((), generator=self.torchs)) + float(self.numpys.random()))
+        self.log.append(self.python_rng.random() + float(torch.rand((), generator=self.torch_rng)) + float(self.numpy_rng.random()))
         self.table["calls"] += 1  # type: ignore[operator]
         self.table["inner"]["last"] = value.detach()  # type: ignore[index]
         self.array += 1
-        type(self).kinds[0] += 1
+        type(self).class_calls[0] += 1
         self.cached = value.detach()
         return value
 
 
-class Noised(Plain):
-    """Draws noise in the loss, as diffusion does."""
+class NoiseInLoss(Plain):
+    """Draws noise in the loss, as diffusion models do."""
 
     def loss(self, model: Any, batch: Any) -> Any:
         x, y = batch
@@ -167,8 +167,8 @@ class Noised(Plain):
         return F.cross_entropy(model(x + strength * torch.randn_like(x)), y)
 
 
-class Streaming(Contrast):
-    """Holds an object that cannot be restored."""
+class Streaming(Contrastive):
+    """Holds an iterator, whose state cannot be restored."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -179,68 +179,69 @@ class Streaming(Contrast):
         return super().loss(model, batch)
 
 
-OWN = {c.__name__: c for c in list(globals().values()) if isinstance(c, type) and issubclass(c, Task)}
+TASKS_OF_THIS_FILE = {c.__name__: c for c in list(globals().values()) if isinstance(c, type) and issubclass(c, Task)}
 
 
-class Heard(Observer):
+class Notices(Observer):
     def __init__(self) -> None:
-        self.notices: list[str] = []
+        self.texts: list[str] = []
 
     def notice(self, text: str) -> None:
-        self.notices.append(text)
+        self.texts.append(text)
 
 
-def told(name: str, folder: str, settings: dict[str, Any], pins: dict[str, Any], looks: bool, group: Group) -> list[str]:
-    """Returns the notices of a training of two epochs."""
-    task = (OWN | TASKS)[name](**settings)
+def notices_of_training(
+    name: str, folder: str, settings: dict[str, Any], pins: dict[str, Any], always_checks: bool, group: Group
+) -> list[str]:
+    task = (TASKS_OF_THIS_FILE | TASKS)[name](**settings)
     pins = {"threads": 1, "workers": 0} | pins
     plan = choose(task.settings(), HARDWARE, device="cpu", world_size=group.size, local_procs=group.size, pins=pins)
-    heard, run = Heard(), Run(folder)
-    job = Training(task, plan, run, group, Observers([MetricsFile(run), heard] if group.is_main else []), False)
-    job.always_checks_dependence = looks
+    observer, run = Notices(), Run(folder)
+    job = Training(task, plan, run, group, Observers([MetricsFile(run), observer] if group.is_main else []), False)
+    job.always_checks_dependence = always_checks
     job.run_to_end()
     job.setup.observer.close()
-    notices = [text for text in heard.notices if "BatchNorm" not in text]
+    notices = [text for text in observer.texts if "BatchNorm" not in text]
     assert [e["text"] for e in run.events() if e["event"] == "depends-on-plan"] == notices or not group.is_main
     return notices
 
 
-def alone(name: str, folder: Path, micro: int = 5, looks: bool = False, **settings: Any) -> list[str]:
-    return told(name, str(folder), settings, {"micro_batch": micro}, looks, Group(0, 1, torch.device("cpu")))
+def notices_on_one_rank(name: str, folder: Path, micro: int = 5, always_checks: bool = False, **settings: Any) -> list[str]:
+    return notices_of_training(name, str(folder), settings, {"micro_batch": micro}, always_checks, Group(0, 1, torch.device("cpu")))
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [
-        ("One", "gives the count 1 for 4 samples as one batch, 2 as two"),
-        ("OneInParts", "gives the count of 'b' 7 for 4 samples as one batch, 14 as two"),
+        ("WrongCount", "gives the count 1 for 4 samples as one batch, 2 as two"),
+        ("WrongCountInParts", "gives the count of 'b' 7 for 4 samples as one batch, 14 as two"),
         ("Summed", "it looks like a sum; return the mean over the samples, or (total, count)"),
-        ("Contrast", "it couples the samples of a batch (in-batch negatives"),
-        ("NoisyContrast", "it couples the samples of a batch"),
-        ("LoadedContrast", "it couples the samples of a batch"),
+        ("Contrastive", "it couples the samples of a batch (in-batch negatives"),
+        ("NoisyContrastive", "it couples the samples of a batch"),
+        ("LoaderContrastive", "it couples the samples of a batch"),
         ("MeanOfWords", "(tokens: return (total, count))"),
-        ("Averaged", "loss() changes seen each time it is called"),
-        ("Carried", "loss() changes self._calls, self.mean each time"),
-        ("Lazy", "loss() changes self._calls each time"),
-        ("Taught", "loss() changes teacher.0.bias, teacher.0.weight, teacher.3.bias and 1 more each time"),
+        ("AveragesInputs", "loss() changes average each time it is called"),
+        ("PythonState", "loss() changes self._calls, self.mean each time"),
+        ("LazyState", "loss() changes self._calls each time"),
+        ("MovingAverageTeacher", "loss() changes teacher.0.bias, teacher.0.weight, teacher.3.bias and 1 more each time"),
     ],
 )
-def test_dependence_on_the_plan_is_reported(name: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    [notice] = alone(name, tmp_path, epochs=1)
-    assert words in notice
-    if name == "Lazy":
-        assert len(capsys.readouterr().out.splitlines()) == 6 * 4 + 1, "one line a micro-batch: the look was not heard"
-    if name == "Averaged":
-        assert alone(name, tmp_path / "rebinds", epochs=1, rebinds=True) == [notice]
+def test_dependence_on_the_plan_is_reported(name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [notice] = notices_on_one_rank(name, tmp_path, epochs=1)
+    assert message in notice
+    if name == "LazyState":
+        assert len(capsys.readouterr().out.splitlines()) == 6 * 4 + 1, "one line per micro-batch: nothing is printed during the check"
+    if name == "AveragesInputs":
+        assert notices_on_one_rank(name, tmp_path / "rebinds", epochs=1, rebinds=True) == [notice]
 
 
 @pytest.mark.parametrize(
     "name",
-    ["Plain", "Augmented", "Normed", "Loaded", "Tokens", "Parts", "Walk", "InPlace", "Double", "Odd", "HostDice", "Exploding",
-     "Tracing", "Noised", "Streaming"],
+    ["Plain", "Augmented", "BatchNormTask", "LoaderTask", "TokenMean", "LossParts", "RandomWalkTask", "AugmentsInPlace", "Float64", "UnusualModel", "HostRandomness", "Exploding",
+     "HarmlessState", "NoiseInLoss", "Streaming"],
 )  # fmt: skip
 def test_nothing_else_is_reported(name: str, tmp_path: Path) -> None:
-    assert alone(name, tmp_path, epochs=1) == []
+    assert notices_on_one_rank(name, tmp_path, epochs=1) == []
 
 
 @pytest.mark.parametrize(
@@ -254,45 +255,58 @@ def test_nothing_else_is_reported(name: str, tmp_path: Path) -> None:
 def test_built_in_tasks_do_not_depend_on_the_plan(
     kind: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(OWN, kind, load_class(find_task(kind)))
-    assert alone(kind, tmp_path, micro=8, steps=2, **settings) == []
+    monkeypatch.setitem(TASKS_OF_THIS_FILE, kind, load_class(find_task(kind)))
+    assert notices_on_one_rank(kind, tmp_path, micro=8, steps=2, **settings) == []
 
 
 def test_half_precision_is_not_reported_as_coupling(tmp_path: Path) -> None:
-    assert alone("Plain", tmp_path, precision="bf16") == []
+    assert notices_on_one_rank("Plain", tmp_path, precision="bf16") == []
 
 
 def test_a_plan_without_micro_batches_is_checked_only_if_asked(tmp_path: Path) -> None:
-    assert alone("Contrast", tmp_path / "a", micro=16, epochs=1) == []
-    [notice] = alone("Contrast", tmp_path / "b", micro=16, looks=True, epochs=1)
+    assert notices_on_one_rank("Contrastive", tmp_path / "a", micro=16, epochs=1) == []
+    [notice] = notices_on_one_rank("Contrastive", tmp_path / "b", micro=16, always_checks=True, epochs=1)
     assert "as one batch" in notice
 
 
 @pytest.mark.parametrize(
     "name",
-    ["Augmented", "Normed", "Loaded", "Parts", "Walk", "HostDice", "Taught", "Exploding", "Tracing", "Carried", "Averaged", "Contrast"],
+    [
+        "Augmented",
+        "BatchNormTask",
+        "LoaderTask",
+        "LossParts",
+        "RandomWalkTask",
+        "HostRandomness",
+        "MovingAverageTeacher",
+        "Exploding",
+        "HarmlessState",
+        "PythonState",
+        "AveragesInputs",
+        "Contrastive",
+    ],
 )
 def test_the_check_has_no_side_effects(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit-equal to a run without the check, Python's state included."""
+    """The run equals one without the check bit for bit, and Python's state is the same."""
     from drivetrain.engine import loop
 
     def train(folder: Path) -> tuple[Any, ...]:
-        global COUNT
-        COUNT, Tracing.kinds[0] = 0, 0
-        alone(name, folder, dropout=0.3)
-        return rows(folder), weights(folder), COUNT, Tracing.kinds[0]
+        global GLOBAL_CALLS
+        GLOBAL_CALLS, HarmlessState.class_calls[0] = 0, 0
+        notices_on_one_rank(name, folder, dropout=0.3)
+        return rows(folder), weights(folder), GLOBAL_CALLS, HarmlessState.class_calls[0]
 
-    looked = train(tmp_path / "looked")
+    with_check = train(tmp_path / "with check")
     monkeypatch.setattr(loop, "check_dependence", lambda *_: None)
-    assert looked == train(tmp_path / "not")
+    assert with_check == train(tmp_path / "without check")
 
 
 def test_two_processes_report_once(tmp_path: Path) -> None:
-    first, second = on_ranks(2, told, "One", str(tmp_path), {"epochs": 1}, {}, False)
+    first, second = on_ranks(2, notices_of_training, "WrongCount", str(tmp_path), {"epochs": 1}, {}, False)
     assert len(first) == 1 and "gives the count 1 for 4 samples as one batch, 2 as two" in first[0]
     assert second == []
 
 
 def test_a_slow_loss_is_computed_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drivetrain.engine.faults.dependence.MAX_LOSS_SECONDS", 0.0)
-    assert not alone("Contrast", tmp_path)
+    assert not notices_on_one_rank("Contrastive", tmp_path)

@@ -1,4 +1,4 @@
-"""Parts of the engine that need several processes to be tested."""
+"""Tests of the engine that need several processes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from drivetrain.engine.state.tensors import StoredTensors
 from drivetrain.engine.strategies import Replicated
 from drivetrain.engine.strategies.base import norm_of
 from drivetrain.plan import Plan
-from tests.samples import Plain
+from tests.sample_tasks import Plain
 
 
 @pytest.mark.world_size(3)
 def test_gradients_of_used_and_unused_parameters_are_summed(group: Group) -> None:
-    """One parameter is unused, and parameters have three types."""
+    """The parameters have three dtypes, and one module is unused."""
     torch.manual_seed(0)
-    sizes = {
+    layers = {
         "a": nn.Linear(8, 8),
         "b": nn.Linear(8, 4),
         "unused": nn.Linear(3, 3),
         "short": nn.Linear(4, 2).bfloat16(),
         "long": nn.Linear(4, 2).double(),
     }
-    model = nn.ModuleDict(sizes)
+    model = nn.ModuleDict(layers)
     strategy = Replicated(model, group, 8)
 
     def backward(net: nn.ModuleDict, rank: int) -> None:
@@ -44,22 +44,24 @@ def test_gradients_of_used_and_unused_parameters_are_summed(group: Group) -> Non
         backward(model, group.rank)
         strategy.reduce_gradients()
     strategy.scale_gradients(torch.tensor(0.5))
-    assert strategy.piggyback[0] == 3, "the piggyback is summed, and not scaled as gradients are"
+    assert strategy.piggyback[0] == 3, "the piggyback is summed, but not scaled like gradients"
     expected = copy.deepcopy(model)
     for parameter in expected.parameters():
         parameter.grad = None
     for rank in range(group.size):
-        backward(expected, rank)  # twice, halved
-    for (name, mine), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        backward(expected, rank)  # once: the strategy's gradients come from two passes, and are halved
+    for (name, parameter), expected_parameter in zip(model.named_parameters(), expected.parameters(), strict=True):
         if name.startswith("unused"):
-            assert mine.grad is not None
-            assert (mine.grad == 0).all()
+            assert parameter.grad is not None
+            assert (parameter.grad == 0).all()
         else:
-            torch.testing.assert_close(mine.grad, other.grad, rtol=3e-2 if mine.dtype == torch.bfloat16 else 1e-5, atol=1e-4)
+            torch.testing.assert_close(
+                parameter.grad, expected_parameter.grad, rtol=3e-2 if parameter.dtype == torch.bfloat16 else 1e-5, atol=1e-4
+            )
     for parameter in expected.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    alone = norm_of(list(expected.parameters()))
-    torch.testing.assert_close(strategy.gradient_norm(), alone, rtol=1e-2, atol=0)
+    expected_norm = norm_of(list(expected.parameters()))
+    torch.testing.assert_close(strategy.gradient_norm(), expected_norm, rtol=1e-2, atol=0)
 
 
 @pytest.mark.world_size(2)
@@ -75,18 +77,18 @@ def test_every_rank_gets_rank_0s_buffers_and_tensors(group: Group) -> None:
 
 
 def test_users_are_warned_how_batchnorm_differs() -> None:
-    said: list[str] = []
+    notices: list[str] = []
 
-    class Notes(Observer):
+    class Notices(Observer):
         def notice(self, text: str) -> None:
-            said.append(text)
+            notices.append(text)
 
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     cpu = Group(0, 1, torch.device("cpu"))
-    _batchnorm(model, Plain(), Plan(global_batch=16, micro_batch=16), cpu, Notes())
-    assert said == []
-    _batchnorm(model, Plain(), Plan(global_batch=16, micro_batch=4), cpu, Notes())
-    assert "from 4 samples at a time, not from the global batch of 16" in said[0]
+    _batchnorm(model, Plain(), Plan(global_batch=16, micro_batch=16), cpu, Notices())
+    assert notices == []
+    _batchnorm(model, Plain(), Plan(global_batch=16, micro_batch=4), cpu, Notices())
+    assert "from 4 samples at a time, not from the global batch of 16" in notices[0]
 
 
 @pytest.mark.world_size(2)

@@ -1,4 +1,4 @@
-"""Memory that runs out in a step: all ranks take it again with half the micro-batch, and nothing else differs."""
+"""When memory runs out in a step, all ranks repeat the step with half the micro-batch, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
 from drivetrain.watch.files import MetricsFile
 from tests.processes import on_ranks
-from tests.samples import HARDWARE, TASKS, rows, train, weights
+from tests.sample_tasks import HARDWARE, TASKS, rows, train, weights
 
 PINS = {"threads": 1, "eval_micro_batch": 16}
 SGD = {"optim": "sgd", "clip": 0.5, "learning_rate": 0.2}
 
 
-class Told(Observer):
-    """What rank 0 says."""
-
+class PlansAndNotices(Observer):
     def __init__(self) -> None:
         self.notices: list[str] = []
         self.plans: list[dict[str, Any]] = []
@@ -44,55 +42,61 @@ class Told(Observer):
 
 
 def prepare(
-    name: str, folder: str, settings: dict[str, Any], pins: dict[str, Any], faults: str, group: Group, told: Told | None = None
+    name: str,
+    folder: str,
+    settings: dict[str, Any],
+    pins: dict[str, Any],
+    faults: str,
+    group: Group,
+    observer: PlansAndNotices | None = None,
 ) -> Training:
     task = TASKS[name](**settings)
     plan = choose(task.settings(), HARDWARE, device="cpu", world_size=group.size, local_procs=group.size, pins=PINS | pins)
     run = Run(folder)
-    members: list[Observer] = [told or Told(), MetricsFile(run)] if group.is_main else []
+    members: list[Observer] = [observer or PlansAndNotices(), MetricsFile(run)] if group.is_main else []
     injectors = [read_fault(fault, group.rank) for fault in faults.split(",") if fault]
     return Training(task, plan, run, group, Observers([*members, *(i for i in injectors if i is not None)]), False)
 
 
-def note_samples(job: Training) -> dict[tuple[int, int], list[int]]:
-    """The samples of each step that were trained on: those of its last attempt, as the loader gave them."""
-    seen: dict[tuple[int, int], list[int]] = {}
-    give = job.setup.feed.micro_batches
+def record_samples(job: Training) -> dict[tuple[int, int], list[int]]:
+    """Returns a dict that is filled during training: the sample ids of each (epoch, step), those of the last attempt."""
+    ids_by_step: dict[tuple[int, int], list[int]] = {}
+    micro_batches = job.setup.feed.micro_batches
 
-    def noting(epoch: int, index: int) -> Any:
-        mine = seen[epoch, index] = []
-        for micro in give(epoch, index):
-            numbers = micro.loaded["id"] if isinstance(micro.loaded, dict) else micro.ids
-            assert torch.equal(numbers, micro.ids)
-            mine += numbers[: micro.num_real].tolist()
+    def record(epoch: int, index: int) -> Any:
+        ids = ids_by_step[epoch, index] = []
+        for micro in micro_batches(epoch, index):
+            loaded_ids = micro.loaded["id"] if isinstance(micro.loaded, dict) else micro.ids
+            assert torch.equal(loaded_ids, micro.ids)
+            ids += loaded_ids[: micro.num_real].tolist()
             yield micro
 
-    job.setup.feed.micro_batches = noting  # type: ignore[method-assign]
-    return seen
+    job.setup.feed.micro_batches = record  # type: ignore[method-assign]
+    return ids_by_step
 
 
-def struck(name: str, folder: str, settings: dict[str, Any], pins: dict[str, Any], faults: str, group: Group) -> dict[str, Any]:
-    """Train with faults; what became of the plan, and every sample of every epoch over all ranks."""
-    told = Told()
-    job = prepare(name, folder, settings, pins, faults, group, told)
-    seen = note_samples(job)
+def train_with_faults(name: str, folder: str, settings: dict[str, Any], pins: dict[str, Any], faults: str, group: Group) -> dict[str, Any]:
+    """Trains with faults; returns the last plan, and the samples of every epoch over all ranks."""
+    observer = PlansAndNotices()
+    job = prepare(name, folder, settings, pins, faults, group, observer)
+    ids_by_step = record_samples(job)
     result = job.run_to_end()
     job.setup.observer.close()
     assert result.outcome is Outcome.OK
     epochs: dict[int, list[int]] = {}
-    for rank in group.gather_objects(seen):
-        for (epoch, _), ids in rank.items():
+    for rank in group.gather_objects(ids_by_step):
+        for (epoch, _index), ids in rank.items():
             epochs.setdefault(epoch, []).extend(ids)
     return {
         "micro_batch": job.execution.plan.micro_batch, "eval_micro_batch": job.execution.plan.eval_micro_batch, "accumulation": job.execution.plan.accumulation,
         "reasons": job.execution.plan.reasons, "epochs": {e: sorted(ids) for e, ids in epochs.items()}, "length": job.setup.feed.length,
-        "notices": told.notices, "sentences": [facts["sentence"] for facts in told.plans if facts["sentence"]],
+        "notices": observer.notices, "sentences": [facts["sentence"] for facts in observer.plans if facts["sentence"]],
     }  # fmt: skip
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in event.items() if k not in ("time", "event")} for event in found if event["event"] == kind]
+    all_events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in event.items() if k not in ("time", "event")} for event in all_events if event["event"] == kind]
 
 
 def same_curve(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> None:
@@ -102,59 +106,65 @@ def same_curve(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> None:
             assert math.isclose(x[key], y[key], rel_tol=2e-5, abs_tol=1e-6), f"step {x['step']}: {key} {x[key]} against {y[key]}"
 
 
-# (task, step, micro-batch of one process before, pins): dropout, BatchNorm, a loader with workers, counts, a source
+# (task, step at which memory runs out, pins)
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("Augmented", 4, {}),
-    ("Normed", 4, {}),
-    ("Loaded", 5, {"workers": 2}),
-    ("Tokens", 3, {}),
-    ("Parts", 6, {}),
-    ("InPlace", 6, {}),
-    ("HostDice", 4, {}),
+    ("BatchNormTask", 4, {}),
+    ("LoaderTask", 5, {"workers": 2}),
+    ("TokenMean", 3, {}),
+    ("LossParts", 6, {}),
+    ("AugmentsInPlace", 6, {}),
+    ("HostRandomness", 4, {}),
     ("OwnOptimizer", 4, {}),
-    ("Walk", 9, {}),
+    ("RandomWalkTask", 9, {}),
 ]
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.system)])
 @pytest.mark.parametrize(("name", "step", "pins"), CASES, ids=lambda case: case if isinstance(case, str) else "")
-def test_from_that_step_on_it_is_the_run_that_goes_on_with_half(
+def test_after_the_step_the_run_equals_one_resumed_with_half_the_micro_batch(
     name: str, step: int, pins: dict[str, Any], world: int, tmp_path: Path
 ) -> None:
-    """Bit for bit: the same run, stopped before the step and resumed with the smaller micro-batch."""
-    batch = 12 if name == "Walk" else 16
-    full = 2 if name == "Walk" and world == 4 else batch // world  # two whole groups of two samples, taken at most 3 at a time
-    half, share = full // 2, 4 if name == "Walk" and world == 4 else full
-    found = on_ranks(world, _and_resumed, name, str(tmp_path), step, pins, half)
-    assert {f["micro_batch"] for f in found} == {half}
-    assert found[0]["accumulation"] == share // half
-    assert found[0]["reasons"]["micro_batch"] == f"halved from {full}: out of memory at step {step}"
-    assert found[0]["sentences"][0] == (
+    """It equals, bit for bit, a run that stopped before the step and resumed with the smaller micro-batch."""
+    batch = 12 if name == "RandomWalkTask" else 16
+    full, samples_per_rank = batch // world, batch // world
+    if name == "RandomWalkTask" and world == 4:  # a rank takes two groups of two samples, in micro-batches of at most 3
+        full, samples_per_rank = 2, 4
+    half = full // 2
+    results = on_ranks(world, train_with_faults_and_resumed, name, str(tmp_path), step, pins, half)
+    assert {result["micro_batch"] for result in results} == {half}
+    assert results[0]["accumulation"] == samples_per_rank // half
+    assert results[0]["reasons"]["micro_batch"] == f"halved from {full}: out of memory at step {step}"
+    assert results[0]["sentences"][0] == (
         f"out of memory at step {step} on rank {world - 1}: micro-batch {full} -> {half}; the step is taken again"
     )
     assert events(tmp_path / "short", "oom") == [{"step": step, "rank": world - 1, "was": full, "now": half, "during": "step"}]
-    assert events(tmp_path / "short", "replanned") == [{"rank": 0, "step": step, "micro_batch": half, "accumulation": share // half}]
+    assert events(tmp_path / "short", "replanned") == [
+        {"rank": 0, "step": step, "micro_batch": half, "accumulation": samples_per_rank // half}
+    ]
     assert rows(tmp_path / "short") == rows(tmp_path / "resumed")
     assert weights(tmp_path / "short") == weights(tmp_path / "resumed")
-    if name != "Walk":
-        assert found[0]["epochs"] == {e: list(range(found[0]["length"])) for e in range(2)}
+    if name != "RandomWalkTask":
+        assert results[0]["epochs"] == {e: list(range(results[0]["length"])) for e in range(2)}
 
 
-def _and_resumed(name: str, folder: str, step: int, pins: dict[str, Any], half: int, group: Group) -> dict[str, Any]:
+def train_with_faults_and_resumed(name: str, folder: str, step: int, pins: dict[str, Any], half: int, group: Group) -> dict[str, Any]:
     settings = {"clip": 0.5}
     train(name, f"{folder}/resumed", settings, PINS | pins, step - 1, group)
     train(name, f"{folder}/resumed", settings, PINS | pins | {"micro_batch": half}, None, group)
-    return struck(name, f"{folder}/short", settings, pins, f"oom@step:{step}:rank={group.size - 1}", group)
+    return train_with_faults(name, f"{folder}/short", settings, pins, f"oom@step:{step}:rank={group.size - 1}", group)
 
 
-def and_small(name: str, folder: str, settings: dict[str, Any], pins: dict[str, Any], faults: str, group: Group) -> dict[str, Any]:
-    """With faults, and beside it the run that has the smaller micro-batch from its beginning."""
-    found = struck(name, f"{folder}/short", settings, pins, faults, group)
-    train(name, f"{folder}/small", settings, PINS | pins | {"micro_batch": found["micro_batch"]}, None, group)
-    return found
+def train_with_faults_and_small(
+    name: str, folder: str, settings: dict[str, Any], pins: dict[str, Any], faults: str, group: Group
+) -> dict[str, Any]:
+    """Trains with faults, and again without faults with the smaller micro-batch from the start."""
+    result = train_with_faults(name, f"{folder}/short", settings, pins, faults, group)
+    train(name, f"{folder}/small", settings, PINS | pins | {"micro_batch": result["micro_batch"]}, None, group)
+    return result
 
 
-PLACES = {
+FAULT_CASES = {
     "the first step": ("oom@step:1:rank=2", 2),
     "the last step": ("oom@step:14:rank=1", 2),
     "a partial batch": ("oom@step:7:rank=3", 2),
@@ -165,57 +175,60 @@ PLACES = {
 }
 
 
-QUICK = ("a partial batch", "twice in a row")
+QUICK_CASES = ("a partial batch", "twice in a row")
 
 
-@pytest.mark.parametrize("place", [p if p in QUICK else pytest.param(p, marks=pytest.mark.system) for p in PLACES])
-def test_the_curve_is_that_of_the_smaller_micro_batch(place: str, tmp_path: Path) -> None:
-    faults, micro = PLACES[place]
-    found = on_ranks(4, and_small, "Loaded", str(tmp_path), SGD, {"workers": 1}, faults)
-    assert {f["micro_batch"] for f in found} == {micro}
-    assert found[0]["epochs"] == {e: list(range(101)) for e in range(2)}, "no sample is lost or repeated"
+@pytest.mark.parametrize("case", [name if name in QUICK_CASES else pytest.param(name, marks=pytest.mark.system) for name in FAULT_CASES])
+def test_the_curve_equals_that_of_the_smaller_micro_batch(case: str, tmp_path: Path) -> None:
+    faults, micro = FAULT_CASES[case]
+    results = on_ranks(4, train_with_faults_and_small, "LoaderTask", str(tmp_path), SGD, {"workers": 1}, faults)
+    assert {result["micro_batch"] for result in results} == {micro}
+    assert results[0]["epochs"] == {e: list(range(101)) for e in range(2)}, "no sample is lost or repeated"
     same_curve(rows(tmp_path / "short"), rows(tmp_path / "small"))
 
 
 @pytest.mark.parametrize(("world", "micro"), [(1, 5), (2, 3)])
 def test_with_accumulation_already_and_in_a_later_micro_batch(world: int, micro: int, tmp_path: Path) -> None:
-    """What earlier micro-batches of the attempt added to gradients and figures is gone."""
+    """What the failed attempt has added to gradients and metrics is undone."""
     faults = f"oom@step:4:micro=2:rank={world - 1}"
-    found = on_ranks(world, and_small, "Parts", str(tmp_path), SGD, {"micro_batch": micro}, faults)
-    now = {1: 2, 2: 2}[world]
-    assert {f["micro_batch"] for f in found} == {now}
-    assert found[0]["epochs"] == {e: list(range(101)) for e in range(2)}
+    results = on_ranks(world, train_with_faults_and_small, "LossParts", str(tmp_path), SGD, {"micro_batch": micro}, faults)
+    halved = {1: 2, 2: 2}[world]
+    assert {result["micro_batch"] for result in results} == {halved}
+    assert results[0]["epochs"] == {e: list(range(101)) for e in range(2)}
     same_curve(rows(tmp_path / "short"), rows(tmp_path / "small"))
 
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_in_the_middle_of_a_sources_epoch(world: int, tmp_path: Path) -> None:
-    found = on_ranks(world, and_small, "Walk", str(tmp_path), SGD, {}, f"oom@step:11:rank={world - 1}")
-    assert found[0]["micro_batch"] == {1: 6, 4: 1}[world]
+    results = on_ranks(world, train_with_faults_and_small, "RandomWalkTask", str(tmp_path), SGD, {}, f"oom@step:11:rank={world - 1}")
+    assert results[0]["micro_batch"] == {1: 6, 4: 1}[world]
     same_curve(rows(tmp_path / "short"), rows(tmp_path / "small"))
 
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_an_evaluation_is_done_again_with_fewer_samples_at_a_time(world: int, tmp_path: Path) -> None:
     faults = f"oom@evaluation:7:rank={world - 1},oom@evaluation:14:micro=2:rank=0"
-    found = on_ranks(world, struck, "Loaded", str(tmp_path / "short"), SGD | {"eval_every": 7}, {"workers": 1}, faults)
-    at_once = {1: (13, 7, 4), 4: (10, 5, 3)}[world]  # 37 samples, cut into equal pieces of at most 16 a process
-    assert {f["eval_micro_batch"] for f in found} == {at_once[2]}
-    assert {f["micro_batch"] for f in found} == {16 // world}
-    told = [(e["step"], e["was"], e["now"], e["during"]) for e in events(tmp_path / "short", "oom")]
-    assert told == [(7, at_once[0], at_once[1], "evaluation"), (14, at_once[1], at_once[2], "evaluation")]
-    whole = on_ranks(world, train, "Loaded", str(tmp_path / "whole"), SGD | {"eval_every": 7}, PINS, None)[0]
-    same_curve(rows(tmp_path / "short"), whole)
+    results = on_ranks(world, train_with_faults, "LoaderTask", str(tmp_path / "short"), SGD | {"eval_every": 7}, {"workers": 1}, faults)
+    eval_micro_batches = {1: (13, 7, 4), 4: (10, 5, 3)}[world]  # 37 samples, in equal micro-batches of at most 16 per process
+    assert {result["eval_micro_batch"] for result in results} == {eval_micro_batches[2]}
+    assert {result["micro_batch"] for result in results} == {16 // world}
+    oom_events = [(e["step"], e["was"], e["now"], e["during"]) for e in events(tmp_path / "short", "oom")]
+    assert oom_events == [
+        (7, eval_micro_batches[0], eval_micro_batches[1], "evaluation"),
+        (14, eval_micro_batches[1], eval_micro_batches[2], "evaluation"),
+    ]
+    without_faults = on_ranks(world, train, "LoaderTask", str(tmp_path / "without faults"), SGD | {"eval_every": 7}, PINS, None)[0]
+    same_curve(rows(tmp_path / "short"), without_faults)
 
 
 def test_a_task_that_never_fits_the_large_micro_batch(tmp_path: Path) -> None:
-    """Real code runs out where samples are too many, on every rank, from the first step on."""
-    found = on_ranks(2, _greedy, str(tmp_path / "short"))
-    assert found == [(2, 4)] * 2
+    """As in practice, memory runs out on every rank and from the first step on."""
+    micro_batch_and_accumulation = on_ranks(2, _train_with_little_memory, str(tmp_path / "short"))
+    assert micro_batch_and_accumulation == [(2, 4)] * 2
     same_curve(rows(tmp_path / "short"), on_ranks(2, train, "Plain", str(tmp_path / "small"), SGD, PINS | {"micro_batch": 2}, None)[0])
 
 
-def _greedy(folder: str, group: Group) -> tuple[int, int]:
+def _train_with_little_memory(folder: str, group: Group) -> tuple[int, int]:
     job = prepare("Plain", folder, SGD, {}, "", group)
 
     def needs_memory(batch: Any) -> None:
@@ -229,13 +242,13 @@ def _greedy(folder: str, group: Group) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_one_sample_at_a_time_is_the_end(world: int, tmp_path: Path) -> None:
-    for text in on_ranks(world, _hopeless, str(tmp_path)):
+def test_a_run_that_has_no_memory_for_one_sample_ends(world: int, tmp_path: Path) -> None:
+    for text in on_ranks(world, _train_until_one_sample, str(tmp_path)):
         assert text.startswith("out of memory at step 2 on rank 0 with one sample at a time\n")
         assert "plan.activation_checkpointing=on, plan.strategy=fsdp, or more GPUs" in text
 
 
-def _hopeless(folder: str, group: Group) -> str:
+def _train_until_one_sample(folder: str, group: Group) -> str:
     job = prepare("Plain", folder, {}, {"micro_batch": 2}, "oom@step:2:rank=0,oom@step:2:rank=0", group)
     with pytest.raises(OutOfMemory) as caught:
         job.run_to_end()
@@ -244,7 +257,7 @@ def _hopeless(folder: str, group: Group) -> str:
 
 
 @pytest.mark.parametrize("error", [MemoryError("the host's"), RuntimeError("another")])
-def test_other_errors_are_not_taken_for_it(error: Exception, tmp_path: Path) -> None:
+def test_other_errors_are_not_treated_as_out_of_memory(error: Exception, tmp_path: Path) -> None:
     job = prepare("Plain", str(tmp_path), {}, {}, "", Group(0, 1, torch.device("cpu")))
 
     def fail(batch: Any) -> None:
@@ -256,9 +269,9 @@ def test_other_errors_are_not_taken_for_it(error: Exception, tmp_path: Path) -> 
     assert job.execution.plan.micro_batch == 16
 
 
-def test_a_collection_that_does_not_fit_ends_the_run_and_says_what_helps(tmp_path: Path) -> None:
-    """Smaller micro-batches would not make the collection smaller, so no restart is asked for."""
-    job = prepare("Walk", str(tmp_path), {}, {}, "", Group(0, 1, torch.device("cpu")))
+def test_a_collection_that_does_not_fit_ends_the_run_with_a_message_that_names_the_fix(tmp_path: Path) -> None:
+    """Smaller micro-batches do not make the collection smaller, so the run is not restarted."""
+    job = prepare("RandomWalkTask", str(tmp_path), {}, {}, "", Group(0, 1, torch.device("cpu")))
 
     def collect(*_: Any) -> Any:
         raise torch.OutOfMemoryError("too many environments")
@@ -271,23 +284,23 @@ def test_a_collection_that_does_not_fit_ends_the_run_and_says_what_helps(tmp_pat
 
 
 def test_models_with_batchnorm_are_warned(tmp_path: Path) -> None:
-    found = on_ranks(1, struck, "Normed", str(tmp_path), {}, {}, "oom@step:2")[0]
-    assert len(found["notices"]) == 1
-    assert "from 8 samples at a time, not from the global batch of 16" in found["notices"][0]
+    result = on_ranks(1, train_with_faults, "BatchNormTask", str(tmp_path), {}, {}, "oom@step:2")[0]
+    assert len(result["notices"]) == 1
+    assert "from 8 samples at a time, not from the global batch of 16" in result["notices"][0]
 
 
 def test_batchnorm_never_gets_a_single_sample(tmp_path: Path) -> None:
-    """Pieces of two, but the last batch of 13 could then be cut into one of one."""
-    job = prepare("Normed", str(tmp_path), {"samples": 93}, {"micro_batch": 4}, "oom@step:2", Group(0, 1, torch.device("cpu")))
+    """Micro-batches of two would leave a single sample of the last batch, which has 13."""
+    job = prepare("BatchNormTask", str(tmp_path), {"samples": 93}, {"micro_batch": 4}, "oom@step:2", Group(0, 1, torch.device("cpu")))
     with pytest.raises(OutOfMemory, match="at step 2 on rank 0 with 4 samples at a time, and BatchNorm needs more than one"):
         job.run_to_end()
-    job = prepare("Normed", str(tmp_path), {"samples": 94}, {"micro_batch": 4}, "oom@step:2", Group(0, 1, torch.device("cpu")))
+    job = prepare("BatchNormTask", str(tmp_path), {"samples": 94}, {"micro_batch": 4}, "oom@step:2", Group(0, 1, torch.device("cpu")))
     assert job.run_to_end().outcome is Outcome.OK
     assert job.execution.plan.micro_batch == 2
 
 
-def test_an_update_is_not_taken_back(tmp_path: Path) -> None:
-    """Half an optimizer's step may be done: the process ends, and says with which plan to start anew."""
+def test_an_optimizer_update_is_not_undone(tmp_path: Path) -> None:
+    """The optimizer may have updated some weights: the process ends with the smaller plan for a restart."""
     job = prepare("Plain", str(tmp_path), {}, {}, "oom@update:3", Group(0, 1, torch.device("cpu")))
     with pytest.raises(OutOfMemory) as caught:
         job.run_to_end()
@@ -298,7 +311,7 @@ def test_an_update_is_not_taken_back(tmp_path: Path) -> None:
     assert job.execution.plan.micro_batch == 16
 
 
-def test_buffers_are_put_back_whatever_became_of_them() -> None:
+def test_buffers_are_restored_after_any_change() -> None:
     class Net(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -307,55 +320,60 @@ def test_buffers_are_put_back_whatever_became_of_them() -> None:
             self.register_buffer("none", None)
 
     net = Net()
-    before, queue = BufferBackup(net), net.queue
+    backup, queue = BufferBackup(net), net.queue
     for _ in range(2):
-        before.take()
+        backup.take()
         net.count += 1  # type: ignore[operator]
         net.queue = torch.zeros(7)
-        before.restore()
+        backup.restore()
         assert net.count == 3
         assert net.queue is queue and torch.equal(queue, torch.arange(4.0))  # type: ignore[arg-type]
     net.queue = torch.ones(9)
-    before.take()
+    backup.take()
     assert isinstance(net.queue, Tensor)
     net.queue.zero_()
-    before.restore()
+    backup.restore()
     assert net.queue.sum() == 9
 
 
 @pytest.mark.parametrize("text", ["oom@step", "oom@forward:3", "oom@step:3:rank=", "kill@nowhere:1", "oom@step:3:rank=1:micro=2"])
-def test_a_fault_that_nobody_understands_is_refused(text: str) -> None:
+def test_a_malformed_fault_is_refused(text: str) -> None:
     with pytest.raises(Problem, match="write kill@POINT:COUNT"):
         read_fault(text, 0)
 
 
-def repeat(folder: str, seed: int, times: int, group: Group) -> int:
-    """Any rank or two, any step, any micro-batch, any size: within one set of processes, which would hang for good."""
+def train_with_random_faults(folder: str, seed: int, times: int, group: Group) -> int:
+    """Trains several times with random faults on one or two ranks; all in the same processes, which hang if a rank gets out of step."""
     rng = random.Random(seed)
     for number in range(times):
-        name = rng.choice(["Augmented", "Normed", "Parts", "Walk", "Loaded"])
+        name = rng.choice(["Augmented", "BatchNormTask", "LossParts", "RandomWalkTask", "LoaderTask"])
         micro = rng.choice([2, 3, 4])
         faults = [f"oom@step:{rng.randint(1, 12)}:micro={rng.choice([1, 1, 2])}:rank={rng.randrange(4)}" for _ in range(rng.choice([1, 2]))]
         if rng.random() < 0.3:
             faults.append(f"oom@evaluation:12:rank={rng.randrange(4)}")
         job = prepare(name, f"{folder}/{number}", {"steps": 12}, {"micro_batch": micro}, ",".join(faults), group)
-        seen = note_samples(job)
+        ids_by_step = record_samples(job)
         try:
             assert job.run_to_end().step == 12, faults
         except OutOfMemory:
-            assert job.execution.plan.micro_batch <= (3 if name == "Normed" else 1), faults  # two in a row, from few on
+            assert job.execution.plan.micro_batch <= (3 if name == "BatchNormTask" else 1), (
+                faults
+            )  # two faults in a row, with a small micro-batch
             continue
-        samples = [ids for rank in group.gather_objects(seen) for (epoch, _), ids in rank.items() if epoch == 0 for ids in ids]
-        assert name == "Walk" or sorted(samples) == list(range(job.setup.feed.length)), faults
+        samples = []
+        for rank in group.gather_objects(ids_by_step):
+            for (epoch, _index), ids in rank.items():
+                samples += ids if epoch == 0 else []
+        assert name == "RandomWalkTask" or sorted(samples) == list(range(job.setup.feed.length)), faults
     return times
 
 
 def test_no_rank_is_left_behind(tmp_path: Path) -> None:
-    assert on_ranks(4, repeat, str(tmp_path), 1, 8) == [8] * 4
+    assert on_ranks(4, train_with_random_faults, str(tmp_path), 1, 8) == [8] * 4
 
 
 @pytest.mark.parametrize(
-    ("said", "short"),
+    ("message", "is_out_of_memory"),
     [
         ("[enforce fail at alloc_cpu.cpp:121] data. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.", True),
         ("[enforce fail at alloc_cpu.cpp:113] data. DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes.", True),  # Arm
@@ -363,7 +381,7 @@ def test_no_rank_is_left_behind(tmp_path: Path) -> None:
         ("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)", False),
     ],
 )
-def test_every_wording_of_a_shortage_is_one(said: str, short: bool) -> None:
-    with pytest.raises(torch.OutOfMemoryError if short else RuntimeError) as raised, allocation_errors_as_oom:
-        raise RuntimeError(said)
-    assert isinstance(raised.value, torch.OutOfMemoryError) == short and str(raised.value) == said
+def test_every_wording_of_out_of_memory_is_recognised(message: str, is_out_of_memory: bool) -> None:
+    with pytest.raises(torch.OutOfMemoryError if is_out_of_memory else RuntimeError) as raised, allocation_errors_as_oom:
+        raise RuntimeError(message)
+    assert isinstance(raised.value, torch.OutOfMemoryError) == is_out_of_memory and str(raised.value) == message

@@ -9,9 +9,9 @@ import torch
 
 from drivetrain.engine.group import Group
 from drivetrain.outcomes import Outcome, Problem
-from tests import samples
+from tests import sample_tasks
 from tests.processes import on_ranks
-from tests.samples import Plain, rows, train, training
+from tests.sample_tasks import Plain, rows, train, training
 
 ALONE = Group(0, 1, torch.device("cpu"))
 
@@ -37,13 +37,13 @@ def test_fp16_overflow_skips_the_step_and_is_counted(tmp_path: Path) -> None:
     result = job.run_to_end()
     job.setup.observer.close()
     assert result.outcome is Outcome.OK
-    last = rows(tmp_path)[-1]
-    assert last["skipped_steps"] >= 1
-    assert last["loss_scale"] < 2.0**16
-    assert last["eval/accuracy"] > 0.8
+    last_row = rows(tmp_path)[-1]
+    assert last_row["skipped_steps"] >= 1
+    assert last_row["loss_scale"] < 2.0**16
+    assert last_row["eval/accuracy"] > 0.8
 
 
-def test_sgd_s_momentum_begins_with_the_first_step_that_counts(tmp_path: Path) -> None:
+def test_the_momentum_of_sgd_is_unchanged_by_a_skipped_step(tmp_path: Path) -> None:
     job = training("Exploding", str(tmp_path), ALONE, {"precision": "fp16", "spike": 1e4, "optim": "sgd"})
     job.execution.step(0)
     assert job.execution.step.loss_scale is not None and job.execution.step.loss_scale.skipped == 1
@@ -52,30 +52,30 @@ def test_sgd_s_momentum_begins_with_the_first_step_that_counts(tmp_path: Path) -
 
 def test_fp16_resumes_with_its_scale(tmp_path: Path) -> None:
     options = {"precision": "fp16", "spike": 3e3, "dropout": 0.2}
-    on_ranks(2, train, "Exploding", str(tmp_path / "whole"), options, None, None)
+    on_ranks(2, train, "Exploding", str(tmp_path / "uninterrupted"), options, None, None)
     for stop in (3, 9, None):
-        on_ranks(2, train, "Exploding", str(tmp_path / "broken"), options, None, stop)
-    assert rows(tmp_path / "whole") == rows(tmp_path / "broken")
-    assert rows(tmp_path / "whole")[-1]["skipped_steps"] > 0
+        on_ranks(2, train, "Exploding", str(tmp_path / "resumed"), options, None, stop)
+    assert rows(tmp_path / "uninterrupted") == rows(tmp_path / "resumed")
+    assert rows(tmp_path / "uninterrupted")[-1]["skipped_steps"] > 0
 
 
 def test_nan_stops_at_its_step_and_names_the_last_good_checkpoint(tmp_path: Path) -> None:
-    job = training("Exploding", str(tmp_path), ALONE, {"bad": 10, "save_every": 4, "log_every": 6})
+    job = training("Exploding", str(tmp_path), ALONE, {"nan_from": 10, "save_every": 4, "log_every": 6})
     with pytest.raises(Problem, match=r"not a number at step 10 .*last good checkpoint is step 8") as caught:
         job.run_to_end()
     assert caught.value.outcome is Outcome.NAN
 
 
-def test_a_gradient_that_is_nan_while_the_loss_is_not_never_reaches_a_checkpoint(tmp_path: Path) -> None:
+def test_a_nan_gradient_with_a_finite_loss_never_reaches_a_checkpoint(tmp_path: Path) -> None:
     job = training("Plain", str(tmp_path), ALONE, {"save_every": 3, "log_every": 100})
-    first = next(iter(job.setup.model.parameters()))
+    first_parameter = next(iter(job.setup.model.parameters()))
     calls = []
 
-    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+    def make_third_nan(gradient: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         return gradient * float("nan") if len(calls) == 3 else gradient
 
-    first.register_hook(spoil)
+    first_parameter.register_hook(make_third_nan)
     with pytest.raises(Problem, match="not a number at step 3"):
         job.run_to_end()
     assert job.setup.run.checkpoint_steps() == []
@@ -85,4 +85,4 @@ def test_tf32_needs_a_gpu() -> None:
     from drivetrain.plan.choose import choose
 
     with pytest.raises(Problem, match="tf32 needs an NVIDIA GPU"):
-        choose(Plain(precision="tf32").settings(), samples.HARDWARE, device="cpu", world_size=1, local_procs=1)
+        choose(Plain(precision="tf32").settings(), sample_tasks.HARDWARE, device="cpu", world_size=1, local_procs=1)

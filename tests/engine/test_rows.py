@@ -1,4 +1,4 @@
-"""Rows of figures that arrive late, and together."""
+"""Metrics and speeds of steps whose rows arrive from the device late and several at once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from drivetrain.engine.log.ring import MetricRing, StepRows
 from drivetrain.engine.log.rows import RowLog
 
 
-def rows_of(sizes: int, per_epoch: int) -> tuple[RowLog, Any]:
-    """Rows over a feed whose epochs end with a batch of 1 sample, and a ring that can be told what arrives."""
+def rows_of(batch_size: int, per_epoch: int) -> tuple[RowLog, Any]:
+    """Returns a RowLog for a feed whose last batch of an epoch has 1 sample, and a fake ring whose `blocks` the test sets."""
     slots = SimpleNamespace(means=lambda row, size: {"loss": row[0]}, must_be_finite=list, count={})
     feed = SimpleNamespace(
-        steps_per_epoch=per_epoch, batch_size=lambda index: 1 if index == per_epoch - 1 else sizes, speeds={"turns": 0.5}
+        steps_per_epoch=per_epoch, batch_size=lambda index: 1 if index == per_epoch - 1 else batch_size, speeds={"episodes": 0.5}
     )  # fmt: skip
     ring: Any = SimpleNamespace(blocks=[], end_pause=lambda: None)
     ring.arrived = lambda wait: ring.blocks
@@ -32,21 +32,21 @@ def block(first: int, steps: int, seconds: float | None) -> StepRows:
 
 
 def test_rows_that_arrive_together_have_the_speed_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that runs ahead hears of two blocks at once at the end: that they came together says nothing of their speed."""
+    """A host that runs ahead gets several blocks at once; the time between arrivals would give a wrong speed."""
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     rows, ring = rows_of(8, per_epoch=1000)
     rows.begin(10)
     now, ring.blocks = 105.0, [block(0, 10, None)]
     rows.receive(10, False, False)
-    assert rows._rows[10]["samples_per_second"] == 10 * 8 / 5, "the first block's time is the host's, and has the start in it"
+    assert rows._rows[10]["samples_per_second"] == 10 * 8 / 5, "the first block has no device time: the host's time counts, with the start"
     for done in (20, 30, 40):
         rows.begin(done)
     now, ring.blocks = 105.01, [block(first, 10, 2.0) for first in (10, 20, 30)]
     rows.receive(40, False, True)
     speeds = [rows._rows[done]["samples_per_second"] for done in (20, 30, 40)]
     assert speeds == [10 * 8 / 2] * 3
-    assert rows._rows[40]["turns_per_second"] == 10 * 4 / 2, "what a source counts beside samples"
+    assert rows._rows[40]["episodes_per_second"] == 10 * 4 / 2, "a source may count other things than samples"
 
 
 def test_speed_counts_the_samples_that_a_batch_has() -> None:
@@ -56,7 +56,7 @@ def test_speed_counts_the_samples_that_a_batch_has() -> None:
     for done in range(4, 42, 2):
         ring.blocks = [block(done - 2, 1, 0.1), block(done - 1, 1, 0.001)]
         rows.receive(done, True, False)
-        assert rows._rows[done]["samples_per_second"] == pytest.approx(101 / 0.101), "and one sample in 1 ms is no sprint"
+        assert rows._rows[done]["samples_per_second"] == pytest.approx(101 / 0.101), "the short last batch does not change the speed"
 
 
 def test_a_ring_times_its_blocks_and_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,8 +69,8 @@ def test_a_ring_times_its_blocks_and_leaves_pauses_out(monkeypatch: pytest.Monke
         ring.slots(step)
         ring.commit(step)
         ring.fetch()
-        now += 0.25  # on the way to where they are read
-        seconds += [one.seconds for one in ring.arrived(wait=False)]
+        now += 0.25  # until the host reads the rows
+        seconds += [rows.seconds for rows in ring.arrived(wait=False)]
         if step == 2:
             now += 50.0  # an evaluation
             ring.end_pause()

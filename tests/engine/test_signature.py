@@ -1,4 +1,4 @@
-"""A resume sees that the data is not what it was: another length is refused, other values are told, random ones are not taken for other ones."""
+"""A resume detects changed data: another length is refused, other values are reported, random samples are not reported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observer
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.runs import Run
-from tests.samples import TASKS, Listed, Loaded, Plain, blobs, training
+from tests.sample_tasks import TASKS, DictDataset, LoaderTask, Plain, blobs, training
 
 ALONE = Group(0, 1, torch.device("cpu"))
 
@@ -32,8 +32,10 @@ class Notices(Observer):
         return False
 
 
-def go_on(name: str, folder: Path, stop_after: int | None = None, pins: dict[str, Any] | None = None, **settings: Any) -> list[str]:
-    """Train, or go on, in a folder; gives what was told."""
+def train_or_resume(
+    name: str, folder: Path, stop_after: int | None = None, pins: dict[str, Any] | None = None, **settings: Any
+) -> list[str]:
+    """Trains or resumes in a folder; returns the notices."""
     notices = Notices()
     job = training(name, str(folder), ALONE, settings, pins, notices)
     try:
@@ -46,49 +48,50 @@ def go_on(name: str, folder: Path, stop_after: int | None = None, pins: dict[str
 
 
 def test_another_number_of_samples_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on("Plain", tmp_path, stop_after=3)
+    train_or_resume("Plain", tmp_path, stop_after=3)
     with pytest.raises(Problem, match=r"train_data\(\) gives 90 samples now, and gave 101 .*\n.*start=.* --name NEW") as refused:
-        go_on("Plain", tmp_path, samples=90)
+        train_or_resume("Plain", tmp_path, samples=90)
     assert refused.value.outcome is Outcome.USAGE
     monkeypatch.setattr(Plain, "eval_data", lambda task: torch.utils.data.TensorDataset(*blobs(36, seed=1)))
     with pytest.raises(Problem, match=r"eval_data\(\) gives 36 samples now, and gave 37"):
-        go_on("Plain", tmp_path)
+        train_or_resume("Plain", tmp_path)
 
 
-@pytest.mark.parametrize(("name", "pins"), [("Plain", {}), ("Loaded", {"workers": 0}), ("Loaded", {"workers": 2})])
-def test_other_values_are_told_once(name: str, pins: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on(name, tmp_path, stop_after=3, pins=pins)
-    assert not go_on(name, tmp_path, stop_after=5, pins=pins), "the same data, with keyed randomness"
+@pytest.mark.parametrize(("name", "pins"), [("Plain", {}), ("LoaderTask", {"workers": 0}), ("LoaderTask", {"workers": 2})])
+def test_changed_values_are_reported_once(name: str, pins: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_or_resume(name, tmp_path, stop_after=3, pins=pins)
+    assert not train_or_resume(name, tmp_path, stop_after=5, pins=pins), "the same data, with keyed randomness"
     task = TASKS[name]
-    same = task.train_data
+    original = task.train_data
 
-    def other(self: Any) -> Any:
-        data = same(self)
+    def with_one_changed_label(self: Any) -> Any:
+        data = original(self)
         columns = data.columns if name == "Plain" else [data.x, data.y]
-        columns[1][-1] = (columns[1][-1] + 1) % 4  # one label
+        columns[1][-1] = (columns[1][-1] + 1) % 4
         return data
 
-    monkeypatch.setattr(task, "train_data", other)
-    [told] = go_on(name, tmp_path, stop_after=8, pins=pins)
+    monkeypatch.setattr(task, "train_data", with_one_changed_label)
+    [notice] = train_or_resume(name, tmp_path, stop_after=8, pins=pins)
     assert (
-        told.startswith("train_data() is not what it was when ") and ("values of its tensors" if name == "Plain" else "sample 100") in told
+        notice.startswith("train_data() is not what it was when ")
+        and ("values of its tensors" if name == "Plain" else "sample 100") in notice
     )
     [event] = [e for e in Run(tmp_path).events() if e["event"] == "data-changed"]
     assert event["data"] == "train_data()" and event["step"] == 5
-    assert not go_on(name, tmp_path, stop_after=10, pins=pins), "the next checkpoint is of the data as it is"
+    assert not train_or_resume(name, tmp_path, stop_after=10, pins=pins), "the next checkpoint has the signature of the changed data"
 
 
-class Coins(Listed):
-    """Samples with randomness that no seed reaches, of a form that changes, and with what has no bytes."""
+class UnseededDataset(DictDataset):
+    """Samples with random values that no seed controls, a list of changing length, and an object that is no data."""
 
     def __getitem__(self, i: int) -> Any:
-        free = random.SystemRandom()
-        return super().__getitem__(i) | {"coin": free.randrange(2), "some": [0] * free.randrange(3), "task": object()}
+        unseeded = random.SystemRandom()
+        return super().__getitem__(i) | {"coin": unseeded.randrange(2), "some": [0] * unseeded.randrange(3), "task": object()}
 
 
-class Tossed(Loaded):
+class UnseededTask(LoaderTask):
     def train_data(self) -> Any:
-        return Coins(self.samples, self.noise)
+        return UnseededDataset(self.samples, self.noise)
 
     def collate(self, samples: list[Any]) -> Any:
         return torch.utils.data.default_collate([{k: s[k] for k in ("inputs", "y")} for s in samples])
@@ -97,22 +100,22 @@ class Tossed(Loaded):
         return None
 
 
-def test_random_samples_are_not_taken_for_other_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TASKS, "Tossed", Tossed)
+def test_random_samples_are_not_reported_as_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TASKS, "UnseededTask", UnseededTask)
     for stop in (2, 4, 6, 8, 10):
-        assert not go_on("Tossed", tmp_path, stop_after=stop)
+        assert not train_or_resume("UnseededTask", tmp_path, stop_after=stop)
 
 
-def test_slow_samples_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_of_slow_samples_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
     monkeypatch.setattr(signature.time, "monotonic", lambda: float(next(clock)))
-    known = signature.of_samples(lambda i: (torch.ones(2), i), 30)
-    assert list(known) == ["0"] and all(known["0"])
-    assert not signature.describe_difference({"samples": known}, {"samples": {}}), "what is not known is not compared"
-    assert signature.describe_difference({"samples": known}, {"samples": {"0": ["0" * 16, known["0"][1]]}}) == "sample 0"
+    hashes = signature.of_samples(lambda i: (torch.ones(2), i), 30)
+    assert list(hashes) == ["0"] and all(hashes["0"])
+    assert not signature.describe_difference({"samples": hashes}, {"samples": {}}), "samples without a hash are not compared"
+    assert signature.describe_difference({"samples": hashes}, {"samples": {"0": ["0" * 16, hashes["0"][1]]}}) == "sample 0"
 
 
-def test_large_and_odd_columns_have_signatures() -> None:
+def test_large_empty_and_sparse_columns_have_signatures() -> None:
     wide = torch.zeros(1000, 1 << 18, dtype=torch.bfloat16).as_strided((1000, 1 << 18), (0, 1))
     assert len(signature.of_columns([wide, torch.arange(3), torch.ones(1, 0), torch.eye(3).to_sparse()])) == 4
     assert signature.of_columns([torch.arange(100)]) != signature.of_columns([torch.arange(100).int()])

@@ -1,4 +1,4 @@
-"""Threads of a CPU: as many as a step's products can use, the same in every run of a recipe, and waiting without spinning."""
+"""The number of CPU threads follows from the size of a step's matrix products, is the same after a resume, and threads wait without spinning."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
 from drivetrain.tasks.rl.worlds import CartPole
 from drivetrain.watch.files import MetricsFile
-from tests.samples import HARDWARE, rows, weights
+from tests.sample_tasks import HARDWARE, rows, weights
 
 ALONE = Group(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
+def restore_num_threads() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
 
 
-class Plans(Observer):
-    """Records what the first steps chose."""
+class PlanReasons(Observer):
+    """Records the plan's reasons, which the first steps change."""
 
     def __init__(self) -> None:
         self.reasons: dict[str, str] = {}
@@ -43,7 +43,7 @@ class Plans(Observer):
         self.reasons |= facts["reasons"]
 
 
-def training(task: Any, folder: Path, plans: Plans, **pins: Any) -> Training:
+def training(task: Any, folder: Path, plans: PlanReasons, **pins: Any) -> Training:
     plan = choose(task.settings(), HARDWARE, device="cpu", world_size=1, local_procs=1, pins=pins)
     assert plan.threads == 2 and plan.env["OMP_WAIT_POLICY"] == "PASSIVE"
     run = Run(folder)
@@ -54,49 +54,50 @@ SMALL = {"epochs": 4, "envs": 64, "horizon": 8, "global_batch": 256, "passes": 2
 
 
 def test_small_steps_use_one_thread_and_a_resumed_run_repeats_them(tmp_path: Path) -> None:
-    whole, broken = Plans(), Plans()
-    training(CartPole(**SMALL), tmp_path / "whole", whole).run_to_end()
+    uninterrupted, stopped = PlanReasons(), PlanReasons()
+    training(CartPole(**SMALL), tmp_path / "uninterrupted", uninterrupted).run_to_end()
     assert torch.get_num_threads() == 1
-    assert whole.reasons["threads"].startswith("1 of 2 used after the first step: its matrix products have 0.")
-    training(CartPole(**SMALL), tmp_path / "broken", broken).run_to_end(stop_after=4)
-    again = training(CartPole(**SMALL), tmp_path / "broken", broken)
-    assert torch.get_num_threads() == 2, "the plan's, until the checkpoint tells"
-    again.run_to_end()
+    assert uninterrupted.reasons["threads"].startswith("1 of 2 used after the first step: its matrix products have 0.")
+    training(CartPole(**SMALL), tmp_path / "resumed", stopped).run_to_end(stop_after=4)
+    resumed = training(CartPole(**SMALL), tmp_path / "resumed", stopped)
+    assert torch.get_num_threads() == 2, "as in the plan, until the checkpoint is loaded"
+    resumed.run_to_end()
     assert torch.get_num_threads() == 1
-    assert rows(tmp_path / "whole") == rows(tmp_path / "broken") and weights(tmp_path / "whole") == weights(tmp_path / "broken")
+    assert rows(tmp_path / "uninterrupted") == rows(tmp_path / "resumed") and weights(tmp_path / "uninterrupted") == weights(
+        tmp_path / "resumed"
+    )
 
 
 def test_pinned_threads_are_unchanged(tmp_path: Path) -> None:
-    training(CartPole(**SMALL | {"epochs": 1}), tmp_path / "run", plans := Plans(), threads=2).run_to_end()
+    training(CartPole(**SMALL | {"epochs": 1}), tmp_path / "run", plans := PlanReasons(), threads=2).run_to_end()
     assert torch.get_num_threads() == 2 and "threads" not in plans.reasons
 
 
 def test_large_products_use_all_threads(tmp_path: Path) -> None:
-    big = CartPole(**SMALL | {"epochs": 1, "width": 512, "envs": 32, "global_batch": 256})
-    training(big, tmp_path / "run", plans := Plans()).run_to_end()
+    large_net = CartPole(**SMALL | {"epochs": 1, "width": 512, "envs": 32, "global_batch": 256})
+    training(large_net, tmp_path / "run", plans := PlanReasons()).run_to_end()
     assert torch.get_num_threads() == 2 and plans.reasons["threads"].startswith("2 of 2 used")
 
 
-def test_the_typical_product_is_one_of_the_large_ones() -> None:
+def test_the_typical_matrix_product_is_one_of_the_large_ones() -> None:
     small, large = torch.ones(4, 4), torch.ones(256, 256, requires_grad=True)
     with Products() as products:
         for _ in range(100):
             small @ small
         (large @ large).sum().backward()
-    assert len(products.flops) == 103, "forward, and both gradients"
+    assert len(products.flops) == 103, "100 small products, and a large one with its two gradients"
     assert products.typical() == pytest.approx(2 * 256**3, rel=0.01)
 
 
-def test_threads_wait_without_spinning_unless_the_user_set_it() -> None:
+def test_threads_wait_without_spinning_unless_the_user_chose_otherwise() -> None:
     program = "import atexit, os; atexit.register(lambda: print(os.environ['OMP_WAIT_POLICY'])); from drivetrain.cli import main; main(['--version'])"
 
-    def said(**more: str) -> str:
+    def wait_policy(**variables: str) -> str:
         clean = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
-        return subprocess.run([sys.executable, "-c", program], env=clean | more, capture_output=True, text=True, check=True).stdout.split()[
-            -1
-        ]
+        process = subprocess.run([sys.executable, "-c", program], env=clean | variables, capture_output=True, text=True, check=True)
+        return process.stdout.split()[-1]
 
-    assert (said(), said(OMP_WAIT_POLICY="ACTIVE")) == ("PASSIVE", "ACTIVE")
+    assert (wait_policy(), wait_policy(OMP_WAIT_POLICY="ACTIVE")) == ("PASSIVE", "ACTIVE")
 
 
 @pytest.mark.world_size(2)

@@ -1,4 +1,4 @@
-"""What a GPU does otherwise than the CPU that a trace runs on."""
+"""A trace on the CPU predicts the memory and work of a GPU, also where their kernels differ."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from drivetrain.plan.predict_time import NORM_CHANNEL_BYTES_PER_SECOND, operatio
 from drivetrain.task import Task
 
 
-class Film(Task):
+class VideoNet(Task):
     global_batch: int = 32
 
     def model(self) -> nn.Module:
@@ -42,7 +42,7 @@ class Film(Task):
 
 @pytest.fixture(scope="module")
 def profiles() -> Any:
-    return {precision: survey(Film(), precision) for precision in ("fp32", "bf16")}
+    return {precision: survey(VideoNet(), precision) for precision in ("fp32", "bf16")}
 
 
 def test_pooling_stays_in_half_precision_as_on_a_gpu(profiles: Any) -> None:
@@ -51,18 +51,18 @@ def test_pooling_stays_in_half_precision_as_on_a_gpu(profiles: Any) -> None:
     assert half < 0.6 * full
 
 
-def test_a_norm_of_few_channels_is_as_slow_as_they_are_few(profiles: Any) -> None:
+def test_a_norm_is_slower_the_fewer_channels_it_has(profiles: Any) -> None:
     machine = MachineCapacity.of(parse("1xH200-141GB"), "cuda", 1)
     [forward, backward] = [w for w in profiles["bf16"].plain.work if w.kind == "channels"]
     for work in (forward, backward):
-        moved = work.bytes[0] + 4096 * work.bytes[1]
+        num_bytes = work.bytes[0] + 4096 * work.bytes[1]
         assert work.depth == (8.0, 0.0)
-        assert operation_seconds(work, 4096, machine, "bf16") > moved / (NORM_CHANNEL_BYTES_PER_SECOND * 8)
-    assert not [w for w in profiles["fp32"].plain.work if w.kind == "channels"], "cuDNN's, in full precision"
+        assert operation_seconds(work, 4096, machine, "bf16") > num_bytes / (NORM_CHANNEL_BYTES_PER_SECOND * 8)
+    assert not [w for w in profiles["fp32"].plain.work if w.kind == "channels"], "in fp32, cuDNN computes the norm"
 
 
-class Converted(Film):
-    """Its model is moved to another precision while it is made, and two of its layers share their weights."""
+class ConvertedModel(VideoNet):
+    """Its model() converts the model to bf16, and two of its layers share their weights."""
 
     def model(self) -> nn.Module:
         class Tied(nn.Module):
@@ -78,13 +78,13 @@ class Converted(Film):
 
 
 def test_a_model_may_be_converted_while_it_is_made() -> None:
-    profile = survey(Converted(), "fp32")
-    assert profile.traced == "fake", "no weights were made for it"
+    profile = survey(ConvertedModel(), "fp32")
+    assert profile.traced == "fake", "the trace allocated no weights"
     assert profile.parameters == 3072 * 3072
-    assert nn.Linear(2, 2).to(torch.bfloat16).weight.dtype == torch.bfloat16, "torch's own way is back"
+    assert nn.Linear(2, 2).to(torch.bfloat16).weight.dtype == torch.bfloat16, "after the survey, torch converts as usual"
 
 
-class Channelwise(Film):
+class GroupedConvolution(VideoNet):
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Conv2d(24, 24, 7, padding=3, groups=24), nn.Flatten(), nn.Linear(24 * 64, 10))
 
@@ -96,82 +96,82 @@ class Channelwise(Film):
 
 
 @pytest.mark.parametrize(("precision", "kind"), [("bf16", "grouped"), ("fp32", "grouped_flat")])
-def test_convolutions_in_groups_are_counted_by_what_each_group_sees(precision: str, kind: str) -> None:
-    forward, backward = (w for w in survey(Channelwise(), precision).plain.work if w.kind == kind)
+def test_the_work_of_grouped_convolutions_is_counted_per_group(precision: str, kind: str) -> None:
+    forward, backward = (w for w in survey(GroupedConvolution(), precision).plain.work if w.kind == kind)
     assert forward.flops == (0.0, 2 * 24 * 64 * 49)
-    assert backward.flops == (0.0, 2 * 2 * 24 * 64 * 49), "of the input and of the weights"
+    assert backward.flops == (0.0, 2 * 2 * 24 * 64 * 49), "the gradients of the input and of the weights"
     assert forward.depth == backward.depth == (1.0, 0.0)
 
 
-def test_work_beside_is_done_here_where_the_copy_fails() -> None:
-    here = os.getpid()
-    assert _start_in_child(lambda: os.getpid())() != here or len(os.sched_getaffinity(0)) == 1
+def test_work_is_repeated_in_this_process_if_the_child_fails() -> None:
+    this_process = os.getpid()
+    assert _start_in_child(lambda: os.getpid())() != this_process or len(os.sched_getaffinity(0)) == 1
 
-    def dies() -> int:
-        if os.getpid() != here:
+    def dies_in_child() -> int:
+        if os.getpid() != this_process:
             os.kill(os.getpid(), signal.SIGKILL)
         return 7
 
-    assert _start_in_child(dies)() == 7
+    assert _start_in_child(dies_in_child)() == 7
 
-    def wrong() -> int:
+    def raises() -> int:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        _start_in_child(wrong)()
+        _start_in_child(raises)()
 
 
-def test_a_process_that_may_have_no_children_works_by_itself() -> None:
-    """A daemonic one, as pools of processes are made of."""
+def test_a_process_that_may_have_no_children_does_the_work_itself() -> None:
+    """The workers of a multiprocessing pool are daemons, which may have no children."""
     with get_context("fork").Pool(1) as pool:
-        work, at_all = pool.apply(_pids)
-    assert work == at_all
+        work_pid, own_pid = pool.apply(_pids)
+    assert work_pid == own_pid
 
 
 def _pids() -> tuple[int, int]:
     return _start_in_child(os.getpid)(), os.getpid()
 
 
-# --- every product is counted --------------------------------------------------------------------
+# --- every matrix product is counted --------------------------------------------------------------------
 
 
 def products(work: Callable[[], object]) -> list[tuple[str, float]]:
-    """(kind, FLOPs) of the operations that multiply."""
+    """Returns (kind, FLOPs) of the operations that multiply matrices."""
     recorder = OperationRecorder([])
     with ShapesOnly(allow_non_fake_inputs=True), FakeGpuKernels(None, recorder.record_work), recorder:
         work()
     return [(kind, flops) for kind, _, flops, *_ in recorder.operations if flops]
 
 
-def new(*shape: int) -> Tensor:
+def empty(*shape: int) -> Tensor:
     return torch.empty(*shape)
 
 
 def without_gradients() -> None:
     with torch.inference_mode():
-        F.linear(new(4, 5), new(6, 5), new(6))
+        F.linear(empty(4, 5), empty(6, 5), empty(6))
 
 
 @pytest.mark.parametrize(
     ("work", "expected"),
     [
-        (lambda: new(4, 6).addmm_(new(4, 5), new(5, 6)), ("gemm", 240)),
-        (lambda: torch.mm(new(4, 5), new(5, 6), out=new(4, 6)), ("gemm", 240)),
-        (lambda: new(3, 4, 6).baddbmm_(new(3, 4, 5), new(3, 5, 6)), ("gemm", 720)),
-        (lambda: torch.addbmm(new(4, 6), new(3, 4, 5), new(3, 5, 6)), ("gemm", 720)),
-        (lambda: torch.einsum("bik,bkj->bij", new(3, 4, 5), new(3, 5, 6)), ("gemm", 720)),
-        (lambda: torch.mv(new(4, 6), new(6)), ("gemm", 48)),
-        (lambda: torch.dot(new(6), new(6)), ("gemm", 12)),
-        (lambda: F.bilinear(new(3, 4), new(3, 5), new(6, 4, 5)), ("other", 720)),
+        (lambda: empty(4, 6).addmm_(empty(4, 5), empty(5, 6)), ("gemm", 240)),
+        (lambda: torch.mm(empty(4, 5), empty(5, 6), out=empty(4, 6)), ("gemm", 240)),
+        (lambda: empty(3, 4, 6).baddbmm_(empty(3, 4, 5), empty(3, 5, 6)), ("gemm", 720)),
+        (lambda: torch.addbmm(empty(4, 6), empty(3, 4, 5), empty(3, 5, 6)), ("gemm", 720)),
+        (lambda: torch.einsum("bik,bkj->bij", empty(3, 4, 5), empty(3, 5, 6)), ("gemm", 720)),
+        (lambda: torch.mv(empty(4, 6), empty(6)), ("gemm", 48)),
+        (lambda: torch.dot(empty(6), empty(6)), ("gemm", 12)),
+        (lambda: F.bilinear(empty(3, 4), empty(3, 5), empty(6, 4, 5)), ("other", 720)),
         (without_gradients, ("gemm", 240)),
-        (lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(new(1, 2, 8, 4), new(1, 2, 8, 4), new(1, 2, 8, 4)), ("attention", 2048)),
+        (lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(empty(1, 2, 8, 4), empty(1, 2, 8, 4), empty(1, 2, 8, 4)), ("attention", 2048)),
     ],
 )  # fmt: skip
 def test_every_operator_that_multiplies_is_counted(work: Callable[[], object], expected: tuple[str, float]) -> None:
     assert products(work) == [expected]
 
 
-def test_a_frozen_layer_costs_its_forward_and_its_input_s_gradient() -> None:
+def test_a_frozen_layer_costs_its_forward_and_the_gradient_of_its_input() -> None:
     class Frozen(Task):
         def model(self) -> nn.Module:
             base = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 4))
@@ -185,14 +185,14 @@ def test_a_frozen_layer_costs_its_forward_and_its_input_s_gradient() -> None:
             x, y = batch
             return F.cross_entropy(model(x), y)
 
-    found = survey(Frozen(), "bf16").plain
-    assert found is not None
-    flops = sum(w.num_calls * (w.flops[0] + w.flops[1]) for w in found.work)
+    work = survey(Frozen(), "bf16").plain
+    assert work is not None
+    flops = sum(w.num_calls * (w.flops[0] + w.flops[1]) for w in work.work)
     assert flops == 2 * (2 * 32 * 64 + 2 * 64 * 64 + 3 * 64 * 4)
 
 
 def test_a_copied_layer_shares_the_mode_of_its_tensors() -> None:
-    """nn.TransformerEncoder copies its layers; copies of the mode freed the storage of BatchNorm's counter once each."""
+    """nn.TransformerEncoder copies its layers; if the mode were copied too, the storage of its tensors would be freed twice."""
     mode = ShapesOnly(allow_non_fake_inputs=True)
     with mode:
         counter = nn.BatchNorm1d(4).num_batches_tracked

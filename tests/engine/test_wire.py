@@ -42,22 +42,22 @@ def test_tensors_are_decoded_bit_for_bit() -> None:
         torch.randn(4, 4).t(),
     ]
     tensors += [torch.randn(3, dtype=torch.complex64), torch.tensor([float("nan"), -0.0])]
-    for tensor, back in zip(tensors, decode(encode(tensors)), strict=True):
-        assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(encode(back), encode(tensor)), "also a NaN's bits and the sign of 0"
+    for tensor, decoded in zip(tensors, decode(encode(tensors)), strict=True):
+        assert (decoded.dtype, decoded.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(encode(decoded), encode(tensor)), "also a NaN's bits and the sign of 0"
 
 
-def test_other_types_are_decoded_as_they_are_documented() -> None:
+def test_sizes_dtypes_arrays_enums_and_errors_are_decoded_as_documented() -> None:
     value = {"size": torch.Size([2, 3]), "dtype": torch.float16, "array": np.arange(3), "outcome": Outcome.NAN, "number": np.float32(0.5)}
-    back = decode(encode(value))
-    assert isinstance(back["size"], torch.Size) and back["dtype"] is torch.float16 and back["array"].tolist() == [0, 1, 2]
-    assert back["outcome"] == "nan" and back["number"] == 0.5
+    decoded = decode(encode(value))
+    assert isinstance(decoded["size"], torch.Size) and decoded["dtype"] is torch.float16 and decoded["array"].tolist() == [0, 1, 2]
+    assert decoded["outcome"] == "nan" and decoded["number"] == 0.5
     error = decode(encode(OSError(28, "No space left on device")))
     assert isinstance(error, OSError) and error.errno == 28
 
 
 class Command:
-    """An object whose pickle runs a command: what an attacker would send."""
+    """An object whose pickle runs a command, as an attacker would send it."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -97,7 +97,7 @@ def test_malformed_bytes_are_refused(text: str) -> None:
         decode(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
-def test_an_errors_class_is_a_builtin_or_replaced() -> None:
+def test_an_error_of_an_unknown_class_becomes_a_runtime_error() -> None:
     text = '{"error": ["system", ["true"]]}'
     data = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text.encode()), dtype=torch.uint8)
     assert type(decode(data)) is RuntimeError
@@ -105,13 +105,13 @@ def test_an_errors_class_is_a_builtin_or_replaced() -> None:
 
 @pytest.mark.world_size(2)
 def test_every_object_collective_sends_plain_objects(group: Group, tmp_path: Path) -> None:
-    """Including torch's own, which its checkpoint writer and users call."""
+    """So do torch's own collectives, which its checkpoint writer and users call."""
     values: list[Any] = [None, None]
     dist.all_gather_object(values, {"rank": group.rank, "tensor": torch.full((2,), group.rank)})
     assert [value["rank"] for value in values] == [0, 1] and values[1]["tensor"].tolist() == [1, 1]
     assert group.broadcast_object(("a", torch.float32) if group.is_main else None) == ("a", torch.float32)
     box: list[Any] = [Command(tmp_path / "ran") if group.is_main else None]
     with pytest.raises(NotSendable, match="a Command is not sent") if not group.is_main else contextlib.nullcontext():
-        dist.broadcast_object_list(box)  # nobody waits for what is not sent
+        dist.broadcast_object_list(box)  # the receiver raises too, instead of waiting
     with pytest.raises(NotSendable):
         dist.all_gather_object([None, None], Command(tmp_path / "ran"))

@@ -1,4 +1,4 @@
-"""PPO's own kernels against the engine's steps: the same samples, order, gradients and updates."""
+"""PPO's own kernels give the same samples, order, gradients and updates as the engine's steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from drivetrain.tasks.rl.ppo import Ppo
 from drivetrain.tasks.rl.rollout import Rollout
 from drivetrain.tasks.rl.worlds import Bandit, CartPole
 from drivetrain.watch.files import MetricsFile
-from tests.samples import rows, weights
+from tests.sample_tasks import rows, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 SMALL: dict[str, Any] = {
@@ -41,16 +41,16 @@ class OtherCartPoleEnv(CartPoleEnv):
     """An environment for which there are no kernels."""
 
 
-class Own(CartPole):
+class OtherCartPole(CartPole):
     def env(self) -> Env:
         return OtherCartPoleEnv()
 
 
-def learned(folder: Path, kind: type[Ppo] = CartPole, **settings: Any) -> tuple[Training, FusedStepper]:
-    done = training(folder, kind(**(SMALL | {"eval_episodes": 0, "log_every": 1, "save_every": "1ep"} | settings)))
-    done.run_to_end()
-    assert done.epochs.whole is not None and isinstance(done.epochs.whole.stepper, FusedStepper)
-    return done, done.epochs.whole.stepper
+def train_with_kernels(folder: Path, kind: type[Ppo] = CartPole, **settings: Any) -> tuple[Training, FusedStepper]:
+    finished = training(folder, kind(**(SMALL | {"eval_episodes": 0, "log_every": 1, "save_every": "1ep"} | settings)))
+    finished.run_to_end()
+    assert finished.epochs.whole is not None and isinstance(finished.epochs.whole.stepper, FusedStepper)
+    return finished, finished.epochs.whole.stepper
 
 
 def gradients(stepper: FusedStepper, observations: Any, columns: Any, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,37 +60,39 @@ def gradients(stepper: FusedStepper, observations: Any, columns: Any, rows: Any)
     return stepper.sums[:size].double(), stepper.sums[size:].double()
 
 
-def compare_gradients(done: Training, stepper: FusedStepper, observations: Any, columns: Any, numbers: Any, strict: bool) -> None:
+def compare_gradients(trained: Training, stepper: FusedStepper, observations: Any, columns: Any, numbers: Any, strict: bool) -> None:
     """Compares the kernels' gradients and sums of some samples with those of exact arithmetic."""
-    got, sums = gradients(stepper, observations, columns, numbers)
-    exact: Any = copy.deepcopy(done.setup.model).double()
+    kernel_gradients, sums = gradients(stepper, observations, columns, numbers)
+    exact: Any = copy.deepcopy(trained.setup.model).double()
     exact.zero_grad()
-    known = torch.zeros(len(numbers), 11, device="cuda", dtype=torch.float64)
-    known[:, :6] = columns[numbers][:, :6].double()
-    known[:, 2] = (known[:, 2] - stepper.stats[4]) / stepper.stats[5]
-    (total, count), figures = done.setup.task.loss(exact, {"observation": observations[numbers].double(), "columns": known})
+    known_columns = torch.zeros(len(numbers), 11, device="cuda", dtype=torch.float64)
+    known_columns[:, :6] = columns[numbers][:, :6].double()
+    known_columns[:, 2] = (known_columns[:, 2] - stepper.stats[4]) / stepper.stats[5]
+    (total, count), figures = trained.setup.task.loss(exact, {"observation": observations[numbers].double(), "columns": known_columns})
     total.backward()
-    true = torch.cat([p.grad.reshape(-1) for p in (*exact.actor.parameters(), *exact.critic.parameters())])
-    quick: Any = copy.deepcopy(done.setup.model)
+    exact_gradients = torch.cat([p.grad.reshape(-1) for p in (*exact.actor.parameters(), *exact.critic.parameters())])
+    tf32_model: Any = copy.deepcopy(trained.setup.model)
     torch.set_float32_matmul_precision("high")
-    done.setup.task.loss(quick, {"observation": observations[numbers], "columns": known.float()})[0][0].backward()
+    trained.setup.task.loss(tf32_model, {"observation": observations[numbers], "columns": known_columns.float()})[0][0].backward()
     torch.set_float32_matmul_precision("highest")
-    rough = torch.cat([p.grad.reshape(-1) for p in (*quick.actor.parameters(), *quick.critic.parameters())]).double()
+    tf32_gradients = torch.cat([p.grad.reshape(-1) for p in (*tf32_model.actor.parameters(), *tf32_model.critic.parameters())]).double()
     actor = sum(p.numel() for p in exact.actor.parameters())
     for name, part in (("actor", slice(0, actor)), ("critic", slice(actor, None))):
-        error, usual = (float((some[part] - true[part]).norm() / true[part].norm()) for some in (got, rough))
-        print(f"{name}: {error:.1e}, torch with tf32 {usual:.1e}")
-        bar = 1e-2 if strict else max(1e-2, 1.5 * usual)  # few samples: a critic's true gradient may be next to nothing
-        assert error < bar, f"{name}: {error:.1e}, torch with tf32 {usual:.1e}"
-    assert float(sums[5]) == float(count) == float(known[:, 5].sum())
-    for place, name in ((1, "entropy"), (2, "kl"), (3, "clipped"), (4, "value_error")):
-        assert float(sums[place]) == pytest.approx(float(figures[name][0]), rel=2e-3, abs=2e-4 * len(numbers)), name
+        error, tf32_error = (
+            float((some[part] - exact_gradients[part]).norm() / exact_gradients[part].norm()) for some in (kernel_gradients, tf32_gradients)
+        )
+        print(f"{name}: {error:.1e}, torch with tf32 {tf32_error:.1e}")
+        max_error = 1e-2 if strict else max(1e-2, 1.5 * tf32_error)  # with few samples, a critic's exact gradient may be almost zero
+        assert error < max_error, f"{name}: {error:.1e}, torch with tf32 {tf32_error:.1e}"
+    assert float(sums[5]) == float(count) == float(known_columns[:, 5].sum())
+    for index, name in ((1, "entropy"), (2, "kl"), (3, "clipped"), (4, "value_error")):
+        assert float(sums[index]) == pytest.approx(float(figures[name][0]), rel=2e-3, abs=2e-4 * len(numbers)), name
 
 
 @pytest.mark.parametrize(
     "shape",
     [
-        {"envs": 4096, "horizon": 64, "global_batch": 65536},  # as it is benchmarked
+        {"envs": 4096, "horizon": 64, "global_batch": 65536},  # the sizes of the benchmark
         {},
         {name: CartPole().settings()[name] for name in ("passes", "learning_rate", "width", "activation")},
         {"width": 32, "layers": 1, "activation": "relu"},
@@ -101,13 +103,13 @@ def compare_gradients(done: Training, stepper: FusedStepper, observations: Any, 
 )
 @pytest.mark.parametrize("epochs", [2, 30])
 def test_gradients_are_those_of_exact_arithmetic(shape: Any, epochs: int, tmp_path: Path) -> None:
-    done, stepper = learned(tmp_path, epochs=epochs, **shape)
-    numbers = torch.randperm(stepper.count, device="cuda")[: done.setup.task.global_batch - 95]  # not whole tiles
+    done, stepper = train_with_kernels(tmp_path, epochs=epochs, **shape)
+    numbers = torch.randperm(stepper.count, device="cuda")[: done.setup.task.global_batch - 95]  # no multiple of the tile size
     compare_gradients(done, stepper, stepper.observations, stepper.columns, numbers, "envs" in shape)
 
 
 class SignsEnv(Env):
-    """Shows numbers: the first tells which action is right, the last is added to the reward."""
+    """Shows numbers: the first determines the right action, the last is added to the reward."""
 
     limit = 20
 
@@ -125,7 +127,7 @@ class SignsEnv(Env):
         return state["shown"]
 
 
-class Reads(Ppo):
+class ReadsSigns(Ppo):
     """An environment of any size."""
 
     inputs: int = 5
@@ -148,14 +150,14 @@ class Reads(Ppo):
     ids=lambda shape: f"{shape['inputs']}-{shape['choices']}",
 )
 def test_gradients_are_exact_for_any_number_of_inputs_and_actions(shape: Any, tmp_path: Path) -> None:
-    done, stepper = learned(tmp_path, Reads, epochs=30, **shape)
+    done, stepper = train_with_kernels(tmp_path, ReadsSigns, epochs=30, **shape)
     assert stepper.collects and len(torch.unique(stepper.columns[:, 0])) > shape["choices"] // 2, "most actions are taken"
     numbers = torch.randperm(stepper.count, device="cuda")[: done.setup.task.global_batch - 95]
     compare_gradients(done, stepper, stepper.observations, stepper.columns, numbers, strict=False)
 
 
-class Pair(Ppo):
-    """Two snakes on a small grid, of which one may be dead while the other goes on."""
+class TwoSnakes(Ppo):
+    """Two snakes on a small grid; one may be dead while the other still plays."""
 
     net: Literal["mlp", "conv", "lstm"] = "mlp"
     rival: float = 0.0
@@ -165,7 +167,7 @@ class Pair(Ppo):
 
 
 def test_dead_agents_have_no_gradient(tmp_path: Path) -> None:
-    done, stepper = learned(tmp_path, Pair, epochs=30)
+    done, stepper = train_with_kernels(tmp_path, TwoSnakes, epochs=30)
     assert not stepper.collects
     observations, columns = (t.clone() for t in stepper.samples)
     observations = observations.float().flatten(1)
@@ -179,9 +181,9 @@ def test_dead_agents_have_no_gradient(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("kind", [CartPole, Own, Bandit])
+@pytest.mark.parametrize("kind", [CartPole, OtherCartPole, Bandit])
 def test_samples_and_their_order_are_those_of_the_engine(kind: type[Ppo], tmp_path: Path) -> None:
-    done, stepper = learned(tmp_path, kind, epochs=6)
+    done, stepper = train_with_kernels(tmp_path, kind, epochs=6)
     feed: Any = done.setup.feed
     before = {k: v.clone() for k, v in stepper.state.items()}
     epoch = 6
@@ -190,18 +192,23 @@ def test_samples_and_their_order_are_those_of_the_engine(kind: type[Ppo], tmp_pa
     feed.source.load({k: v.clone() for k, v in before.items()})
     feed._graphs = None
     feed.begin_epoch(epoch, done.setup.model)
-    plain = {k: v.clone() for k, v in feed.collected_batch().items()}
-    plain["columns"] = plain["columns"][:, :6]
-    mine = stepper.columns[:, :6].clone()
-    mine[:, 2] = (mine[:, 2] - stepper.stats[4]) / stepper.stats[5]
-    same = (stepper.columns[:, 0] == plain["columns"][:, 0]).view(stepper.envs, -1)
-    whole = same.all(1)  # environments in which no probability was so near to its draw that a digit decided
-    assert whole.float().mean() > 0.95
-    for name, ours, theirs in (("observation", stepper.observations, plain["observation"]), ("columns", mine, plain["columns"])):
-        a, b = (t.view(stepper.envs, stepper.horizon, -1)[whole] for t in (ours, theirs))
+    engine_batch = {k: v.clone() for k, v in feed.collected_batch().items()}
+    engine_batch["columns"] = engine_batch["columns"][:, :6]
+    kernel_columns = stepper.columns[:, :6].clone()
+    kernel_columns[:, 2] = (kernel_columns[:, 2] - stepper.stats[4]) / stepper.stats[5]
+    same_action = (stepper.columns[:, 0] == engine_batch["columns"][:, 0]).view(stepper.envs, -1)
+    same_environments = same_action.all(1)  # in the others, rounding changed an action
+    assert same_environments.float().mean() > 0.95
+    for name, from_kernels, from_engine in (
+        ("observation", stepper.observations, engine_batch["observation"]),
+        ("columns", kernel_columns, engine_batch["columns"]),
+    ):
+        a, b = (t.view(stepper.envs, stepper.horizon, -1)[same_environments] for t in (from_kernels, from_engine))
         assert torch.allclose(a, b, rtol=2e-2, atol=2e-2), f"{name}: {(a - b).abs().amax((0, 1))}"
     for name, value in after.items():
-        assert torch.allclose(value[whole].float(), feed.source.state()[name][whole].float(), rtol=1e-2, atol=1e-3), name
+        assert torch.allclose(
+            value[same_environments].float(), feed.source.state()[name][same_environments].float(), rtol=1e-2, atol=1e-3
+        ), name
     stepper.shuffle()
     for index in range(feed.steps_per_epoch):
         [micro] = feed.micro_batches(epoch, index)
@@ -209,7 +216,7 @@ def test_samples_and_their_order_are_those_of_the_engine(kind: type[Ppo], tmp_pa
 
 
 class EngineRollout(Rollout):
-    """The engine collects; the kernels only learn."""
+    """A rollout without kernels: the engine collects, and the kernels only learn."""
 
 
 class EngineCollects(CartPole):
@@ -217,26 +224,28 @@ class EngineCollects(CartPole):
         return EngineRollout(env, *rest)
 
 
-class Scaled(CartPole):
-    """Its critic learns scaled targets, which only the engine's collections make."""
+class ScaledValues(CartPole):
+    """The critic learns scaled targets, which only the engine's collections have."""
 
     scale_values: bool = True
 
 
-@pytest.mark.parametrize(("kind", "epochs"), [(CartPole, 3), (Own, 3), (EngineCollects, 3), (Scaled, 3), (Reads, 3), (Pair, 2)])
+@pytest.mark.parametrize(
+    ("kind", "epochs"), [(CartPole, 3), (OtherCartPole, 3), (EngineCollects, 3), (ScaledValues, 3), (ReadsSigns, 3), (TwoSnakes, 2)]
+)
 def test_an_epoch_updates_the_weights_as_the_engines_steps_do(kind: type[Ppo], epochs: int, tmp_path: Path) -> None:
-    """Both take the first epoch with the engine; the others are compared."""
+    """Both runs train the first epoch with the engine's steps; later epochs are compared."""
     both = []
     for name, fused in (("kernels", True), ("plain", False)):
         done = training(tmp_path / name, kind(**SMALL, eval_episodes=0, epochs=epochs, decay="constant", fused=fused, log_every=1))
         done.run_to_end()
         assert (done.epochs.whole is not None) is fused
         both.append(done)
-    mine, theirs = (torch.cat([p.detach().reshape(-1) for p in done.setup.model.parameters()]) for done in both)
-    assert float((mine - theirs).norm() / theirs.norm()) < 0.02
+    kernel_weights, engine_weights = (torch.cat([p.detach().reshape(-1) for p in done.setup.model.parameters()]) for done in both)
+    assert float((kernel_weights - engine_weights).norm() / engine_weights.norm()) < 0.02
     a, b = rows(tmp_path / "kernels"), rows(tmp_path / "plain")
     assert [r["step"] for r in a] == [r["step"] for r in b]
-    now = len(a) // epochs + 4  # some steps into the second epoch
+    row = len(a) // epochs + 4  # some steps into the second epoch
     for name in (
         "train/loss",
         "train/entropy",
@@ -247,10 +256,10 @@ def test_an_epoch_updates_the_weights_as_the_engines_steps_do(kind: type[Ppo], e
         "grad_norm",
         "learning_rate",
     ):
-        assert a[now][name] == pytest.approx(b[now][name], rel=0.05, abs=2e-3), name
+        assert a[row][name] == pytest.approx(b[row][name], rel=0.05, abs=2e-3), name
 
 
-@pytest.mark.parametrize("kind", [CartPole, Own, Bandit])
+@pytest.mark.parametrize("kind", [CartPole, OtherCartPole, Bandit])
 def test_an_interrupted_run_equals_an_uninterrupted_one(kind: type[Ppo], tmp_path: Path) -> None:
     task = {**SMALL, "eval_episodes": 100, "epochs": 12, "eval_every": "4ep", "log_every": 5, "save_every": "1ep"}
     training(tmp_path / "uninterrupted", kind(**task)).run_to_end()
@@ -271,7 +280,7 @@ def test_an_environment_for_which_the_host_waits_is_not_captured(tmp_path: Path)
         def env(self) -> Env:
             return Waiting()
 
-    _, stepper = learned(tmp_path, Slow, epochs=5)
+    _, stepper = train_with_kernels(tmp_path, Slow, epochs=5)
     assert not stepper.is_captured and "the host waits" in stepper.host_wait
 
 

@@ -1,4 +1,4 @@
-"""Tasks that a captured step could get silently wrong: each must give what eager steps give, or not be captured.
+"""Tasks that a captured step could compute wrongly without an error: each must equal eager steps, or not be captured.
 
 python -m pytest -m gpu tests/gpu/test_hard_cases.py
 """
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drivetrain.data import Tensors
-from tests.gpu.kinds import KINDS, train
-from tests.samples import Plain, blobs, rows, weights
+from tests.gpu.hard_tasks import GPU_TASKS, train
+from tests.sample_tasks import Plain, blobs, rows, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 
 class HostBranch(Plain):
-    """Drops a layer by a number of torch's CPU generator, as some libraries do: no host sync gives it away."""
+    """Branches on a random number of torch's CPU generator, as some libraries do, without a host sync that could be detected."""
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         x, y = batch
@@ -29,7 +29,7 @@ class HostBranch(Plain):
 
 
 class GrowingCache(Plain):
-    """A cache that evaluation, with longer batches, replaces."""
+    """The model has a cache, which the longer batches of an evaluation replace."""
 
     def model(self) -> nn.Module:
         return Cached()
@@ -51,7 +51,7 @@ class Cached(nn.Module):
 
 
 class Remembers(Plain):
-    """Uses what the step before left behind."""
+    """Uses a tensor of the previous step."""
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         x, y = batch
@@ -70,14 +70,14 @@ class Clamped(Plain):
 
 
 class Lookahead(torch.optim.AdamW):
-    """Every fifth step goes halfway back: Python decides."""
+    """Goes halfway back in every fifth step, which Python code counts."""
 
     def step(self, closure: Any = None) -> Any:
-        self.turn = getattr(self, "turn", 0) + 1
-        if self.turn % 5 == 1:
+        self.num_steps = getattr(self, "num_steps", 0) + 1
+        if self.num_steps % 5 == 1:
             self.slow = [p.detach().clone() for g in self.param_groups for p in g["params"]]
         super().step(closure)
-        if self.turn % 5 == 0:
+        if self.num_steps % 5 == 0:
             for p, slow in zip([p for g in self.param_groups for p in g["params"]], self.slow, strict=True):
                 p.data.lerp_(slow, 0.5)
 
@@ -105,7 +105,7 @@ class Hooked(Plain):
 
 
 class Syncs(Plain):
-    """Waits for the device in a way that no debug mode sees: only the capture itself fails."""
+    """Waits for the device in a way that torch's sync debug mode does not detect: only the capture itself fails."""
 
     dropout: float = 0.3
 
@@ -130,7 +130,7 @@ class SyncingMetrics(Plain):
 
 
 class CollectsMetrics(SyncingMetrics):
-    """Keeps what it saw in a list, for its summary."""
+    """Collects the batch sizes in a list for summary()."""
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         x, y = batch
@@ -142,16 +142,18 @@ class CollectsMetrics(SyncingMetrics):
         return {"seen": float(seen)}
 
 
-CAPTURED = {"GrowingCache": "on", "LooksAhead": "on", "Hooked": "on", "SyncingMetrics": "on", "Taught": "on", "Derived": "on",
-            "Stretched": "on", "HostBranch": "off", "Remembers": "off", "Clamped": "off", "Syncs": "off"}  # fmt: skip
-KINDS |= {k.__name__: k for k in (HostBranch, GrowingCache, Remembers, Clamped, LooksAhead, Hooked, Syncs, SyncingMetrics, CollectsMetrics)}
+CAPTURED = {"GrowingCache": "on", "LooksAhead": "on", "Hooked": "on", "SyncingMetrics": "on", "MovingAverageTeacher": "on", "SubclassedOptimizer": "on",
+            "ChangingColumnsTask": "on", "HostBranch": "off", "Remembers": "off", "Clamped": "off", "Syncs": "off"}  # fmt: skip
+GPU_TASKS |= {
+    k.__name__: k for k in (HostBranch, GrowingCache, Remembers, Clamped, LooksAhead, Hooked, Syncs, SyncingMetrics, CollectsMetrics)
+}
 
 
 @pytest.mark.parametrize("micro_batch", [16, 5])
 @pytest.mark.parametrize("name", CAPTURED)
-def test_it_equals_eager_steps_or_is_not_captured(name: str, micro_batch: int, tmp_path: Path) -> None:
+def test_a_hard_task_equals_eager_steps_or_is_not_captured(name: str, micro_batch: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"epochs": 10, "clip": 0.5}
-    if name == "Stretched":
+    if name == "ChangingColumnsTask":
         micro_batch = min(micro_batch, 12)
     train(name, tmp_path / "eager", pins={"capture": "off", "micro_batch": micro_batch}, **options)
     facts = train(name, tmp_path / "auto", pins={"micro_batch": micro_batch}, **options)
@@ -176,15 +178,15 @@ def test_metrics_with_python_state_see_every_batch(tmp_path: Path) -> None:
 
 def test_resumed_before_a_partial_batch_the_same_steps_are_compiled(tmp_path: Path) -> None:
     options: dict[str, Any] = {"epochs": 6, "deterministic": True}
-    train("Augmented", tmp_path / "whole", pins={"compile": "on"}, **options)
+    train("Augmented", tmp_path / "uninterrupted", pins={"compile": "on"}, **options)
     for stop in (6, 20, None):
-        train("Augmented", tmp_path / "broken", stop, pins={"compile": "on"}, **options)
-    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
-    assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+        train("Augmented", tmp_path / "resumed", stop, pins={"compile": "on"}, **options)
+    assert rows(tmp_path / "resumed") == rows(tmp_path / "uninterrupted")
+    assert weights(tmp_path / "resumed") == weights(tmp_path / "uninterrupted")
 
 
 def test_tight_memory_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where little is free, forms are captured at their first call instead of run eager beside the graphs."""
+    """With little free memory, each form is captured at its first call, without eager steps before."""
     monkeypatch.setattr("drivetrain.engine.fast.trial.TIGHT_MEMORY_SHARE", 0.0)
     train("Images", tmp_path / "eager", pins={"capture": "off"}, epochs=8, deterministic=True, log_every=4)
     facts = train("Images", tmp_path / "tight", epochs=8, deterministic=True, log_every=4)

@@ -1,4 +1,4 @@
-"""Memory that really runs out on a GPU: a cap on what this process may take stands for a small card."""
+"""Memory really runs out on a GPU: a limit for this process makes the card small."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from drivetrain.hardware import detect
 from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
 from drivetrain.watch.files import MetricsFile
-from tests.samples import Plain, rows
+from tests.sample_tasks import Plain, rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 MEGABYTE = 1 << 20
-WIDTH = 1 << 20  # numbers a sample holds in each of the layers: 4 MB of activations apiece
+WIDTH = 1 << 20  # values per sample and layer: 4 MB of activations
 
 
 class Wide(nn.Module):
-    """Few weights, and activations of 4 MB a sample and layer that backward needs; statistics in a buffer."""
+    """Has few weights, large activations (4 MB per sample and layer, needed in backward), and BatchNorm buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,11 +37,11 @@ class Wide(nn.Module):
         hidden = self.norm(self.inner(x))
         wide = hidden.mean(1, keepdim=True).expand(-1, WIDTH).contiguous()
         for _ in range(4):
-            wide = wide.sin()  # keeps its input
+            wide = wide.sin()  # saves its input for backward
         return self.head(hidden) + wide.mean(1, keepdim=True)
 
 
-class Hungry(Plain):
+class LargeActivations(Plain):
     def model(self) -> nn.Module:
         return Wide()
 
@@ -49,7 +49,7 @@ class Hungry(Plain):
         return None
 
 
-class Told(Observer):
+class PlanRecorder(Observer):
     def __init__(self) -> None:
         self.plans: list[dict[str, Any]] = []
 
@@ -68,33 +68,33 @@ def small_card() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def prepare(folder: Path, told: Told, samples: int) -> Training:
-    task = Hungry(epochs=12, samples=samples, precision="fp32")
+def prepare(folder: Path, recorder: PlanRecorder, samples: int) -> Training:
+    task = LargeActivations(epochs=12, samples=samples, precision="fp32")
     plan = choose(task.settings(), detect(), device="cuda", world_size=1, local_procs=1, pins={"compile": "off"})
-    return Training(task, plan, Run(folder), Group(0, 1, torch.device("cuda", 0)), Observers([told, MetricsFile(Run(folder))]), False)
+    return Training(task, plan, Run(folder), Group(0, 1, torch.device("cuda", 0)), Observers([recorder, MetricsFile(Run(folder))]), False)
 
 
-def happened(folder: Path) -> list[str]:
+def event_names(folder: Path) -> list[str]:
     return [json.loads(line)["event"] for line in (folder / "events.jsonl").read_text().splitlines()]
 
 
 def test_a_batch_that_does_not_fit_is_halved_until_it_does(tmp_path: Path, small_card: None) -> None:
-    told = Told()
-    job = prepare(tmp_path, told, samples=96)
+    recorder = PlanRecorder()
+    job = prepare(tmp_path, recorder, samples=96)
     job.run_to_end()
     job.setup.observer.close()
     assert job.execution.plan.micro_batch in (2, 4, 8)
     assert job.execution.plan.accumulation == 16 // job.execution.plan.micro_batch
     assert [r["step"] for r in rows(tmp_path)] == list(range(1, 73))
-    assert "out of memory at step 1 on rank 0: micro-batch 16 -> 8" in told.plans[0]["sentence"]
-    assert told.plans[-1]["capture"] in ("on", "off"), "how steps run was found out anew"
-    assert happened(tmp_path).count("oom") == happened(tmp_path).count("replanned") >= 1
+    assert "out of memory at step 1 on rank 0: micro-batch 16 -> 8" in recorder.plans[0]["sentence"]
+    assert recorder.plans[-1]["capture"] in ("on", "off"), "the tuner has chosen again how steps run"
+    assert event_names(tmp_path).count("oom") == event_names(tmp_path).count("replanned") >= 1
 
 
-def test_steps_that_were_captured_are_captured_anew(tmp_path: Path) -> None:
-    """The last batch of an epoch is a partial one, which runs eager beside the captured steps when memory runs out."""
-    told = Told()
-    job = prepare(tmp_path, told, samples=100)
+def test_captured_steps_are_captured_again_with_the_smaller_micro_batch(tmp_path: Path) -> None:
+    """The last batch of an epoch is partial; it runs eager, and here memory runs out in it."""
+    recorder = PlanRecorder()
+    job = prepare(tmp_path, recorder, samples=100)
     captured: list[bool] = []
 
     def run_out_of_memory(_: Any) -> None:
@@ -107,9 +107,9 @@ def test_steps_that_were_captured_are_captured_anew(tmp_path: Path) -> None:
     job.setup.observer.close()
     assert captured == [True]
     assert (job.execution.plan.micro_batch, job.execution.plan.accumulation) == (8, 2)
-    assert happened(tmp_path).count("oom") == 1
-    assert "out of memory at step 21 on rank 0: micro-batch 16 -> 8" in told.plans[0]["sentence"]
-    assert told.plans[-1]["capture"] == "on"
+    assert event_names(tmp_path).count("oom") == 1
+    assert "out of memory at step 21 on rank 0: micro-batch 16 -> 8" in recorder.plans[0]["sentence"]
+    assert recorder.plans[-1]["capture"] == "on"
     assert (
         job.execution.step.graphs is not None
         and job.execution.step.graphs.has_graph_of("micro")

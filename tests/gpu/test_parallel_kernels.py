@@ -1,4 +1,4 @@
-"""Parallel kernels in a graph give the same numbers as one after the other, bit for bit, in every replay.
+"""Parallel kernels in a graph give bit-equal results to sequential ones in every replay.
 
 python -m pytest -m gpu tests/gpu/test_parallel_kernels.py
 """
@@ -18,7 +18,7 @@ from drivetrain.engine.fast import compiled
 from drivetrain.engine.fast.graphs import capture_graph
 from drivetrain.engine.fast.parallel_kernels import parallel_optimizer_kernels
 from drivetrain.engine.fast.stem import conv2d_by_product
-from tests.gpu.kinds import train
+from tests.gpu.hard_tasks import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -41,11 +41,11 @@ def streams_of(replay: Any) -> int:
 
 
 def test_a_parallel_update_is_exact() -> None:
-    """Inputs change from replay to replay: a branch that did not wait would read the ones before."""
+    """The inputs change between replays: a kernel that started too early would read the old ones."""
     torch.manual_seed(0)
     device = torch.device("cuda", 0)
 
-    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(1)
         net = nn.Sequential(
             nn.Conv2d(8, 64, 3), nn.Tanh(), nn.Conv2d(64, 96, 3), nn.Tanh(), nn.Conv2d(96, 32, 3), nn.Flatten(), nn.Linear(3200, 50)
@@ -63,41 +63,41 @@ def test_a_parallel_update_is_exact() -> None:
         with parallel_optimizer_kernels(device):
             optimizer.step()
 
-    plain, branched = made(), made()
-    for one in (plain, branched):
+    sequential, parallel = make(), make()
+    for net_and_optimizer in (sequential, parallel):
         for _ in range(3):
-            step(*one)
-    replay = capture_graph(lambda: step(*branched))
+            step(*net_and_optimizer)
+    replay = capture_graph(lambda: step(*parallel))
     assert streams_of(replay) >= 2, "no kernels ran in parallel"
-    step(*plain)
+    step(*sequential)
     for seed in range(200):
         inputs.copy_(torch.randn(inputs.shape, generator=torch.Generator().manual_seed(seed)))
-        step(*plain)
+        step(*sequential)
         replay()
-    for mine, expected in zip(branched[0].parameters(), plain[0].parameters(), strict=True):
-        assert torch.equal(mine, expected)
+    for parameter, expected in zip(parallel[0].parameters(), sequential[0].parameters(), strict=True):
+        assert torch.equal(parameter, expected)
 
 
 def test_a_convolution_as_a_product_is_as_exact_as_the_librarys() -> None:
-    """Both in bf16, against float64."""
+    """Both run in bf16 and are compared with float64."""
     torch.manual_seed(0)
     images = torch.randn(64, 1, 28, 28, device="cuda")
     weight, bias = torch.randn(32, 1, 5, 5, device="cuda") / 5, torch.randn(32, device="cuda")
-    given = torch.randn(64, 32, 28, 28, device="cuda")
+    output_gradient = torch.randn(64, 32, 28, 28, device="cuda")
 
-    def apart(convolve: Any) -> list[float]:
-        def run(images: Tensor, weight: Tensor, bias: Tensor, given: Tensor) -> tuple[Tensor, ...]:
+    def relative_errors(convolve: Any) -> list[float]:
+        def run(images: Tensor, weight: Tensor, bias: Tensor, output_gradient: Tensor) -> tuple[Tensor, ...]:
             weight, bias = weight.clone().requires_grad_(), bias.clone().requires_grad_()
-            out = convolve(images, weight, bias, 1, 2)
-            return out, *torch.autograd.grad(out, (weight, bias), given.to(out.dtype))
+            output = convolve(images, weight, bias, 1, 2)
+            return output, *torch.autograd.grad(output, (weight, bias), output_gradient.to(output.dtype))
 
-        exact = run(*(t.double() for t in (images, weight, bias, given)))
+        exact = run(*(t.double() for t in (images, weight, bias, output_gradient)))
         with torch.autocast("cuda", torch.bfloat16):
-            got = run(images, weight, bias, given)
-        return [float((g.double() - e).norm() / e.norm()) for g, e in zip(got, exact, strict=True)]
+            computed = run(images, weight, bias, output_gradient)
+        return [float((g.double() - e).norm() / e.norm()) for g, e in zip(computed, exact, strict=True)]
 
-    for mine, librarys in zip(apart(conv2d_by_product), apart(F.conv2d), strict=True):
-        assert mine < 1.5 * librarys + 1e-3
+    for error, library_error in zip(relative_errors(conv2d_by_product), relative_errors(F.conv2d), strict=True):
+        assert error < 1.5 * library_error + 1e-3
 
 
 def test_code_that_fails_with_custom_passes_is_compiled_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A population on a GPU: captured, it equals the eager one; each member equals an ordinary run; and it is fast."""
+"""On a GPU, a captured population equals an eager one, each member equals an ordinary run, and the population is fast."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ TRIALS: list[dict[str, Any]] = [
 ]
 
 
-def trained(folder: Path, epochs: int, trials: list[dict[str, Any]], capture: str = "auto", **more: Any) -> list[str]:
+def train_population_of(folder: Path, epochs: int, trials: list[dict[str, Any]], capture: str = "auto", **more: Any) -> list[str]:
     """Trains them as one program; returns the notices."""
     reported = []
     members = []
-    for number, own in enumerate(trials):
+    for number, changes in enumerate(trials):
         (folder / str(number)).mkdir(parents=True)
-        settings = CartPole(**SMALL | own | more, epochs=epochs).settings()
+        settings = CartPole(**SMALL | changes | more, epochs=epochs).settings()
         members.append(PopulationMember(number, str(folder / str(number)), settings))
     plan = choose(members[0].settings, detect(), device="cuda", world_size=1, local_procs=1, pins={"capture": capture})
     job = PopulationJob(run=str(folder), task=find_task("cartpole"), plan=plan, folder=".", members=members, size=64)
@@ -48,8 +48,8 @@ def trained(folder: Path, epochs: int, trials: list[dict[str, Any]], capture: st
 
 
 def test_a_captured_population_equals_the_eager_one(tmp_path: Path) -> None:
-    assert trained(tmp_path / "captured", 12, TRIALS) == [], "all of it can be captured"
-    trained(tmp_path / "eager", 12, TRIALS, capture="off")
+    assert train_population_of(tmp_path / "captured", 12, TRIALS) == [], "no notice: everything can be captured"
+    train_population_of(tmp_path / "eager", 12, TRIALS, capture="off")
     for number in range(len(TRIALS)):
         rows, expected = (Run(tmp_path / kind / str(number)).rows() for kind in ("captured", "eager"))
         assert len(rows) == 6
@@ -59,10 +59,10 @@ def test_a_captured_population_equals_the_eager_one(tmp_path: Path) -> None:
 
 
 def test_a_member_equals_an_ordinary_run(tmp_path: Path) -> None:
-    trained(tmp_path / "together", 4, TRIALS)
-    for number, own in enumerate(TRIALS):
+    train_population_of(tmp_path / "together", 4, TRIALS)
+    for number, changes in enumerate(TRIALS):
         run = Run(tmp_path / "alone" / str(number))
-        task = CartPole(**SMALL | own, epochs=4)
+        task = CartPole(**SMALL | changes, epochs=4)
         plan = choose(task.settings(), detect(), device="cuda", world_size=1, local_procs=1)
         observer = Observers([MetricsFile(run)])
         Training(task, plan, run, Group(0, 1, torch.device("cuda", 0)), observer, False).run_to_end()
@@ -72,9 +72,9 @@ def test_a_member_equals_an_ordinary_run(tmp_path: Path) -> None:
             assert torch.allclose(weight, expected[name], rtol=1e-2, atol=1e-3), (number, name)
 
 
-def test_it_is_fast(tmp_path: Path) -> None:
+def test_a_population_is_fast(tmp_path: Path) -> None:
     """25 policies of the default size take more than ten million steps a second together."""
     rates = [{"learning_rate": 1e-4 * 1.2**i} for i in range(25)]
-    trained(tmp_path, 60, rates, envs=1024, horizon=16, global_batch=4096, eval_every="20ep")
+    train_population_of(tmp_path, 60, rates, envs=1024, horizon=16, global_batch=4096, eval_every="20ep")
     rows = Run(tmp_path / "0").rows()
     assert rows[-1]["samples_per_second"] * len(rates) / CartPole().passes > 10e6

@@ -18,7 +18,7 @@ from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
 from drivetrain.tasks.rl.worlds import CartPole, Snake
 from drivetrain.watch.files import MetricsFile
-from tests.samples import rows, weights
+from tests.sample_tasks import rows, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 TASKS: dict[str, Any] = {
@@ -28,8 +28,10 @@ TASKS: dict[str, Any] = {
 
 
 def train(name: str, folder: Path, stop: int | None = None, **pins: Any) -> Training:
-    kind, settings = TASKS[name]
-    task = kind(**settings, eval_episodes=0, log_every=1, save_every="1ep", deterministic=True)  # convolutions else repeat nearly
+    task_class, settings = TASKS[name]
+    task = task_class(
+        **settings, eval_episodes=0, log_every=1, save_every="1ep", deterministic=True
+    )  # otherwise convolutions are not bit-equal
     plan = choose(task.settings(), detect(), device="cuda", world_size=1, local_procs=1, pins=pins)
     observer = Observers([MetricsFile(Run(folder))])
     training = Training(task, plan, Run(folder), Group(0, 1, torch.device("cuda", 0)), observer, False)
@@ -38,27 +40,27 @@ def train(name: str, folder: Path, stop: int | None = None, **pins: Any) -> Trai
     return training
 
 
-def collected(name: str, capture: str) -> list[dict[str, Any]]:
+def collect(name: str, capture: str) -> list[dict[str, Any]]:
     """Returns eight collections with one policy, and the environments' state after each."""
-    kind, settings = TASKS[name]
-    task, device = kind(**settings), torch.device("cuda", 0)
+    task_class, settings = TASKS[name]
+    task, device = task_class(**settings), torch.device("cuda", 0)
     plan = choose(task.settings(), detect(), device="cuda", world_size=1, local_procs=1, pins={"capture": capture})
     prepare(plan, Group(0, 1, device))  # graphs want a stream of their own
     torch.manual_seed(0)
     model, source = task.model().to(device), task.train_data()
     feed = SourceFeed(source, plan, Group(0, 1, device), 0)
-    found = []
+    collections = []
     for epoch in range(8):
         feed.begin_epoch(epoch, model)
         assert feed._data is not None and feed._data.names is not None
-        found.append({k: v.clone() for k, v in (*zip(feed._data.names, feed._data.columns, strict=True), *source.state().items())})
+        collections.append({k: v.clone() for k, v in (*zip(feed._data.names, feed._data.columns, strict=True), *source.state().items())})
     assert (feed._graphs is not None and feed._graphs.has_graph_of("collect")) is (capture == "auto")
-    return found
+    return collections
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_captured_collection_equals_the_eager_one(task: str) -> None:
-    for a, b in zip(collected(task, "auto"), collected(task, "off"), strict=True):
+    for a, b in zip(collect(task, "auto"), collect(task, "off"), strict=True):
         assert a.keys() == b.keys()
         for name in a:
             assert torch.equal(a[name], b[name]), name
@@ -66,8 +68,8 @@ def test_a_captured_collection_equals_the_eager_one(task: str) -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_an_interrupted_run_equals_an_uninterrupted_one(task: str, tmp_path: Path) -> None:
-    whole = train(task, tmp_path / "uninterrupted", compile="off")
-    per_epoch = whole.setup.steps_per_epoch
+    uninterrupted = train(task, tmp_path / "uninterrupted", compile="off")
+    per_epoch = uninterrupted.setup.steps_per_epoch
     for stop in (2 * per_epoch, 5 * per_epoch + 1, None):
         train(task, tmp_path / "interrupted", stop, compile="off")
     assert rows(tmp_path / "interrupted") == rows(tmp_path / "uninterrupted")

@@ -1,4 +1,4 @@
-"""A GPU of which others hold most: what is left decides the plan, and the plan runs in it."""
+"""When other processes use most of a GPU, the plan follows from the free memory, and the training fits into it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.alone,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]  # alone: it holds most of the GPU
+]  # alone: it uses most of the GPU
 
-FREE = 6 << 30  # bytes that are left
-HOG = """
+FREE_BYTES = 6 << 30
+HOLD_MEMORY = """
 import sys, torch
 free, _ = torch.cuda.mem_get_info()
 held = torch.empty(free - int(sys.argv[1]), dtype=torch.uint8, device="cuda")
@@ -54,14 +54,16 @@ class Deep(Task):
 
 
 @pytest.fixture
-def crowded() -> Iterator[None]:
-    with subprocess.Popen([sys.executable, "-c", HOG, str(FREE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as hog:
+def mostly_used_gpu() -> Iterator[None]:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD_MEMORY, str(FREE_BYTES)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as hog:
         assert hog.stdout is not None and hog.stdout.readline() == "holds\n"
         yield
         hog.kill()
 
 
-def drivetrain(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run_drivetrain(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     (folder / "deep.py").write_text(TASK)
     environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
     command = [sys.executable, "-m", "drivetrain", *words]
@@ -69,25 +71,25 @@ def drivetrain(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def planned(folder: Path) -> dict[str, Any]:
-    shown = drivetrain(folder, "plan", "deep.py:Deep", "--json")
+    shown = run_drivetrain(folder, "plan", "deep.py:Deep", "--json")
     assert shown.returncode == 0, shown.stderr
     return json.loads(shown.stdout)["plan"]  # type: ignore[no-any-return]
 
 
-def test_with_the_whole_gpu_nothing_is_sharded(tmp_path: Path) -> None:
+def test_with_an_empty_gpu_nothing_is_sharded(tmp_path: Path) -> None:
     plan = planned(tmp_path)
     assert plan["strategy"] == "single" and plan["offload"] == "none"
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["planned", "at-once"])
-def test_with_little_of_it_the_plan_is_another_and_runs(known: bool, tmp_path: Path, crowded: None) -> None:
-    if known:
+@pytest.mark.parametrize("is_planned_before", [True, False], ids=["planned", "at-once"])
+def test_with_little_free_memory_the_model_is_sharded_and_trains(is_planned_before: bool, tmp_path: Path, mostly_used_gpu: None) -> None:
+    if is_planned_before:
         plan = planned(tmp_path)
         assert plan["strategy"] == "fsdp" and plan["offload"] != "none", plan
-        assert any(one["choice"] == "single" and "GiB" in one["why"] for one in plan["rejected"]), plan["rejected"]
-        assert sum(plan["predicted"]["memory_bytes"].values()) < FREE
-    ran = drivetrain(tmp_path, "train", "deep.py:Deep", "--run-dir", "runs/deep")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+        assert any(rejected["choice"] == "single" and "GiB" in rejected["why"] for rejected in plan["rejected"]), plan["rejected"]
+        assert sum(plan["predicted"]["memory_bytes"].values()) < FREE_BYTES
+    process = run_drivetrain(tmp_path, "train", "deep.py:Deep", "--run-dir", "runs/deep")
+    assert process.returncode == 0, process.stdout + process.stderr
     facts = json.loads((tmp_path / "runs/deep/run.json").read_text())
     assert facts["plan"]["strategy"] == "fsdp" and facts["plan"]["offload"] != "none"
     assert facts["outcome"] == "ok"

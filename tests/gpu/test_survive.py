@@ -1,4 +1,4 @@
-"""What dies or hangs on a real GPU.
+"""Hangs, bottlenecks and faults on a real GPU.
 
 python -m pytest -m gpu tests/gpu/test_survive.py
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.command import drivetrain, good, write_task
+from tests.command import run_drivetrain, run_ok, write_task
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -33,7 +33,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 class Deep(nn.Module):
-    # Much work for few weights, so that a checkpoint is nothing beside a step.
+    # Much work for few weights, so that a checkpoint takes little time compared with a step.
     def __init__(self):
         super().__init__()
         self.layer, self.last = nn.Linear(4096, 4096), nn.Linear(4096, 10)
@@ -67,30 +67,30 @@ x, y = batch
         return F.cross"""
 
 
-def test_a_kernel_that_never_ends_is_told_by_its_power(folder: Path) -> None:
+def test_an_endless_kernel_is_recognised_by_its_low_power(folder: Path) -> None:
     write_task(change=("x, y = batch\n        return F.cross", STUCK))
     command = ["train", "small.py", "epochs=20", "plan.capture=off", "plan.compile=off", "--restarts", "0", "--hang-after", "2s"]
-    done = drivetrain(*command, "--name", "stuck")
-    assert done.returncode == 202, done.stdout + done.stderr
-    print(done.stderr)
-    assert "rank 0 hangs" in done.stderr and "without a sign of life" in done.stderr
-    assert "busy at" in done.stderr and "it waits in a kernel" in done.stderr
+    process = run_drivetrain(*command, "--name", "stuck")
+    assert process.returncode == 202, process.stdout + process.stderr
+    print(process.stderr)
+    assert "rank 0 hangs" in process.stderr and "without a sign of life" in process.stderr
+    assert "busy at" in process.stderr and "it waits in a kernel" in process.stderr
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_where_the_time_goes_is_asked_of_the_device(slow: bool, folder: Path) -> None:
-    """Batches of a megabyte, whose samples take their time or do not, and a net that is work for any GPU."""
+def test_the_time_breakdown_includes_the_device(slow: bool, folder: Path) -> None:
+    """Batches have a megabyte, samples are slow or fast to load, and the net is slow on any GPU."""
     Path("wide.py").write_text(WIDE.format(pause=0.004 if slow else 0.0))
-    out = good("train", "wide.py", "plan.workers=2", "--name", "wide")
-    spent = json.loads(Path("runs/wide/logs/time.json").read_text())
-    (rank,) = spent["ranks"]
+    output = run_ok("train", "wide.py", "plan.workers=2", "--name", "wide")
+    breakdown = json.loads(Path("runs/wide/logs/time.json").read_text())
+    (rank,) = breakdown["ranks"]
     parts = {part: seconds for part, seconds in rank.items() if part != "start"}
-    print(slow, {part: round(seconds, 3) for part, seconds in rank.items()}, spent["steps"])
+    print(slow, {part: round(seconds, 3) for part, seconds in rank.items()}, breakdown["steps"])
     assert rank["copy"] > 0
     assert max(parts, key=parts.__getitem__) == ("data" if slow else "compute")
-    assert ("data loading is" in out) == slow, out
+    assert ("data loading is" in output) == slow, output
 
 
 def test_faults_change_nothing(folder: Path) -> None:
     write_task()
-    print(good("chaos", "small.py", "--faults", "8", "--steps", "60", "--keep", "kept"))
+    print(run_ok("chaos", "small.py", "--faults", "8", "--steps", "60", "--keep", "results"))

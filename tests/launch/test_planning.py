@@ -1,4 +1,4 @@
-"""How long a training waits for its plan, and what the cache saves it."""
+"""Planning before a training has a time limit, and a second training uses the cached measurements."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def _own_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(steps: int, measure: Measure = Measure.IF_WORTHWHILE) -> tuple[Plan, float]:
-    """Returns the plan of a training of so many steps, and the seconds that planning took."""
+    """Returns the plan of a training with this number of steps, and the seconds that planning took."""
     [recipe] = load("small.py", [f"steps={steps}"])
-    begun = time.monotonic()
-    return make_plan(recipe, Cluster(detect(), "cpu", 1, 1), Screen(quiet=True), measure=measure), time.monotonic() - begun
+    start = time.monotonic()
+    return make_plan(recipe, Cluster(detect(), "cpu", 1, 1), Screen(quiet=True), measure=measure), time.monotonic() - start
 
 
 def no_process(*args: Any) -> None:
@@ -40,7 +40,7 @@ def no_process(*args: Any) -> None:
 
 
 def test_a_long_training_measures_once_and_a_short_one_never(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "MIN_SECONDS", 60.0)  # the survey of the task is not what is timed here
+    monkeypatch.setattr(profiling, "MIN_SECONDS", 60.0)  # enough time for the survey of the task, which is not tested here
     plan, _ = planned(28)
     assert plan.predicted and not plan.measured
     plan, seconds = planned(10**8)
@@ -48,12 +48,12 @@ def test_a_long_training_measures_once_and_a_short_one_never(monkeypatch: pytest
     assert len(points) >= 3 and all(p["step_seconds"] > 0 for p in points)
     assert seconds < 0.05 * 10**8 * plan.predicted["step_seconds"]
     monkeypatch.setattr(profiling, "SurveyProcess", no_process)
-    again, seconds = planned(10**8)
-    assert again.measured == plan.measured and seconds < 1
-    assert planned(28)[0].measured == plan.measured, "what a long one measured serves a short one"
+    second_plan, seconds = planned(10**8)
+    assert second_plan.measured == plan.measured and seconds < 1
+    assert planned(28)[0].measured == plan.measured, "a short training uses the measurements of a long one"
 
 
-def test_measuring_ends_at_its_limit_and_is_not_tried_again_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_ends_at_its_limit_and_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "MIN_SECONDS", 60.0)
     plan, _ = planned(28)
     monkeypatch.setattr(planning, "MIN_MEASURING_SECONDS", 0.01)
@@ -63,7 +63,7 @@ def test_measuring_ends_at_its_limit_and_is_not_tried_again_within_it(monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(profiling, "SurveyProcess", no_process)
         assert not planned(steps)[0].measured
-    assert planned(steps, Measure.ALWAYS)[0].measured, "asked for, it has no limit"
+    assert planned(steps, Measure.ALWAYS)[0].measured, "measuring on request has no limit"
 
 
 def test_survey_and_measuring_share_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_survey_and_measuring_share_one_budget(monkeypatch: pytest.MonkeyPatch) 
     assert limits[0] is not None and budget - seconds <= limits[0] < budget - 0.5 * seconds, (limits, budget, seconds)
 
 
-def test_a_training_on_a_cpu_is_planned_as_the_plan_verb_says() -> None:
+def test_a_training_on_a_cpu_has_the_plan_that_the_plan_command_shows() -> None:
     [recipe] = load("small.py", ["global_batch=16"])
     cluster, screen = Cluster(detect(), "cpu", 1, 1), Screen(quiet=True)
     before = make_plan(recipe, cluster, screen, measure=Measure.IF_WORTHWHILE, survey=False)
@@ -93,8 +93,8 @@ def test_a_training_on_a_cpu_is_planned_as_the_plan_verb_says() -> None:
 CRASHES = ("return F.cross_entropy(model(x), y)", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
 
 
-def test_a_survey_that_crashes_leaves_a_plan_by_the_models_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "MAX_PARAMETERS_WITH_VALUES", 0)  # one crash suffices here
+def test_after_a_crash_of_the_survey_the_plan_follows_from_the_models_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "MAX_PARAMETERS_WITH_VALUES", 0)  # without a second survey with real values
     write_task(change=CRASHES)
     [recipe] = load("small.py", [])
     plan = make_plan(recipe, Cluster(parse("1xT4"), "cuda", 1, 1), Screen(quiet=True))
@@ -103,17 +103,17 @@ def test_a_survey_that_crashes_leaves_a_plan_by_the_models_sizes(monkeypatch: py
 
 
 class _BusyProcess(survey_process.SurveyProcess):
-    """Runs this code instead of a survey."""
+    """Runs `code` instead of a survey."""
 
     def __init__(self, code: str) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", code])
 
 
-def test_work_and_not_the_clock_decides_that_a_task_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_survey_is_limited_by_cpu_time_and_much_later_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey_process, "WORK_LIMIT_SECONDS", 0.5)
     with pytest.raises(Problem, match=r"longer than .* s to look at: --planner off"):
         profiling.ended_in_time(_BusyProcess("while True: pass"), None)
-    assert profiling.ended_in_time(_BusyProcess("import time; time.sleep(1.5)"), None), "waiting for a busy machine is no work"
+    assert profiling.ended_in_time(_BusyProcess("import time; time.sleep(1.5)"), None), "a process that only waits uses no CPU time"
     monkeypatch.setattr(survey_process, "WALL_LIMIT_SECONDS", 1.0)
     with pytest.raises(Problem, match="to look at"):
         profiling.ended_in_time(_BusyProcess("import time; time.sleep(60)"), None)

@@ -1,4 +1,4 @@
-"""A request writes itself as a command line, and the command line's parser reads the same request back."""
+"""A request can be written as a command line, and the parser reads the same request from it."""
 
 from __future__ import annotations
 
@@ -60,24 +60,24 @@ def test_the_parser_reads_a_written_request_back(request: Request) -> None:
     assert read_request(request.command()) == request
 
 
-def test_every_field_of_a_request_is_tried() -> None:
-    tried = {*PLACEMENT, *OTHER, *TRAIN_ONLY, "verb", "target", "settings", "nodes", "min_nodes", "name", "run_dir"}
-    assert tried == {field.name for field in fields(Request) if field.compare}
+def test_the_test_above_uses_every_field_of_a_request() -> None:
+    used_fields = {*PLACEMENT, *OTHER, *TRAIN_ONLY, "verb", "target", "settings", "nodes", "min_nodes", "name", "run_dir"}
+    assert used_fields == {field.name for field in fields(Request) if field.compare}
 
 
-def test_a_request_is_written_as_people_write_it() -> None:
+def test_a_request_is_written_as_a_short_command() -> None:
     request = Request(target="digits.py", settings=("hidden=512",), procs=4, nodes=3, min_nodes=1, time_limit=14400.0, smoke=True)
     expected = ["train", "digits.py", "hidden=512", "--procs", "4", "--nodes", "1:3", "--time-limit", "14400s", "--smoke"]
     assert request.command() == expected
     assert read_request(["train", "digits.py", "--time-limit", "4h"]).time_limit == 14400.0
 
 
-def test_a_request_says_when_it_must_be_over() -> None:
+def test_a_time_limit_counts_from_the_time_of_the_request() -> None:
     request = Request(time_limit=60.0, asked_at=1000.0)
     assert request.deadline == 1060.0 and replace(request, name="later").deadline == 1060.0
     assert Request().deadline is None
 
 
-def test_a_request_has_one_place_for_its_run() -> None:
+def test_a_request_with_a_name_and_a_run_directory_is_refused() -> None:
     with pytest.raises(Problem, match="give one"):
         Request(name="a", run_dir="b")

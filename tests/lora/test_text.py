@@ -1,4 +1,4 @@
-"""TextSource texts, tokenising them once, and packing them into rows."""
+"""Texts are read, tokenised once, and packed into rows."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from drivetrain.tasks.lora.base_model import ByteTokenizer
 from drivetrain.tasks.lora.documents import TextSource, _data_set, documents, read_row
 from drivetrain.tasks.lora.text import Tokens, pack, prefix_tokens, tokenise, with_prefix
 from tests.lora.models import TEMPLATE, write_jsonl, write_model
-from tests.patience import Stopwatch
+from tests.waiting import Stopwatch
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=60)
 
 
-def some(lengths: list[int]) -> Tokens:
-    """Documents whose tokens are all different."""
+def documents_of(lengths: list[int]) -> Tokens:
+    """Returns documents of these lengths, whose tokens are all different."""
     starts = np.concatenate([[0], np.cumsum(lengths)])
     return Tokens(np.arange(starts[-1], dtype=np.int32), np.ones(starts[-1], bool), starts)
 
@@ -37,17 +37,17 @@ def some(lengths: list[int]) -> Tokens:
 @settings(max_examples=200, deadline=None)
 @given(LENGTHS, st.integers(2, 40), st.booleans())
 def test_packing_keeps_every_token_once_and_in_order(lengths: list[int], length: int, together: bool) -> None:
-    found = some(lengths)
-    rows = pack(found, np.arange(len(lengths)), length, together, "split", padding=-1)
-    kept = rows.tokens[rows.document > 0]
-    single = {int(found.starts[i]) + k for i, n in enumerate(lengths) for k in range(0, n, length) if min(length, n - k) == 1}
-    assert sorted(kept.tolist()) == [t for t in range(int(found.starts[-1])) if t not in single]
+    all_documents = documents_of(lengths)
+    rows = pack(all_documents, np.arange(len(lengths)), length, together, "split", padding=-1)
+    packed_tokens = rows.tokens[rows.document > 0]
+    left_out = {int(all_documents.starts[i]) + k for i, n in enumerate(lengths) for k in range(0, n, length) if min(length, n - k) == 1}
+    assert sorted(packed_tokens.tolist()) == [t for t in range(int(all_documents.starts[-1])) if t not in left_out]
     assert (rows.tokens[rows.document == 0] == -1).all()
     for row, document in zip(rows.tokens, rows.document, strict=True):
         inside = document > 0
         assert not inside[int(inside.sum()) :].any(), "padding comes last"
         follows = (document[1:] == document[:-1]) & inside[1:]
-        assert (np.diff(row)[follows] == 1).all(), "a document's tokens stand side by side"
+        assert (np.diff(row)[follows] == 1).all(), "the tokens of a document stay in order"
     assert rows.num_split == sum(n > length for n in lengths)
     if not together:
         assert rows.has_single_documents or not len(rows.tokens)
@@ -56,23 +56,23 @@ def test_packing_keeps_every_token_once_and_in_order(lengths: list[int], length:
 @settings(max_examples=100, deadline=None)
 @given(LENGTHS)
 def test_no_two_rows_could_have_been_one(lengths: list[int]) -> None:
-    rows = pack(some(lengths), np.arange(len(lengths)), 64, True, "split", 0)
+    rows = pack(documents_of(lengths), np.arange(len(lengths)), 64, True, "split", 0)
     filled = sorted((rows.document > 0).sum(1).tolist())
     assert len(filled) < 2 or filled[0] + filled[1] > 64
 
 
 def test_the_first_token_of_a_piece_is_not_learned() -> None:
-    rows = pack(some([5, 3]), np.arange(2), 4, True, "split", 0)
-    assert rows.learned.sum() == (4 - 1) + (3 - 1)  # the fifth token of the first stands alone, and is left out
-    rows = pack(some([5, 3]), np.arange(2), 4, True, "truncate", 0)
+    rows = pack(documents_of([5, 3]), np.arange(2), 4, True, "split", 0)
+    assert rows.learned.sum() == (4 - 1) + (3 - 1)  # the fifth token of the first document would be alone in a row, and is left out
+    rows = pack(documents_of([5, 3]), np.arange(2), 4, True, "truncate", 0)
     assert rows.learned.sum() == (4 - 1) + (3 - 1) and (rows.num_split, rows.num_truncated) == (0, 1)
 
 
-def test_a_completion_is_not_parted_from_its_prompt() -> None:
-    """Documents: a text, a prompt of two tokens with a completion of six, and a prompt that fills its row."""
-    found = some([7, 8, 6])
-    found.learned[7:9] = found.learned[15:20] = False
-    rows = pack(found, np.arange(3), 4, True, "split", -1)
+def test_a_completion_stays_with_its_prompt() -> None:
+    """The documents are a text, a prompt of two tokens with a completion of six, and a prompt that fills its row."""
+    all_documents = documents_of([7, 8, 6])
+    all_documents.learned[7:9] = all_documents.learned[15:20] = False
+    rows = pack(all_documents, np.arange(3), 4, True, "split", -1)
     assert sorted(rows.tokens.tolist()) == [[0, 1, 2, 3], [4, 5, 6, -1], [7, 8, 9, 10]]
     assert (rows.num_split, rows.num_truncated, rows.num_dropped) == (1, 2, 1) and rows.learned.sum() == 3 + 2 + 2
 
@@ -81,8 +81,8 @@ def test_texts_are_split_as_asked(tmp_path: Path) -> None:
     path = tmp_path / "a text.txt"
     path.write_text("one\ntwo\n\nthree\n\n\n")
 
-    def read(unit: Any, **more: Any) -> list[Any]:
-        return [d[0][0] for d in documents(TextSource(str(path), unit, **more), print)]  # type: ignore[index]
+    def read(unit: Any, **options: Any) -> list[Any]:
+        return [d[0][0] for d in documents(TextSource(str(path), unit, **options), print)]  # type: ignore[index]
 
     assert read("file") == ["one\ntwo\n\nthree\n\n\n"]
     assert read("lines") == ["one", "two", "three"]
@@ -95,10 +95,10 @@ def test_a_malformed_line_is_named_or_left_out(tmp_path: Path) -> None:
     path.write_text('{"text": "good"}\n\n{"text": \n{"txt": "bad"}\n{"text": 3}\n{"prompt": "a", "completion": "b"}\n')
     with pytest.raises(Problem, match=r"line 3: .*bad_samples=skip"):
         list(documents(TextSource(str(path)), print))
-    told: list[str] = []
-    found = list(documents(TextSource(str(path), bad_samples="skip"), told.append))
-    assert found == [[("good", True)], [("a", False), ("b", True)]]
-    assert told == [f"{path}: 3 malformed lines left out (line 3, 4, 5)"]
+    notices: list[str] = []
+    rows = list(documents(TextSource(str(path), bad_samples="skip"), notices.append))
+    assert rows == [[("good", True)], [("a", False), ("b", True)]]
+    assert notices == [f"{path}: 3 malformed lines left out (line 3, 4, 5)"]
 
 
 def test_json_is_a_list_of_rows_or_a_row_a_line(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_json_is_a_list_of_rows_or_a_row_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "says"),
+    ("row", "message"),
     [
         ([], "a list instead of an object"),
         ({"txt": "x"}, "it has txt, but neither text"),
@@ -125,8 +125,8 @@ def test_json_is_a_list_of_rows_or_a_row_a_line(tmp_path: Path) -> None:
         ({"prompt": 1, "completion": "x"}, "must be text"),
     ],
 )
-def test_rows_that_are_none(row: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_malformed_rows_are_refused(row: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         read_row(row)
 
 
@@ -140,9 +140,9 @@ def test_only_what_the_assistant_says_is_learned(tmp_path: Path, monkeypatch: py
         {"role": "user", "content": "a mat"}, {"role": "assistant", "content": "and saw"},
     ]  # fmt: skip
     path = write_jsonl(tmp_path / "chats.jsonl", [{"messages": chat}])
-    found = tokenise(TextSource(str(path)), tokenizer, print)
-    assert tokenizer.decode(found.tokens[found.learned]) == "sat on <|end|> and saw <|end|>"
-    assert tokenizer.decode(found.tokens).startswith("<|user|> the cat <|end|>")
+    tokenised = tokenise(TextSource(str(path)), tokenizer, print)
+    assert tokenizer.decode(tokenised.tokens[tokenised.learned]) == "sat on <|end|> and saw <|end|>"
+    assert tokenizer.decode(tokenised.tokens).startswith("<|user|> the cat <|end|>")
     tokenizer.chat_template = None
     with pytest.raises(Problem, match="no chat template"):
         tokenise(TextSource(str(path)), tokenizer, print)
@@ -155,23 +155,23 @@ def test_rows_of_a_data_set_and_chats_that_do_not_fit_are_named_or_left_out(tmp_
     write_jsonl(Path("set/train.jsonl"), [{"text": "the cat"}, {"text": None}, {"text": "a mat"}])
     with pytest.raises(Problem, match="data=set, row 2: text, prompt and completion must be text"):
         list(documents(TextSource("set", "file", None, "stop"), print))
-    said: list[str] = []
-    assert len(list(documents(TextSource("set", "file", None, "skip"), said.append))) == 2
-    assert said == ["data=set: 1 malformed row left out (row 2)"]
+    notices: list[str] = []
+    assert len(list(documents(TextSource("set", "file", None, "skip"), notices.append))) == 2
+    assert notices == ["data=set: 1 malformed row left out (row 2)"]
 
     class Strict:
         chat_template, eos_token_id = "strict", 1
 
-        def apply_chat_template(self, some: list[dict[str, str]], **options: Any) -> Any:
-            if some and some[0]["role"] != "user":
+        def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> Any:
+            if messages and messages[0]["role"] != "user":
                 raise RuntimeError("a chat begins with the user")
-            return {"input_ids": [2, 3][: len(some)]}
+            return {"input_ids": [2, 3][: len(messages)]}
 
         def __call__(self, texts: list[str], **options: Any) -> Any:
             return {"input_ids": [[5] for _ in texts]}
 
-    good, odd = [{"role": r, "content": "x"} for r in ("user", "assistant")], [{"role": "assistant", "content": "x"}]
-    write_jsonl(Path("chats.jsonl"), [{"messages": good}, {"messages": odd}])
+    valid, invalid = [{"role": r, "content": "x"} for r in ("user", "assistant")], [{"role": "assistant", "content": "x"}]
+    write_jsonl(Path("chats.jsonl"), [{"messages": valid}, {"messages": invalid}])
     with pytest.raises(Problem, match=r"chat 2: the model's template refuses it .a chat begins with the user"):
         text._tokenise_all(TextSource("chats.jsonl", "file", None, "stop"), Strict(), print)
     assert len(text._tokenise_all(TextSource("chats.jsonl", "file", None, "skip"), Strict(), print)) == 1
@@ -185,13 +185,13 @@ def test_texts_are_tokenised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     class Counting(ByteTokenizer):
         def __call__(self, texts: Any, **options: Any) -> Any:
-            calls.extend([texts] if texts != ["a"] else [])  # that is how it looks at what a text begins with
+            calls.extend([texts] if texts != ["a"] else [])  # "a" is tokenised only to find the begin token
             return super().__call__(texts, **options)
 
     first = tokenise(TextSource(str(path), "lines"), Counting(), print)
     assert first.tokens.tolist() == [97, 98, 99, 256, 100, 101, 256] and first.starts.tolist() == [0, 4, 7]
-    again = tokenise(TextSource(str(path), "lines"), Counting(), print)
-    assert isinstance(again.tokens, np.memmap) and np.array_equal(first.tokens, again.tokens) and len(calls) == 1
+    second = tokenise(TextSource(str(path), "lines"), Counting(), print)
+    assert isinstance(second.tokens, np.memmap) and np.array_equal(first.tokens, second.tokens) and len(calls) == 1
     path.write_text("abc\ndf\n")
     assert tokenise(TextSource(str(path), "lines"), Counting(), print).tokens[5] == 102 and len(calls) == 2
 
@@ -203,7 +203,7 @@ def test_nothing_to_learn_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         tokenise(TextSource(str(tmp_path / "empty.txt")), ByteTokenizer(), print)
     with pytest.raises(Problem, match="there is no such file"):
         tokenise(TextSource(str(tmp_path / "missing.jsonl")), ByteTokenizer(), print)
-    assert not list((tmp_path / "cache" / "drivetrain" / "tokens").iterdir()), "nothing half made is left behind"
+    assert not list((tmp_path / "cache" / "drivetrain" / "tokens").iterdir()), "no half-written file is left"
 
 
 def test_a_text_begins_in_training_as_in_predict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,15 +215,15 @@ def test_a_text_begins_in_training_as_in_predict(tmp_path: Path, monkeypatch: py
     template = "{{ bos_token }}" + TEMPLATE
     for begins in (False, True):
         tokenizer = AutoTokenizer.from_pretrained(write_model(tmp_path / f"model-{begins}", template, begins=begins))
-        found = tokenise(TextSource(str(path)), tokenizer, print)
-        chats, texts, pairs = (found.tokens[a:b].tolist() for a, b in zip(found.starts, found.starts[1:], strict=False))
-        first = [tokenizer.bos_token_id] if begins else []
-        assert prefix_tokens(tokenizer) == first
-        assert texts == tokenizer("the cat")["input_ids"] + [tokenizer.eos_token_id], "as transformers begins it"
+        tokenised = tokenise(TextSource(str(path)), tokenizer, print)
+        chats, texts, pairs = (tokenised.tokens[a:b].tolist() for a, b in zip(tokenised.starts, tokenised.starts[1:], strict=False))
+        prefix = [tokenizer.bos_token_id] if begins else []
+        assert prefix_tokens(tokenizer) == prefix
+        assert texts == tokenizer("the cat")["input_ids"] + [tokenizer.eos_token_id], "the same tokens as from transformers"
         assert pairs == tokenizer("a mat and saw")["input_ids"] + [tokenizer.eos_token_id]
-        assert chats.count(tokenizer.bos_token_id) == 1, "the template's own, and no second"
-        given = tokenizer(["<s> the cat"], add_special_tokens=False)["input_ids"][0]
-        assert with_prefix(first, given) == given, "a prompt that has one gets no second"
+        assert chats.count(tokenizer.bos_token_id) == 1, "only the begin token of the template"
+        prompt = tokenizer(["<s> the cat"], add_special_tokens=False)["input_ids"][0]
+        assert with_prefix(prefix, prompt) == prompt, "a prompt with a begin token gets no second one"
 
 
 HOLDER = """
@@ -245,29 +245,29 @@ print(len(tokenise(TextSource(sys.argv[1], "lines"), Slow(), print)))
 def test_of_several_processes_one_tokenises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text("abc\nde\n")
-    told = tmp_path / "told"
+    log = tmp_path / "log"
 
     def start(seconds: float) -> subprocess.Popen[bytes]:
-        words = [sys.executable, "-c", HOLDER, str(tmp_path / "text.txt"), str(told), str(seconds)]
+        words = [sys.executable, "-c", HOLDER, str(tmp_path / "text.txt"), str(log), str(seconds)]
         return subprocess.Popen(words, stdout=subprocess.PIPE)
 
     holder = start(600)
-    while not told.exists():
+    while not log.exists():
         time.sleep(0.05)
-    two = [start(1), start(1)]
+    waiting = [start(1), start(1)]
     time.sleep(1)
     holder.kill()
     holder.wait()
-    assert [process.communicate(timeout=60)[0] for process in two] == [b"2\n", b"2\n"]
-    assert told.read_text() == "tokenised" * 2, "the killed one's, and one more"
+    assert [process.communicate(timeout=60)[0] for process in waiting] == [b"2\n", b"2\n"]
+    assert log.read_text() == "tokenised" * 2, "once by the killed process, and once by one of the others"
     assert [p.name.startswith(".") for p in (tmp_path / "cache" / "drivetrain" / "tokens").iterdir() if p.suffix == ".lock"] == []
 
 
 # --- data sets ---
 
 
-def test_a_folder_that_a_download_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `hf download --local-dir` writes it: by its whole path, with configurations, and seen again once it has changed."""
+def test_a_downloaded_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is as `hf download --local-dir` writes it, with configurations; it is tokenised again after a change."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "set"
     (folder / "one").mkdir(parents=True)
@@ -277,7 +277,7 @@ def test_a_folder_that_a_download_left(tmp_path: Path, monkeypatch: pytest.Monke
     reading = TextSource(f"{folder}:one", "file")
     assert tokenise(reading, ByteTokenizer(), print).tokens.tolist() == [97, 98, 99, 256]
     write_jsonl(folder / "one" / "train.jsonl", [{"text": "abd"}])
-    _data_set.cache_clear()  # as a new process begins
+    _data_set.cache_clear()  # as in a new process
     assert tokenise(reading, ByteTokenizer(), print).tokens.tolist() == [97, 98, 100, 256]
     with pytest.raises(Problem, match=r"pick one among the available configs: .*one"):
         tokenise(TextSource(str(folder), "file"), ByteTokenizer(), print)
@@ -288,16 +288,16 @@ def test_without_a_network_a_data_set_is_named_at_once(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr("drivetrain.tasks.lora.documents.hub_answers", lambda: False)
-    watch = Stopwatch()
+    stopwatch = Stopwatch()
     with pytest.raises(Problem, match=r"(?s)could not be fetched from the hub.*hf download some/set --repo-type dataset .*data=DIR:one"):
         TextSource("some/set:one").content_key()
-    assert watch.seconds < 5
+    assert stopwatch.seconds < 5
     with pytest.raises(Problem, match="there is no such file"):
         TextSource("/nowhere/set").content_key()
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Has one gated repository of each kind, and no other."""
+    """A hub with one gated repository of each kind and no other repository."""
 
     def do_GET(self) -> None:
         code = (403, "GatedRepo") if "closed" in self.path else (401, "RepoNotFound")
@@ -312,7 +312,7 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
-ASKED = """
+FETCH_FROM_HUB = """
 from drivetrain.outcomes import Problem
 from drivetrain.tasks.lora.base_model import find_base
 from drivetrain.tasks.lora.documents import TextSource
@@ -325,14 +325,16 @@ for kind in (lambda name: find_base(name).tokenizer(), lambda name: find_base(na
 """
 
 
-def test_what_is_gated_and_what_is_missing_on_the_hub(tmp_path: Path) -> None:
+def test_gated_and_missing_repositories_are_distinguished(tmp_path: Path) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     Thread(target=server.serve_forever, daemon=True).start()
-    places = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", ASKED], env=os.environ | places, capture_output=True, text=True, timeout=120)
+    variables = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
+    process = subprocess.run(
+        [sys.executable, "-c", FETCH_FROM_HUB], env=os.environ | variables, capture_output=True, text=True, timeout=120
+    )
     server.shutdown()
     gated = "is gated: accept its terms on its hub page and log in (hf auth login, or HF_TOKEN), or give a folder with its files"
-    assert done.stdout.splitlines() == [
+    assert process.stdout.splitlines() == [
         *[f"base=some/closed {gated}", "base=some/missing: the hub has no such model, and there is no such folder"] * 2,
         f"data=some/closed {gated}",
         "data=some/missing: there is no such file or folder here, and no such data set on the hub",

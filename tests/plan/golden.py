@@ -1,4 +1,4 @@
-"""Plans for twelve machines and three tasks as text: `python -m tests.plan.golden` writes golden.txt again after an intended change."""
+"""Plans for twelve machines and three tasks, as text. `python -m tests.plan.golden` rewrites golden.txt after an intended change."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ def profile(name: str, precision: str) -> Profile:
     return survey(TASKS[name][0](), precision)
 
 
-def plan(name: str, words: str, **pins: object) -> Plan:
-    hardware = parse(words)
+def plan(name: str, machine: str, **pins: object) -> Plan:
+    hardware = parse(machine)
     procs = max(1, len(hardware.gpus))
     device = "cuda" if hardware.gpus else "cpu"
     settings = TASKS[name][0](global_batch=TASKS[name][1]).settings()
-    where = {"device": device, "world_size": procs * hardware.nodes, "local_procs": procs, "nodes": hardware.nodes}
-    first = choose(settings, hardware, **where)  # type: ignore[arg-type]
-    return choose(settings, hardware, **where, pins=pins, profile=profile(name, first.precision))  # type: ignore[arg-type]
+    processes = {"device": device, "world_size": procs * hardware.nodes, "local_procs": procs, "nodes": hardware.nodes}
+    first_plan = choose(settings, hardware, **processes)  # type: ignore[arg-type]
+    return choose(settings, hardware, **processes, pins=pins, profile=profile(name, first_plan.precision))  # type: ignore[arg-type]
 
 
 def text() -> str:
     lines = []
     for name in TASKS:
-        for words in MACHINES:
-            lines.append(f"{name} on {words}")
+        for machine in MACHINES:
+            lines.append(f"{name} on {machine}")
             try:
-                made = plan(name, words)
+                chosen = plan(name, machine)
             except Problem as problem:
                 lines += [f"    {line}" for line in str(problem).splitlines()]
                 continue
-            need = sum(made.predicted["memory_bytes"].values()) / 2**30
-            lines.append(f"    {made.sentence()}; evaluation {made.eval_micro_batch}")
-            lines.append(f"    {need:.3g} GiB, {made.predicted['step_seconds'] * 1e3:.3g} ms; {made.reasons['strategy']}")
+            gib = sum(chosen.predicted["memory_bytes"].values()) / 2**30
+            lines.append(f"    {chosen.sentence()}; evaluation {chosen.eval_micro_batch}")
+            lines.append(f"    {gib:.3g} GiB, {chosen.predicted['step_seconds'] * 1e3:.3g} ms; {chosen.reasons['strategy']}")
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Which environment variables a plan may set."""
+"""A plan may set only environment variables that tune speed, not those that load code or name files."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ REFUSED = [
 @pytest.mark.parametrize("name", REFUSED)
 def test_variables_that_load_code_or_name_files_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(Problem, match=f"'{name}' is no variable that a plan may set"):
-        Plan.from_json({"env": {name: "x"}})  # as the rendezvous, a worker and a resumed run read it
+        Plan.from_json({"env": {name: "x"}})  # the rendezvous, a worker and a resumed run read a plan like this
     with pytest.raises(Problem, match="leave it out of the plan"):
         replace(Plan(), env={name: "x"})
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(Plan().to_json() | {"env": {name: "x"}}))
-    with pytest.raises(Problem, match=name):  # as --plan FILE reads it
+    with pytest.raises(Problem, match=name):  # `--plan FILE` reads a plan like this
         read(file)
 
 

@@ -1,4 +1,4 @@
-"""Files for --plan: every key is used, or listed with the reason why not."""
+"""Files for --plan: every key is used, or listed as unused with the reason."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def load(folder: Path, text: str, name: str = "file.yaml") -> Imported:
     return read(folder / name)
 
 
-def ds(folder: Path, **values: Any) -> Imported:
+def load_deepspeed(folder: Path, **values: Any) -> Imported:
     return load(folder, json.dumps(values), "ds.json")
 
 
@@ -129,8 +129,12 @@ def test_every_key_is_used_or_listed_once(tmp_path: Path, text: str, name: str) 
     assert Counter([k for k, _ in imported.used] + [k for k, _ in imported.unused]) == Counter(keys)
     for _, target in imported.used:
         name = target.removeprefix("--").removeprefix("plan.").replace("-", "_")
-        destination = imported.pins if target.startswith("plan.") else imported.request if target.startswith("--") else imported.settings
-        assert name in destination, target
+        if target.startswith("plan."):
+            assert name in imported.pins, target
+        elif target.startswith("--"):
+            assert name in imported.request, target
+        else:
+            assert name in imported.settings, target
     assert all(why and "\n" not in why for _, why in imported.unused)
 
 
@@ -142,7 +146,7 @@ def test_guide_004_as_printed(tmp_path: Path) -> None:
     assert imported.unused == (("zero_optimization.offload_optimizer.pin_memory", "offloaded state is always in pinned memory"),)
 
 
-def test_a_whole_deepspeed_configuration(tmp_path: Path) -> None:
+def test_a_full_deepspeed_configuration(tmp_path: Path) -> None:
     imported = load(tmp_path, FULL, "ds.json")
     assert imported.settings == {
         "global_batch": 256, "clip": 1.0, "precision": "fp16", "optim": "adamw", "learning_rate": 5e-5, "weight_decay": 0.01,
@@ -168,17 +172,17 @@ def test_a_whole_deepspeed_configuration(tmp_path: Path) -> None:
     assert "no key that is known" in unused["a_key_of_tomorrow.x"]
 
 
-def test_deepspeed_gets_none_of_the_plans_own_keys(tmp_path: Path) -> None:
+def test_keys_that_the_plan_decides_are_not_passed_to_deepspeed(tmp_path: Path) -> None:
     passed = {key for key, _ in flatten(load(tmp_path, FULL, "ds.json").pins["deepspeed_config"])}
     assert passed <= set(deepspeed.TUNING)
-    owned = {
+    keys_of_the_plan = {
         "train_batch_size",
         "zero_optimization.stage",
         "zero_optimization.offload_optimizer.device",
         "fp16.enabled",
         "gradient_clipping",
     }
-    assert not owned & set(deepspeed.TUNING)
+    assert not keys_of_the_plan & set(deepspeed.TUNING)
 
 
 def test_pins_of_a_file_make_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +214,7 @@ def test_pins_of_a_file_make_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ],
 )  # fmt: skip
 def test_sharding_and_offload(tmp_path: Path, values: dict[str, Any], pins: dict[str, Any]) -> None:
-    imported = ds(tmp_path, **values)
+    imported = load_deepspeed(tmp_path, **values)
     assert imported.pins == pins | ({"strategy": "deepspeed"} if "zero_stage" in pins else {})
 
 
@@ -234,11 +238,11 @@ def test_sharding_and_offload(tmp_path: Path, values: dict[str, Any], pins: dict
     ],
 )  # fmt: skip
 def test_settings_of_deepspeed(tmp_path: Path, values: dict[str, Any], settings: dict[str, Any]) -> None:
-    assert ds(tmp_path, **values).settings == settings
+    assert load_deepspeed(tmp_path, **values).settings == settings
 
 
 def test_a_global_batch_that_depends_on_the_number_of_processes_gets_a_note(tmp_path: Path) -> None:
-    imported = ds(tmp_path, train_micro_batch_size_per_gpu=8, gradient_accumulation_steps=4)
+    imported = load_deepspeed(tmp_path, train_micro_batch_size_per_gpu=8, gradient_accumulation_steps=4)
     assert imported.pins == {"micro_batch": 8} and "global_batch" not in imported.settings
     assert "global_batch=32 times them" in imported.notes[0]
 
@@ -313,24 +317,24 @@ def test_keys_of_the_installed_accelerate_are_known() -> None:
     from accelerate.commands.config.config_args import ClusterConfig
 
     known = {key.name for key in accelerate.KEYS}
-    tops = {name.partition(".")[0] for name in known}
-    assert set(inspect.signature(ClusterConfig).parameters) <= tops
+    known_groups = {name.partition(".")[0] for name in known}
+    assert set(inspect.signature(ClusterConfig).parameters) <= known_groups
     flags = {o.removeprefix("--").replace("-", "_") for action in launch.launch_command_parser()._actions for o in action.option_strings}
     assert {f"fsdp_config.{f}" for f in flags if f.startswith("fsdp_")} <= known
-    ours = {n.removeprefix("deepspeed_config.") for n in known if n.startswith("deepspeed_config.")}
-    assert {f for f in flags if f.startswith(("deepspeed_", "offload_", "zero"))} <= ours
+    known_deepspeed_keys = {n.removeprefix("deepspeed_config.") for n in known if n.startswith("deepspeed_config.")}
+    assert {f for f in flags if f.startswith(("deepspeed_", "offload_", "zero"))} <= known_deepspeed_keys
 
 
 # --- saved plans ----------------------------------------------------------------------------
 
 
-def made() -> Plan:
+def example_plan() -> Plan:
     return choose(Task(global_batch=64).settings(), parse("2xL4"), device="cuda", world_size=2, local_procs=2, pins={"micro_batch": 8})
 
 
 @pytest.mark.parametrize("form", ["bare", "plan --json", "run.json"])
 def test_a_saved_plan_is_read_unchanged(tmp_path: Path, form: str) -> None:
-    plan = made()
+    plan = example_plan()
     values: dict[str, Any] = plan.to_json()
     if form == "plan --json":
         values = {"format": 1, "task": "digits", "plan": values}
@@ -351,8 +355,8 @@ def test_a_saved_plan_is_read_unchanged(tmp_path: Path, form: str) -> None:
 
 
 def test_a_key_of_a_later_version_is_listed_as_unused(tmp_path: Path) -> None:
-    imported = load(tmp_path, json.dumps(made().to_json() | {"warp": 9}), "plan.json")
-    assert imported.plan == made() and imported.unused == (("warp", "no key of a plan"),)
+    imported = load(tmp_path, json.dumps(example_plan().to_json() | {"warp": 9}), "plan.json")
+    assert imported.plan == example_plan() and imported.unused == (("warp", "no key of a plan"),)
 
 
 @pytest.mark.parametrize(
@@ -367,9 +371,9 @@ def test_a_key_of_a_later_version_is_listed_as_unused(tmp_path: Path) -> None:
         ({"format": 2}, r"a plan of format 2, and this version reads 1: make it anew"),
     ],
 )
-def test_a_broken_plan(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_a_malformed_plan_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(Problem, match=message):
-        load(tmp_path, json.dumps(made().to_json() | change), "plan.json")
+        load(tmp_path, json.dumps(example_plan().to_json() | change), "plan.json")
 
 
 # --- invalid files -------------------------------------------------------------------------------------
@@ -437,7 +441,7 @@ def test_any_value_of_any_key_is_used_listed_or_refused(tmp_path_factory: pytest
         elif isinstance(values.setdefault(top, {}), dict):
             values[top][rest] = data.draw(ANY)
     try:
-        imported = ds(tmp_path_factory.getbasetemp(), **values)
+        imported = load_deepspeed(tmp_path_factory.getbasetemp(), **values)
     except Problem:
         return
     assert len(imported.used) + len(imported.unused) == len(list(flatten(values)))

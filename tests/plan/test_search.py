@@ -1,4 +1,4 @@
-"""Plans from predictions: golden plans for twelve machines, and what changes a plan."""
+"""Plans from predictions: golden plans for twelve machines, and how pins, memory and hardware change a plan."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tests.plan.golden import FILE, MACHINES, TASKS, plan, profile, text
 IN_BF16 = [words for words in MACHINES if not any(part in words for part in ("T4", "cpu", "x6GB"))]
 
 
-@pytest.mark.system  # it profiles models in three number formats, which takes a minute
+@pytest.mark.system  # profiles models in three precisions, which takes a minute
 def test_golden_plans() -> None:
-    now, before = text().splitlines(), FILE.read_text().splitlines()
-    changes = "\n".join(difflib.unified_diff(before, now, "golden.txt", "now", lineterm="", n=1))
-    assert not changes, f"plans changed; if that is wanted: python -m tests.plan.golden\n{changes}"
+    new_lines, old_lines = text().splitlines(), FILE.read_text().splitlines()
+    changes = "\n".join(difflib.unified_diff(old_lines, new_lines, "golden.txt", "new", lineterm="", n=1))
+    assert not changes, f"plans changed; if that is intended: python -m tests.plan.golden\n{changes}"
 
 
 def test_other_hardware_gives_other_reasons() -> None:
@@ -41,20 +41,20 @@ def test_other_hardware_gives_other_reasons() -> None:
 
 def test_the_global_batch_is_kept() -> None:
     for words in IN_BF16:
-        made = plan("135M", words)
-        share = -(-made.global_batch // made.world_size)
-        assert made.global_batch == 512
-        assert made.accumulation == -(-share // made.micro_batch)
+        chosen = plan("135M", words)
+        share = -(-chosen.global_batch // chosen.world_size)
+        assert chosen.global_batch == 512
+        assert chosen.accumulation == -(-share // chosen.micro_batch)
 
 
 def test_a_model_that_does_not_fit_unsharded_is_sharded_with_the_reason() -> None:
-    made = plan("1.7B", "4xL4-24GB")
-    assert made.strategy == "fsdp"
-    assert "ddp does not fit" in made.reasons["strategy"]
-    assert any(lost["choice"] == "ddp" and "needs" in lost["why"] for lost in made.rejected)
+    chosen = plan("1.7B", "4xL4-24GB")
+    assert chosen.strategy == "fsdp"
+    assert "ddp does not fit" in chosen.reasons["strategy"]
+    assert any(rejected["choice"] == "ddp" and "needs" in rejected["why"] for rejected in chosen.rejected)
 
 
-def test_the_host_s_memory_is_the_last_resort() -> None:
+def test_state_is_offloaded_to_the_host_only_if_nothing_else_fits() -> None:
     assert plan("1.7B", "8xA100-40GB").offload == "none"
     assert plan("1.7B", "1xRTX4090-24GB").offload == "all"
 
@@ -62,17 +62,17 @@ def test_the_host_s_memory_is_the_last_resort() -> None:
 def test_deepspeed_is_chosen_where_only_its_offload_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's memory holds the optimizer's state but not all state; the GPU holds parameters and gradients."""
     monkeypatch.setattr("drivetrain.plan.deepspeed.find_spec", lambda name: True)
-    made = plan("1.7B", "1xRTX5090-29GB, 30GB RAM")
-    assert (made.strategy, made.zero_stage, made.offload) == ("deepspeed", 2, "optimizer")
-    assert "single does not fit" in made.reasons["strategy"]
+    chosen = plan("1.7B", "1xRTX5090-29GB, 30GB RAM")
+    assert (chosen.strategy, chosen.zero_stage, chosen.offload) == ("deepspeed", 2, "optimizer")
+    assert "single does not fit" in chosen.reasons["strategy"]
     monkeypatch.setattr("drivetrain.plan.deepspeed.find_spec", lambda name: None)
     with pytest.raises(Problem, match=r"24 GiB of the host's memory can be used.\nWays out: \(1\) 32 GiB of RAM .*\(2\) a GPU with 3\d GB"):
         plan("1.7B", "1xRTX5090-29GB, 30GB RAM")
 
 
 def test_a_pin_stays_and_other_choices_follow_from_it() -> None:
-    made = plan("1.7B", "8xH100-80GB", activation_checkpointing="true", micro_batch=8)
-    assert (made.activation_checkpointing, made.micro_batch, made.reasons["micro_batch"]) == (True, 8, "pinned")
+    chosen = plan("1.7B", "8xH100-80GB", activation_checkpointing="true", micro_batch=8)
+    assert (chosen.activation_checkpointing, chosen.micro_batch, chosen.reasons["micro_batch"]) == (True, 8, "pinned")
     assert plan("1.7B", "8xH100-80GB", strategy="fsdp", zero_stage=3).zero_stage == 3
 
 
@@ -90,12 +90,12 @@ def test_a_pinned_micro_batch_that_does_not_fit_is_named() -> None:
 def test_several_machines_without_a_stated_network_can_be_planned(words: str) -> None:
     """`train --nodes 2` never states a network: it detects only this machine."""
 
-    here = parse(words)
-    procs = len(here.gpus)
-    where: dict[str, Any] = {"device": "cuda", "world_size": 2 * procs, "local_procs": procs, "nodes": 2}
+    machine = parse(words)
+    procs = len(machine.gpus)
+    processes: dict[str, Any] = {"device": "cuda", "world_size": 2 * procs, "local_procs": procs, "nodes": 2}
     settings = TASKS["135M"][0](global_batch=512).settings()
-    made = choose(settings, here, **where, profile=profile("135M", "bf16"))
-    assert made.predicted["seconds_by_part"]["communication"] > 0
+    chosen = choose(settings, machine, **processes, profile=profile("135M", "bf16"))
+    assert chosen.predicted["seconds_by_part"]["communication"] > 0
 
 
 def test_a_strategy_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,19 +165,18 @@ def test_a_size_between_two_is_measured_if_they_are_far_apart_or_their_errors_di
 @pytest.mark.parametrize("words", [*IN_BF16, "1xRTX3090-24GB"])
 @pytest.mark.parametrize("name", TASKS)
 def test_no_plan_exceeds_the_card_s_rates(name: str, words: str) -> None:
-    made, known = plan(name, words), profile(name, "bf16")
-    machine = MachineCapacity.of(parse(words), "cuda", made.world_size // made.nodes)
-    done = known.checkpointed if made.activation_checkpointing else known.plain
-    assert done is not None
-    share = made.micro_batch * made.accumulation
-    seconds = made.predicted["seconds_by_part"]["work"]
-    for figure, rate in (("flops", 1e12 * machine.card.bf16), ("bytes", 1e9 * machine.card.bandwidth)):
-        total = sum(w.num_calls * (made.accumulation * getattr(w, figure)[0] + share * getattr(w, figure)[1]) for w in done.work)
-        assert total / seconds <= rate, figure
+    chosen, task_profile = plan(name, words), profile(name, "bf16")
+    machine = MachineCapacity.of(parse(words), "cuda", chosen.world_size // chosen.nodes)
+    traced = task_profile.checkpointed if chosen.activation_checkpointing else task_profile.plain
+    assert traced is not None
+    samples_per_rank = chosen.micro_batch * chosen.accumulation
+    seconds = chosen.predicted["seconds_by_part"]["work"]
+    for unit, rate in (("flops", 1e12 * machine.card.bf16), ("bytes", 1e9 * machine.card.bandwidth)):
+        total = sum(w.num_calls * (chosen.accumulation * getattr(w, unit)[0] + samples_per_rank * getattr(w, unit)[1]) for w in traced.work)
+        assert total / seconds <= rate, unit
 
 
 def test_an_operation_takes_at_least_its_flops_at_the_card_s_rate() -> None:
-    """For every kind of operation."""
     machine = MachineCapacity.of(parse("1xRTX3090-24GB"), "cuda", 1)
     for kind in ("gemm", "conv", "grouped", "attention", "recurrent", "other", "scattered", "summed", "embedding"):
         work = Work(1, kind, "bfloat16", (71e12, 0.0), (1.0, 0.0), (1e9, 0.0), (64.0, 0.0))
@@ -190,15 +189,15 @@ def untraced(parameters: int) -> Profile:
 
 
 def planned(parameters: int, words: str) -> Plan:
-    here = parse(words)
-    return choose(Task().settings(), here, device="cuda", world_size=1, local_procs=1, profile=untraced(parameters))
+    machine = parse(words)
+    return choose(Task().settings(), machine, device="cuda", world_size=1, local_procs=1, profile=untraced(parameters))
 
 
 def test_an_untraced_task_is_planned_by_the_size_of_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drivetrain.plan.deepspeed.find_spec", lambda name: None)
-    made = planned(922_000_000, "1xT4-16GB")
-    assert made.offload == "all", "parameters, gradients and optimizer state are 13.7 GiB"
-    assert "single does not fit (its state alone needs 14 GiB of 13 GiB)" in made.reasons["strategy"]
+    chosen = planned(922_000_000, "1xT4-16GB")
+    assert chosen.offload == "all", "parameters, gradients and optimizer state are 13.7 GiB"
+    assert "single does not fit (its state alone needs 14 GiB of 13 GiB)" in chosen.reasons["strategy"]
     assert planned(922_000_000, "1xL4-24GB").strategy == "single"
     with pytest.raises(
         Problem, match=r"fits nowhere: the state alone of .* needs 14 GiB, 6.4 GiB of the host's.*\nWays out: .*a GPU with 17 GB"
@@ -206,31 +205,35 @@ def test_an_untraced_task_is_planned_by_the_size_of_its_state(monkeypatch: pytes
         planned(922_000_000, "1xT4-16GB, 8GB RAM")
 
 
-def test_a_cpu_takes_its_share_at_once_if_it_fits() -> None:
+def test_a_cpu_needs_no_accumulation_if_the_batch_fits() -> None:
     """The plan with a profile equals the one without, which `train` uses on a CPU."""
     words = "cpu, 16 cores, 64GB RAM"
     settings = TASKS["cnn"][0](global_batch=1024).settings()
     for procs in (1, 2):
-        where: dict[str, Any] = {"device": "cpu", "world_size": procs, "local_procs": procs}
-        with_profile = choose(settings, parse(words), **where, profile=profile("cnn", "bf16"))
-        without_profile = choose(settings, parse(words), **where)
+        processes: dict[str, Any] = {"device": "cpu", "world_size": procs, "local_procs": procs}
+        with_profile = choose(settings, parse(words), **processes, profile=profile("cnn", "bf16"))
+        without_profile = choose(settings, parse(words), **processes)
         assert (with_profile.micro_batch, with_profile.accumulation, with_profile.strategy) == (
             without_profile.micro_batch,
             1,
             without_profile.strategy,
         )
     small = parse("cpu, 16 cores, 0.2GB RAM")
-    less = choose(settings, small, device="cpu", world_size=1, local_procs=1, profile=profile("cnn", "bf16"))
-    assert less.micro_batch < 1024
+    smaller_plan = choose(settings, small, device="cpu", world_size=1, local_procs=1, profile=profile("cnn", "bf16"))
+    assert smaller_plan.micro_batch < 1024
 
 
-def test_a_candidate_that_is_not_faster_enough_says_by_how_much() -> None:
+def test_the_reason_of_a_rejected_candidate_has_its_relative_speed() -> None:
     rater = Rater(profile("135M", "bf16"), MachineCapacity.of(parse("8xH100-80GB"), "cuda", 8), 512, 8, 1)
     best = rater.rate(Candidate("ddp", 8, 8, 8), 8)
     sharded = Candidate("fsdp", 8, 8, 8, zero_stage=2)
-    for faster, words in ((1.19, "19 % faster, less than the 25 % from which"), (1.0, "as fast, and more laborious"), (0.8, "20 % slower")):
-        found = replace(best, candidate=sharded, seconds={"work": best.step_seconds / faster})
-        assert why_lost(rater, sharded, found, best)["why"].startswith(words)
+    for faster, reason in (
+        (1.19, "19 % faster, less than the 25 % from which"),
+        (1.0, "as fast, and more laborious"),
+        (0.8, "20 % slower"),
+    ):
+        rating = replace(best, candidate=sharded, seconds={"work": best.step_seconds / faster})
+        assert why_lost(rater, sharded, rating, best)["why"].startswith(reason)
 
 
 def test_need_and_usable_memory_get_enough_digits_to_differ() -> None:
@@ -241,8 +244,8 @@ def test_need_and_usable_memory_get_enough_digits_to_differ() -> None:
 
 
 def test_the_reason_of_an_assumed_network_says_how_to_state_it() -> None:
-    made = plan("135M", "2 nodes x 8xA100-40GB")
-    assert '25 Gb/s between machines are assumed; state their network after a comma: --hardware "2 nodes x 8x' in made.reasons["network"]
+    chosen = plan("135M", "2 nodes x 8xA100-40GB")
+    assert '25 Gb/s between machines are assumed; state their network after a comma: --hardware "2 nodes x 8x' in chosen.reasons["network"]
     assert "network" not in plan("135M", "2 nodes x 8xA100-40GB, 100Gb/s").reasons
 
 

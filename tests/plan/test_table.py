@@ -1,4 +1,4 @@
-"""Guide 004's table, row by row."""
+"""The table of guide 004, row by row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drivetrain.task import Task
 
 @pytest.fixture(autouse=True)
 def _fake_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planning only checks whether a package of that name exists."""
+    """Makes an empty package `deepspeed`: planning only checks whether it exists."""
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -107,9 +107,9 @@ def test_strategy(machine: str, deepspeed: bool, strategy: str, stage: int) -> N
     assert chosen_plan.reasons["strategy"].startswith("the guide's table")
 
 
-@pytest.mark.parametrize(("cores", "each"), [(64, 3), (14, 3), (13, 2), (8, 1), (5, 0), (2, 0)])
-def test_workers_are_capped_by_the_cores(cores: int, each: int) -> None:
-    assert plan(f"4xL4, {cores} cores").workers == each
+@pytest.mark.parametrize(("cores", "workers"), [(64, 3), (14, 3), (13, 2), (8, 1), (5, 0), (2, 0)])
+def test_workers_are_capped_by_the_cores(cores: int, workers: int) -> None:
+    assert plan(f"4xL4, {cores} cores").workers == workers
 
 
 @pytest.mark.parametrize(("ram", "prefetch"), [(128, 4), (65, 4), (64, 3), (33, 3), (32, 2), (8, 2)])
@@ -130,8 +130,8 @@ def test_without_a_gpu_the_guides_code_decides_and_the_reason_says_so() -> None:
     assert (chosen_plan.micro_batch, chosen_plan.accumulation, chosen_plan.global_batch, chosen_plan.precision) == (4, 8, 32, "fp32")
     assert (chosen_plan.strategy, chosen_plan.workers, chosen_plan.activation_checkpointing) == ("single", 0, False)
     assert "no row without a GPU" in chosen_plan.reasons["micro_batch"]
-    two = plan("cpu, 16 cores, 64GB RAM", procs=2)
-    assert (two.strategy, two.backend, two.global_batch) == ("ddp", "gloo", 64)
+    two_processes = plan("cpu, 16 cores, 64GB RAM", procs=2)
+    assert (two_processes.strategy, two_processes.backend, two_processes.global_batch) == ("ddp", "gloo", 64)
 
 
 def test_pins_win_and_other_choices_follow_from_them() -> None:
@@ -139,8 +139,8 @@ def test_pins_win_and_other_choices_follow_from_them() -> None:
     assert (chosen_plan.micro_batch, chosen_plan.accumulation, chosen_plan.global_batch) == (8, 8, 256)
     assert (chosen_plan.workers, chosen_plan.offload, chosen_plan.prefetch, chosen_plan.zero_stage) == (7, "none", 9, 2)
     assert chosen_plan.reasons["micro_batch"] == chosen_plan.reasons["workers"] == "pinned"
-    held = plan("4xL4", micro_batch=8, accumulation=3)
-    assert (held.accumulation, held.global_batch) == (3, 96)
+    pinned = plan("4xL4", micro_batch=8, accumulation=3)
+    assert (pinned.accumulation, pinned.global_batch) == (3, 96)
     sharded = plan("4xL4", strategy="fsdp")
     assert (sharded.strategy, sharded.zero_stage, sharded.offload) == ("fsdp", 3, "none")
     with pytest.raises(Problem, match=r"plan.zero_stage does not go with plan.strategy=ddp"):
@@ -152,6 +152,6 @@ def test_the_reason_says_when_the_recipes_global_batch_is_replaced() -> None:
     assert "as the recipe has it" in plan("4xT4", settings={"global_batch": 240}).reasons["global_batch"]
 
 
-def test_the_plan_survives_json() -> None:
+def test_the_plan_is_the_same_after_writing_and_reading_json() -> None:
     chosen_plan = plan("4xT4")
     assert Plan.from_json(chosen_plan.to_json()) == chosen_plan

@@ -1,4 +1,4 @@
-"""Environments against independent ones, step by step: Gymnasium's CartPole, and a referee of Snake in plain Python."""
+"""Environments equal independent implementations step by step: Gymnasium's CartPole, and Snake in plain Python."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from torch import Tensor
 from drivetrain.tasks.rl.envs import Env
 from drivetrain.tasks.rl.envs.cartpole import CartPoleEnv
 from drivetrain.tasks.rl.envs.snake import SnakeEnv
-from tests.rl.referee import Game
+from tests.rl.reference_snake import Game
 
-STEPS = int(os.environ.get("DRIVETRAIN_STEPS", 200_000))  # of the long comparisons
+STEPS = int(os.environ.get("DRIVETRAIN_STEPS", 200_000))  # in each long comparison
 
 
 def compare_cartpole(rows: int, steps: int) -> int:
     """Compares many poles with Gymnasium's environment, which steps them one by one; both in float64. Returns the number of ends."""
     random = torch.Generator().manual_seed(0)
-    env, peer = CartPoleEnv(), gymnasium.make("CartPole-v1").unwrapped
+    env, gym_env = CartPoleEnv(), gymnasium.make("CartPole-v1").unwrapped
     state = env.reset(torch.rand(rows, 4, generator=random, dtype=torch.float64))
-    ends = 0
+    num_ends = 0
     for _ in range(steps):
         action = torch.randint(2, (rows,), generator=random)
         before = state["motion"]
         state, reward, ended = env.step(state, action, torch.empty(rows, 0))
         for row in range(rows):
-            peer.reset()
-            peer.state = before[row].numpy()
-            _, gain, over, _, _ = peer.step(int(action[row]))
-            assert torch.allclose(state["motion"][row], torch.tensor(peer.state, dtype=torch.float64), rtol=0, atol=1e-12)
-            assert (gain, over) == (float(reward[row]), bool(ended[row]))
-        ends += int(ended.sum())
-        anew = env.reset(torch.rand(rows, 4, generator=random, dtype=torch.float64))
-        state = {"motion": torch.where(ended[:, None], anew["motion"], state["motion"])}
-    return ends
+            gym_env.reset()
+            gym_env.state = before[row].numpy()
+            _, expected_reward, expected_end, _, _ = gym_env.step(int(action[row]))
+            assert torch.allclose(state["motion"][row], torch.tensor(gym_env.state, dtype=torch.float64), rtol=0, atol=1e-12)
+            assert (expected_reward, expected_end) == (float(reward[row]), bool(ended[row]))
+        num_ends += int(ended.sum())
+        new_state = env.reset(torch.rand(rows, 4, generator=random, dtype=torch.float64))
+        state = {"motion": torch.where(ended[:, None], new_state["motion"], state["motion"])}
+    return num_ends
 
 
 def test_cartpole_equals_gymnasiums() -> None:
@@ -44,22 +44,22 @@ def test_cartpole_equals_gymnasiums() -> None:
 
 
 @pytest.mark.timeout(5000)
-@pytest.mark.system  # very many steps, one by one
+@pytest.mark.system  # slow
 def test_cartpole_equals_gymnasiums_for_many_steps() -> None:
     assert compare_cartpole(STEPS // 500, 500) > STEPS // 100
 
 
 def cells(body: Tensor, width: int) -> list[list[list[tuple[int, int]]]]:
-    """Returns by row and agent a body's cells, the head first."""
-    found: list[list[list[tuple[int, int]]]] = [[[] for _ in range(body.shape[1])] for _ in range(body.shape[0])]
-    where = body.nonzero()
-    for row, agent, cell in where[body[where.unbind(1)].argsort(descending=True)].tolist():
-        found[row][agent].append((cell % width, cell // width))
-    return found
+    """Returns the cells of each body as [row][agent], the head first."""
+    cells_of_agents: list[list[list[tuple[int, int]]]] = [[[] for _ in range(body.shape[1])] for _ in range(body.shape[0])]
+    positions = body.nonzero()
+    for row, agent, cell in positions[body[positions.unbind(1)].argsort(descending=True)].tolist():
+        cells_of_agents[row][agent].append((cell % width, cell // width))
+    return cells_of_agents
 
 
 def expected_observation(env: SnakeEnv, games: list[Game]) -> Tensor:
-    """Returns the observations by the referee's rules."""
+    """Returns the observations by the rules of the reference."""
     size, marked, start = env.width * env.height, [], 0
     for game in games:
         for agent in range(env.agents):
@@ -72,9 +72,9 @@ def expected_observation(env: SnakeEnv, games: list[Game]) -> Tensor:
 
 
 def compare_snake(env: SnakeEnv, rows: int, steps: int, eager: float) -> dict[str, int]:
-    """Compares snakes with the referee; actions are random, or lead to the food so that snakes grow long enough to meet.
+    """Compares snakes with the reference; actions are random, or lead to the food so that snakes grow long enough to meet.
 
-    Returns how often something happened.
+    Returns the number of deaths and meals, and the greatest length.
     """
     random = torch.Generator().manual_seed(1)
     counts = {"deaths": 0, "meals": 0, "longest": 0}
@@ -88,27 +88,29 @@ def compare_snake(env: SnakeEnv, rows: int, steps: int, eager: float) -> dict[st
         hungry = torch.rand(rows, env.agents, generator=random) < eager
         action = torch.where(hungry, toward_food(env, state["head"], state["food"]), action)
         chance = torch.rand(rows, 1, generator=random)
-        state, *told = env.step(state, action if env.agents > 1 else action[:, 0], chance)
-        reward, ended = (t.view(rows, env.agents) for t in told)
+        state, *reward_and_end = env.step(state, action if env.agents > 1 else action[:, 0], chance)
+        reward, ended = (t.view(rows, env.agents) for t in reward_and_end)
         bodies, draws = cells(state["body"], env.width), chance[:, 0].tolist()
-        did, food, ends, lengths, gains = (t.tolist() for t in (action, state["food"], ended, state["length"], reward))
+        actions, food, has_ended, lengths, rewards = (t.tolist() for t in (action, state["food"], ended, state["length"], reward))
         for row, game in enumerate(games):
-            wanted = game.step(did[row], draws[row])
+            expected_rewards = game.step(actions[row], draws[row])
             assert game.food == (food[row] % env.width, food[row] // env.width)
             for agent, snake in enumerate(game.snakes):
                 body = bodies[row][agent]
-                assert body == snake.cells if snake.alive else set(body) == set(snake.cells)  # a bitten cell is there twice
-                assert ends[row][agent] is not snake.alive
+                assert (
+                    body == snake.cells if snake.alive else set(body) == set(snake.cells)
+                )  # a dead snake's head may be on its own body, so that a cell occurs twice
+                assert has_ended[row][agent] is not snake.alive
                 assert lengths[row][agent] == len(snake.cells)
-                assert abs(gains[row][agent] - wanted[agent]) < 1e-4
+                assert abs(rewards[row][agent] - expected_rewards[agent]) < 1e-4
                 counts["longest"] = max(counts["longest"], len(snake.cells))
-                counts["meals"] += wanted[agent] > 50
-                counts["deaths"] += wanted[agent] == -0.1
+                counts["meals"] += expected_rewards[agent] > 50
+                counts["deaths"] += expected_rewards[agent] == -0.1
         assert torch.equal(env.observe(state).view(rows, env.agents, *env.shape), expected_observation(env, games))
-        over = ended.all(1)
-        anew = env.reset(chance)
-        state = {k: torch.where(over.view(-1, *(1,) * (v.dim() - 1)), anew[k], v) for k, v in state.items()}
-        for row in over.nonzero()[:, 0].tolist():
+        is_over = ended.all(1)
+        new_state = env.reset(chance)
+        state = {k: torch.where(is_over.view(-1, *(1,) * (v.dim() - 1)), new_state[k], v) for k, v in state.items()}
+        for row in is_over.nonzero()[:, 0].tolist():
             games[row].begin(float(chance[row, 0]))
     return counts
 
@@ -124,19 +126,19 @@ def toward_food(env: SnakeEnv, head: Tensor, food: Tensor) -> Tensor:
     [SnakeEnv(agents, *size, walls) for agents, size in enumerate(((7, 7), (5, 5), (6, 9), (8, 6)), 1) for walls in (False, True)],
     ids=lambda e: f"{e.agents}-{e.shape}-{e.walls}",
 )
-def test_snake_equals_the_referee(env: SnakeEnv) -> None:
-    seen = compare_snake(env, 20, 150, 0.8)
-    assert seen["meals"] > 20 and seen["deaths"] > 20 and seen["longest"] > 4, seen
+def test_snake_equals_the_reference(env: SnakeEnv) -> None:
+    counts = compare_snake(env, 20, 150, 0.8)
+    assert counts["meals"] > 20 and counts["deaths"] > 20 and counts["longest"] > 4, counts
 
 
 @pytest.mark.timeout(5000)
-@pytest.mark.system  # very many steps, one by one
-def test_snake_equals_the_referee_for_many_steps() -> None:
-    seen = {"meals": 0, "deaths": 0}
+@pytest.mark.system  # slow
+def test_snake_equals_the_reference_for_many_steps() -> None:
+    counts = {"meals": 0, "deaths": 0}
     for env, share in ((SnakeEnv(), 0.4), (SnakeEnv(4, 9, 9), 0.4), (SnakeEnv(3, 8, 8, walls=True), 0.2)):
-        found = compare_snake(env, int(share * STEPS) // 1000, 1000, 0.8)
-        seen = {k: seen[k] + found[k] for k in seen}
-    assert seen["meals"] > STEPS // 100 and seen["deaths"] > STEPS // 100, seen
+        counts_of_env = compare_snake(env, int(share * STEPS) // 1000, 1000, 0.8)
+        counts = {k: counts[k] + counts_of_env[k] for k in counts}
+    assert counts["meals"] > STEPS // 100 and counts["deaths"] > STEPS // 100, counts
 
 
 def test_a_head_on_collision_kills_the_lower_number_first() -> None:
@@ -155,20 +157,20 @@ def test_rules_are_pure_functions_of_their_arguments(env: Env) -> None:
     before = {k: v.clone() for k, v in state.items()}
     action = torch.randint(env.actions, (5, env.agents) if env.agents > 1 else (5,), generator=random)
     chance = torch.rand(5, env.chances, generator=random)
-    first, again = env.step(state, action, chance), env.step(state, action, chance)
+    first, second = env.step(state, action, chance), env.step(state, action, chance)
     assert all(torch.equal(state[k], before[k]) for k in state), "arguments are not changed"
-    assert all(torch.equal(first[0][k], again[0][k]) for k in state)
-    one = env.step({k: v[2:3] for k, v in state.items()}, action[2:3], chance[2:3])
-    assert all(torch.allclose(one[0][k][0].double(), first[0][k][2].double()) for k in state), "rows do not influence each other"
+    assert all(torch.equal(first[0][k], second[0][k]) for k in state)
+    single_row = env.step({k: v[2:3] for k, v in state.items()}, action[2:3], chance[2:3])
+    assert all(torch.allclose(single_row[0][k][0].double(), first[0][k][2].double()) for k in state), "rows do not influence each other"
 
 
 def test_snake_shows_each_agent_itself_and_the_others() -> None:
     env = SnakeEnv(2, 6, 6)
     state = env.reset(torch.tensor([[0.5]]))
-    seen = env.observe(state)[0]
+    channels = env.observe(state)[0]
     heads = state["head"][0].tolist()
     for agent in range(2):
-        own, head, others, food, edge = seen[agent].flatten(1)
-        assert own.nonzero().tolist() == head.nonzero().tolist() == [[heads[agent]]]
+        body, head, others, food, edge = channels[agent].flatten(1)
+        assert body.nonzero().tolist() == head.nonzero().tolist() == [[heads[agent]]]
         assert others.nonzero().tolist() == [[heads[1 - agent]]]
         assert food.nonzero().tolist() == [[18]] and int(edge.sum()) == 20

@@ -1,4 +1,4 @@
-"""PPO's kernels compile for every supported shape; NVRTC needs no GPU for that."""
+"""PPO's kernels compile for every supported shape, which needs NVRTC but no GPU."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ SHAPES: list[tuple[str, dict[str, int], str]] = [
 
 
 def nvrtc() -> ctypes.CDLL:
-    found = importlib.metadata.files("nvidia-cuda-nvrtc") or []
-    return ctypes.CDLL(str(next(Path(str(f.locate())) for f in found if f.name.startswith("libnvrtc.so"))))
+    package_files = importlib.metadata.files("nvidia-cuda-nvrtc") or []
+    return ctypes.CDLL(str(next(Path(str(f.locate())) for f in package_files if f.name.startswith("libnvrtc.so"))))
 
 
-def compiled(arch: str, constants: dict[str, int], rules: str) -> tuple[bytes, str]:
+def compile_kernels(arch: str, constants: dict[str, int], rules: str) -> tuple[bytes, str]:
     """Returns the kernels, and the compiler's output."""
     folder = files("drivetrain.tasks.rl.fused")
     source = "\n".join(folder.joinpath(name).read_text() for name in ("ppo.cu", rules, "play.cu") if name)
@@ -57,15 +57,15 @@ def compiled(arch: str, constants: dict[str, int], rules: str) -> tuple[bytes, s
     return program.compile_source(nvrtc(), source, options, log.append), "".join(log)
 
 
-@pytest.mark.system  # the compiler takes its time
+@pytest.mark.system  # the compiler is slow
 @pytest.mark.parametrize(("arch", "shape", "rules"), SHAPES)
 def test_kernels_compile(arch: str, shape: dict[str, int], rules: str) -> None:
-    image, log = compiled(arch, DEFAULT | shape, rules)
+    image, log = compile_kernels(arch, DEFAULT | shape, rules)
     assert image.startswith(b"\x7fELF")
     names = set(re.findall(r"entry function '(\w+)'", log))
     assert {"prepare", "learn", "add_up", "update", "advance", "act", "book", "draw", "value", "judge", "shuffle"} <= names
     assert ("play" in names) is bool(rules)
-    if not shape:  # the sums of gradients stay in registers
+    if not shape:  # the sums of gradients must stay in registers
         spilled = re.search(r"'learn'.*?(\d+) bytes spill stores", log, re.DOTALL)
         assert spilled is not None and int(spilled[1]) <= 128
 
@@ -73,23 +73,23 @@ def test_kernels_compile(arch: str, shape: dict[str, int], rules: str) -> None:
 @pytest.mark.system
 def test_a_failed_compilation_gives_the_reason() -> None:
     with pytest.raises(program.KernelsUnavailable, match=r"do not compile here.*INPUTS"):
-        compiled("sm_90", {}, "")
+        compile_kernels("sm_90", {}, "")
 
 
 def test_unsupported_trainings_are_named() -> None:
-    class Own(Ppo):
+    class OwnLoss(Ppo):
         def loss(self, model: Any, batch: Any) -> Any:
             return super().loss(model, batch)
 
-    def why(kind: Any = Ppo, adam: Any = torch.optim.AdamW, horizon: int = 16, actions: int = 2, **settings: Any) -> str:
-        task = kind(**settings)
+    def why(task_class: Any = Ppo, adam: Any = torch.optim.AdamW, horizon: int = 16, actions: int = 2, **settings: Any) -> str:
+        task = task_class(**settings)
         agent = MlpAgent(4, actions, task.width, task.layers, task.activation)
         return why_unsupported(task, Rollout(CartPoleEnv(), 64, horizon, 4, 0.99, 0.95), agent, adam(agent.parameters()))
 
     assert why() == "" and why(width=128, layers=3) == ""
     assert "32, 48, ... 128" in why(width=40) and "1 to 3 layers" in why(layers=4)
     assert "256 samples" in why(horizon=512) and "64 actions" in why(actions=65)
-    assert "kl_stop" in why(kl_stop=0.1) and "a loss of its own" in why(kind=Own)
+    assert "kl_stop" in why(kl_stop=0.1) and "a loss of its own" in why(task_class=OwnLoss)
     assert "all parameters" in why(adam=lambda p: torch.optim.AdamW(list(p)[:-1]))
     assert "Adam" in why(adam=lambda p: torch.optim.SGD(p, 0.1)) and "Adam" in why(adam=lambda p: torch.optim.Adam(p, weight_decay=0.1))
     assert all(
@@ -105,7 +105,7 @@ def test_unsupported_trainings_are_named() -> None:
         ((9, 0), "nvrtc", "no CUDA compiler (NVRTC)"),
     ],
 )
-def test_without_kernels_the_engine_takes_the_steps_and_the_user_is_told(
+def test_without_kernels_the_engine_takes_the_steps_and_the_user_gets_a_notice(
     capability: tuple[int, int], missing_library: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def library(name: str) -> Any:
@@ -133,4 +133,4 @@ def test_without_kernels_the_engine_takes_the_steps_and_the_user_is_told(
     before = [p.data_ptr() for p in model.parameters()]
     assert task.train_data().stepper(model, context) is None
     assert len(notices) == 1 and notices[0].startswith("PPO's own kernels are not used: ") and message in notices[0]
-    assert [p.data_ptr() for p in model.parameters()] == before and not optimizer.state, "nothing was changed"
+    assert [p.data_ptr() for p in model.parameters()] == before and not optimizer.state, "the model and the optimizer are unchanged"

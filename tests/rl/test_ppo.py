@@ -1,4 +1,4 @@
-"""PPO: advantages of each agent, truncated episodes, dead agents; the same curve after interruptions and over any number of processes."""
+"""PPO: advantages, truncated episodes, dead agents; the metrics are the same after interruptions and on any number of processes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from drivetrain.tasks.rl.ppo import Ppo
 from drivetrain.tasks.rl.rollout import Rollout
 from drivetrain.tasks.rl.samples import COLUMNS, advantages, at_least_fp32, columns_of, sample_action
 from drivetrain.tasks.rl.worlds import CartPole
-from tests.command import bad, good
-from tests.engine.test_invariance import same
-from tests.samples import rows
+from tests.command import expect_error, run_ok
+from tests.engine.test_invariance import assert_same_metrics
+from tests.sample_tasks import rows
 
 SMALL = ["epochs=4", "envs=8", "horizon=8", "global_batch=32", "passes=2", "eval_episodes=4", "log_every=1", "save_every=1ep"]
 
@@ -92,7 +92,7 @@ class SequentialRand:
 
 
 def test_a_truncated_episode_counts_the_value_of_its_next_observation() -> None:
-    """The third step is truncated: the next observation (a count of 3) has the value 30, not 0 as the new episode's first."""
+    """The third step is truncated: its next observation (a count of 3) has the value 30, not the value 0 of the new episode."""
     columns = columns_of(Rollout(Clock(), 1, 4, 1, 0.5, 1.0).collect(TenTimesCount(), SequentialRand(1), lambda t: t)[:])
     targets = [1 + 0.5 * (1 + 0.5 * (1 + 0.5 * 30)), 1 + 0.5 * (1 + 0.5 * 30), 1 + 0.5 * 30, 1 + 0.5 * 10]
     assert columns["target"].tolist() == targets
@@ -113,9 +113,9 @@ def test_dead_agents_do_not_count() -> None:
     model = ConvAgent(env.shape, env.actions)
     changed = batch | {"columns": batch["columns"].clone()}
     changed["columns"][is_alive == 0, COLUMNS.index("advantage")] = 1e6
-    (first, count), _ = task.loss(model, batch)
-    (again, _), _ = task.loss(model, changed)
-    assert float(first.detach()) == float(again.detach()) and float(count) == float(is_alive.sum())
+    (loss, count), _ = task.loss(model, batch)
+    (loss_of_changed, _), _ = task.loss(model, changed)
+    assert float(loss.detach()) == float(loss_of_changed.detach()) and float(count) == float(is_alive.sum())
 
 
 def test_actions_are_sampled_with_the_policys_probabilities() -> None:
@@ -132,40 +132,40 @@ def test_the_network_of_guide_003_has_its_number_of_parameters() -> None:
 # --- through the command ------------------------------------------------------------------------
 
 
-@pytest.mark.system  # it takes its time
+@pytest.mark.system  # slow
 def test_an_interrupted_run_equals_an_uninterrupted_one(folder: Path) -> None:
-    assert "bit-equal" in good("verify-resume", "cartpole", "--steps", "40", *SMALL, "horizon=6", "global_batch=24")
-    assert "bit-equal" in good(
+    assert "bit-equal" in run_ok("verify-resume", "cartpole", "--steps", "40", *SMALL, "horizon=6", "global_batch=24")
+    assert "bit-equal" in run_ok(
         "verify-resume", "snake", "--steps", "16", *SMALL, "grid=6", "agents=2", "global_batch=64", "eval_episodes=0"
     )
 
 
 @pytest.mark.parametrize("procs", [2, 4])
 def test_processes_share_the_environments_with_the_same_curve(procs: int, folder: Path) -> None:
-    good("train", "cartpole", *SMALL, "--procs", "1", "--name", "one")
-    good("train", "cartpole", *SMALL, "--procs", str(procs), "--name", "many")
-    same(rows("runs/one"), rows("runs/many"), 2e-4)
+    run_ok("train", "cartpole", *SMALL, "--procs", "1", "--name", "one")
+    run_ok("train", "cartpole", *SMALL, "--procs", str(procs), "--name", "many")
+    assert_same_metrics(rows("runs/one"), rows("runs/many"), 2e-4)
     for line in Path("runs/many/metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         assert row["env_steps_per_second"] == row["samples_per_second"] / 2, "two passes"
 
 
 def test_env_steps_count_steps_of_environments() -> None:
-    """In each of them all agents act; a sample of an LSTM is several steps."""
+    """All agents act in one step of an environment; a sample of an LSTM has several steps."""
     assert Rollout(SnakeEnv(4, 5, 5), 6, 8, 2, 0.99, 0.95).speeds == {"env_steps": 1 / 8}
     assert Rollout(CartPoleEnv(), 6, 40, 1, 0.99, 0.95, chunk=20, memory=16).speeds == {"env_steps": 20}
 
 
 def test_cartpole_is_solved_with_its_default_settings(folder: Path) -> None:
-    good("train", "cartpole", "--name", "solved", "eval_episodes=1000", "eval_every=1000ep")
-    last = [json.loads(line) for line in Path("runs/solved/metrics.jsonl").read_text().splitlines()][-1]
-    assert last["eval/return"] >= 475, last
+    run_ok("train", "cartpole", "--name", "solved", "eval_episodes=1000", "eval_every=1000ep")
+    last_row = [json.loads(line) for line in Path("runs/solved/metrics.jsonl").read_text().splitlines()][-1]
+    assert last_row["eval/return"] >= 475, last_row
 
 
 def test_the_bandit_reaches_100_percent(folder: Path) -> None:
-    good("train", "bandit", "--name", "probe")
-    last = rows("runs/probe")[-1]
-    assert last["eval/return"] == last["eval/length"] == 100.0, "a lower return is a fault in the learner"
+    run_ok("train", "bandit", "--name", "probe")
+    last_row = rows("runs/probe")[-1]
+    assert last_row["eval/return"] == last_row["eval/length"] == 100.0, "a lower return is a fault in the learner"
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rl.md").read_text()
@@ -175,9 +175,9 @@ EXAMPLE = PAGE.partition("```python\n")[2].partition("```")[0]
 
 def test_the_documented_environment_is_learned(folder: Path) -> None:
     Path("walk.py").write_text(EXAMPLE)
-    good("train", "walk.py:Walk", "--name", "walk")
-    last = [json.loads(line) for line in Path("runs/walk/metrics.jsonl").read_text().splitlines()][-1]
-    assert last["eval/return"] > 0.75 and last["eval/length"] < 4.5, last
+    run_ok("train", "walk.py:Walk", "--name", "walk")
+    last_row = [json.loads(line) for line in Path("runs/walk/metrics.jsonl").read_text().splitlines()][-1]
+    assert last_row["eval/return"] > 0.75 and last_row["eval/length"] < 4.5, last_row
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_a_later_reward_of_nan_names_the_environment_and_the_step(folder: Path) 
     """Only the right end gives nan, which no environment reaches in the first steps; the message does not blame the learning rate."""
     source = EXAMPLE.replace("* 6)", "* 0)").replace("there.float() - 0.05", "torch.where(there, float('nan'), 0.0)")
     Path("walk.py").write_text(source)
-    message = bad("train", "walk.py:Walk", "horizon=64", code=Outcome.NAN.code)
+    message = expect_error("train", "walk.py:Walk", "horizon=64", code=Outcome.NAN.code)
     assert "Corridor.step() gave a reward that is not finite (nan or inf): environment" in message and "of collection 1" in message
     assert "learning_rate" not in message
 
@@ -252,14 +252,14 @@ def test_rewards_in_float64_are_accepted() -> None:
 
 @pytest.mark.parametrize("kind", [0, 1])
 def test_the_first_fault_of_a_run_is_stored(kind: int) -> None:
-    steps, none = 4, torch.zeros(3, dtype=torch.int64)
+    steps, zeros = 4, torch.zeros(3, dtype=torch.int64)
     observation, reward = torch.zeros(3, steps, 1, 2), torch.zeros(3, steps, 1)
-    faults = first_fault(none, none + 1, reward, observation)
+    faults = first_fault(zeros, zeros + 1, reward, observation)
     assert fault_text(Clock(), faults, steps) == ""
     (observation, reward)[kind][2, 1] = float("nan")
-    faults = first_fault(faults, none + 2, reward, observation)
-    later = first_fault(faults, none + 3, torch.full_like(reward, torch.inf), observation)
-    assert torch.equal(later[2:], faults[2:]), "the first counts"
+    faults = first_fault(faults, zeros + 2, reward, observation)
+    later = first_fault(faults, zeros + 3, torch.full_like(reward, torch.inf), observation)
+    assert torch.equal(later[2:], faults[2:]), "only the first fault is stored"
     assert fault_text(Clock(), later, steps).endswith("environment 2, step 2 of collection 2")
     assert ("reward" in fault_text(Clock(), later, steps)) == bool(kind)
 
@@ -267,11 +267,11 @@ def test_the_first_fault_of_a_run_is_stored(kind: int) -> None:
 def test_a_batch_that_does_not_divide_a_collection_is_refused_with_a_size_that_does() -> None:
     with pytest.raises(Problem, match="take global_batch=64"):
         CartPole(envs=32, horizon=8, global_batch=50).train_data()
-    assert "envs=0" in bad("train", "cartpole", "envs=0")
+    assert "envs=0" in expect_error("train", "cartpole", "envs=0")
 
 
 def test_a_collection_larger_than_memory_is_refused_before_it_begins(folder: Path) -> None:
-    message = bad("train", "cartpole", "envs=1000000000", "global_batch=1000000000")
+    message = expect_error("train", "cartpole", "envs=1000000000", "global_batch=1000000000")
     assert "a collection from 1,000,000,000 groups (environments) takes at least 1788 GiB, and this machine has" in message
     max_envs = int(re.search(r"\(`envs`\) to at most ([\d,]+)", message)[1].replace(",", ""))  # type: ignore[index]
     source = CartPole(envs=max_envs, global_batch=max_envs).train_data()
@@ -298,11 +298,11 @@ def test_independent_policies_learn_only_from_their_own_samples() -> None:
 def test_kl_stop_ends_the_learning_from_a_collection(folder: Path) -> None:
     """At the first step of a collection the divergence is 0; after it, any divergence is above the limit."""
     words = ["train", "cartpole", *SMALL, "learning_rate=2.5e-3", "activation=tanh", "eval_episodes=0", "save_every=1000ep"]
-    good(*words, "kl_stop=1e-12", "--name", "stopped")
-    good(*words, "kl_stop=1e-12", "--procs", "2", "--name", "two")
-    good(*words, "--name", "free")
+    run_ok(*words, "kl_stop=1e-12", "--name", "stopped")
+    run_ok(*words, "kl_stop=1e-12", "--procs", "2", "--name", "two")
+    run_ok(*words, "--name", "free")
     stopped, free = rows("runs/stopped"), rows("runs/free")
-    same(stopped, rows("runs/two"), 2e-4)
+    assert_same_metrics(stopped, rows("runs/two"), 2e-4)
     per_epoch = len(stopped) // stopped[-1]["epoch"]
     assert per_epoch > 3
     for epoch in range(stopped[-1]["epoch"]):
@@ -316,7 +316,7 @@ def test_a_limit_of_an_unknown_metric_is_named(folder: Path) -> None:
         EXAMPLE
         + '\n    def rollout(self, *arguments):\n        source = super().rollout(*arguments)\n        source.limits = {"kk": 0.1}\n        return source\n'
     )
-    assert "the source's limits name 'kk', which loss() does not give" in bad("train", "walk.py:Walk")
+    assert "the source's limits name 'kk', which loss() does not give" in expect_error("train", "walk.py:Walk")
 
 
 RECALL = """
@@ -357,23 +357,23 @@ class Recall(Ppo):
 """
 
 
-@pytest.mark.system  # it takes its time
+@pytest.mark.system  # slow
 def test_an_lstm_remembers_what_a_perceptron_cannot(folder: Path) -> None:
     Path("recall.py").write_text(RECALL)
-    good("train", "recall.py:Recall", "net=lstm", "epochs=80", "plan.threads=1", "--name", "lstm")
-    good("train", "recall.py:Recall", "global_batch=640", "plan.threads=1", "--name", "mlp")
-    last = {name: rows(f"runs/{name}")[-1]["eval/return"] for name in ("lstm", "mlp")}
-    assert last["lstm"] > 0.95 and last["mlp"] < 0.8, last
-    assert "bit-equal" in good("verify-resume", "recall.py:Recall", "net=lstm", "plan.threads=1", "--steps", "20")
-    good("export", "lstm", "-q")
+    run_ok("train", "recall.py:Recall", "net=lstm", "epochs=80", "plan.threads=1", "--name", "lstm")
+    run_ok("train", "recall.py:Recall", "global_batch=640", "plan.threads=1", "--name", "mlp")
+    returns = {name: rows(f"runs/{name}")[-1]["eval/return"] for name in ("lstm", "mlp")}
+    assert returns["lstm"] > 0.95 and returns["mlp"] < 0.8, returns
+    assert "bit-equal" in run_ok("verify-resume", "recall.py:Recall", "net=lstm", "plan.threads=1", "--steps", "20")
+    run_ok("export", "lstm", "-q")
     card = json.loads(Path("runs/lstm/model/export.json").read_text())
-    assert [put["name"] for put in card["graphs"]["policy"]["inputs"]] == ["observation", "random", "memory"]
-    assert "take global_batch=64" in bad("train", "recall.py:Recall", "net=lstm", "global_batch=50")
-    assert "horizon=20 is no multiple of chunk=6" in bad("train", "recall.py:Recall", "net=lstm", "chunk=6")
+    assert [tensor["name"] for tensor in card["graphs"]["policy"]["inputs"]] == ["observation", "random", "memory"]
+    assert "take global_batch=64" in expect_error("train", "recall.py:Recall", "net=lstm", "global_batch=50")
+    assert "horizon=20 is no multiple of chunk=6" in expect_error("train", "recall.py:Recall", "net=lstm", "chunk=6")
 
 
 def test_an_unrolled_lstm_gives_the_logits_and_values_of_the_collection() -> None:
-    """In every step, also in chunks within which an episode ends."""
+    """This holds in every step, also in chunks in which an episode ends."""
     torch.manual_seed(0)
     agent = LstmAgent(4, 2, 8)
     rollout = Rollout(CartPoleEnv(), 16, 60, 1, 0.99, 0.95, chunk=20, memory=16)
@@ -390,5 +390,5 @@ def test_an_unrolled_lstm_gives_the_logits_and_values_of_the_collection() -> Non
 
 def test_a_smoke_run_takes_two_small_collections(folder: Path) -> None:
     """Batches of a few samples would not fit the environments, so it keeps the batch of the task."""
-    assert "train, save, resume and eval work" in good("train", "cartpole", "envs=16", "global_batch=64", "--smoke")
-    assert "train, save, resume and eval work" in good("train", "cartpole", "--smoke")
+    assert "train, save, resume and eval work" in run_ok("train", "cartpole", "envs=16", "global_batch=64", "--smoke")
+    assert "train, save, resume and eval work" in run_ok("train", "cartpole", "--smoke")

@@ -1,4 +1,4 @@
-"""`scale_values`: a critic whose targets have mean 0 and standard deviation 1, after interruptions and over several processes."""
+"""`scale_values` gives the critic targets with mean 0 and deviation 1, also after interruptions and on several processes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from drivetrain.tasks.rl.rollout import Rollout
 from drivetrain.tasks.rl.samples import columns_of
 from drivetrain.tasks.rl.worlds import CartPole
 from drivetrain.watch.files import MetricsFile
-from tests.engine.test_invariance import same
+from tests.engine.test_invariance import assert_same_metrics
 from tests.processes import on_ranks
 from tests.rl.test_ppo import Clock, SequentialRand
-from tests.samples import HARDWARE, rows, weights
+from tests.sample_tasks import HARDWARE, rows, weights
 
 SMALL: dict[str, Any] = {"epochs": 4, "envs": 8, "horizon": 8, "global_batch": 32, "passes": 2, "eval_episodes": 0, "log_every": 1, "save_every": "1ep"}  # fmt: skip
 ALONE = Group(0, 1, torch.device("cpu"))
@@ -41,18 +41,18 @@ class LinearCritic(Agent):
         return self.factor * observation[:, 0] + self.offset
 
 
-def collected(rollout: Rollout, agent: Agent) -> dict[str, Tensor]:
+def collect(rollout: Rollout, agent: Agent) -> dict[str, Tensor]:
     return columns_of(rollout.collect(agent, SequentialRand(2), lambda t: t)[:])
 
 
 def test_a_scaled_critic_gives_the_advantages_of_an_equal_unscaled_one() -> None:
-    """For steps, truncated episodes and the end of a collection."""
+    """This holds for steps, truncated episodes and the end of a collection."""
     plain, scaled = (Rollout(Clock(), 2, 7, 1, 0.9, 0.8, scale_values=scale) for scale in (False, True))
-    first, expected = collected(scaled, LinearCritic(0.5, 1.0)), collected(plain, LinearCritic(0.5, 1.0))
+    first, expected = collect(scaled, LinearCritic(0.5, 1.0)), collect(plain, LinearCritic(0.5, 1.0))
     mean, deviation = float(expected["target"].mean()), float(expected["target"].std(correction=0))
     assert torch.allclose(first["target"] * deviation + mean, expected["target"], atol=1e-5), "the first outputs are not scaled"
     assert abs(float(first["target"].mean())) < 1e-5 and abs(float(first["target"].std(correction=0)) - 1) < 1e-4
-    second, expected = collected(scaled, LinearCritic(0.5, 1.0)), collected(plain, LinearCritic(0.5 * deviation, 1.0 * deviation + mean))
+    second, expected = collect(scaled, LinearCritic(0.5, 1.0)), collect(plain, LinearCritic(0.5 * deviation, 1.0 * deviation + mean))
     assert torch.allclose(second["advantage"], expected["advantage"], atol=1e-5)
     assert torch.allclose(second["value"] * deviation + mean, expected["value"], atol=1e-5), "stored as the critic's output, for value_clip"
     count, total, squares = scaled.state()["targets"][0].tolist()
@@ -74,9 +74,9 @@ def train(folder: str, settings: dict[str, Any], stop: int | None, group: Group)
 
 
 def test_processes_share_one_scale_and_one_curve(tmp_path: Path) -> None:
-    [(alone, expected, _)] = on_ranks(1, train, str(tmp_path / "one"), SMALL, None)
-    (together, first, _), (_, second, _) = on_ranks(2, train, str(tmp_path / "two"), SMALL, None)
-    same(alone, together, 2e-4)
+    [(rows_of_one, expected, _)] = on_ranks(1, train, str(tmp_path / "one"), SMALL, None)
+    (rows_of_two, first, _), (_, second, _) = on_ranks(2, train, str(tmp_path / "two"), SMALL, None)
+    assert_same_metrics(rows_of_one, rows_of_two, 2e-4)
     assert first == second and torch.allclose(torch.tensor(first), torch.tensor(expected), rtol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""A real Slurm cluster of three nodes on this machine, as long as a test needs it."""
+"""Starts a real Slurm cluster of three nodes on this machine for the time of a test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import free_port
-from tests.patience import until
+from tests.waiting import wait_until
 
 NODES = ("n1", "n2", "n3")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "squeue", "sinfo")
@@ -59,8 +59,8 @@ AccountingStorageType=accounting_storage/none
 class Cluster:
     config: Path
 
-    def ask(self, *words: str) -> str:
-        """What a client command prints; a client waits for ever on a cluster that is gone, so not for long."""
+    def run(self, *words: str) -> str:
+        """Returns the output of a client command; with a timeout, because a client waits forever for a cluster that has ended."""
         environment = os.environ | {"SLURM_CONF": str(self.config)}
         return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=180, check=True).stdout
 
@@ -74,7 +74,7 @@ def cluster() -> Iterator[Cluster]:
         pytest.skip("needs root, to start Slurm's daemons")
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder, contextlib.ExitStack() as daemons:
         base = Path(folder)
-        base.chmod(0o755)  # munge wants a socket that every user reaches
+        base.chmod(0o755)  # munge requires a socket that every user can reach
         config = _write(base)
 
         def start(*words: str) -> None:
@@ -85,23 +85,23 @@ def cluster() -> Iterator[Cluster]:
 
         munge = {"key-file": "etc/munge.key", "socket": "run/munge.sock", "pid-file": "run/munged.pid", "log-file": "log/munged.log"}
         start("munged", *(f"--{flag}={base / file}" for flag, file in munge.items()), f"--seed-file={base}/run/seed", "--foreground")
-        until((base / "run" / "munge.sock").exists, "munged")
+        wait_until((base / "run" / "munge.sock").exists, "munged")
         start("slurmctld", "-i", "-D")
         for node in NODES:
             start("slurmd", "-D", "-N", node)
-        found = Cluster(config)
+        slurm = Cluster(config)
 
         def idle() -> bool:
             with contextlib.suppress(subprocess.CalledProcessError):
-                return len(found.ask("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").split()) == len(NODES)
+                return len(slurm.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").split()) == len(NODES)
             return False
 
-        until(idle, "three idle nodes")
+        wait_until(idle, "three idle nodes")
         try:
-            yield found
-        finally:  # a job outlives the daemons
-            found.ask("scancel", "--user=root")
-            until(idle, "the end of all jobs")
+            yield slurm
+        finally:  # a job would run on after the daemons have ended
+            slurm.run("scancel", "--user=root")
+            wait_until(idle, "the end of all jobs")
 
 
 def _write(base: Path) -> Path:

@@ -12,41 +12,47 @@ from pathlib import Path
 import pytest
 
 from drivetrain.outcomes import Outcome
-from tests.command import drivetrain, good, write_task
-from tests.samples import rows, weights
+from tests.command import run_drivetrain, run_ok, write_task
+from tests.sample_tasks import rows, weights
 
-BIG = ("Linear(64, self.hidden)", "Linear(64, self.hidden), nn.Linear(self.hidden, self.hidden)")
+BIG_MODEL = ("Linear(64, self.hidden)", "Linear(64, self.hidden), nn.Linear(self.hidden, self.hidden)")
 
 
 @pytest.fixture
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A disk of 12 MB: room for two checkpoints of 3.5 MB and not for three."""
+    """A disk of 12 MB, large enough for two checkpoints of 3.5 MB but not for three."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small disk needs root")
-    place = folder / "disk"
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(place)], check=True)
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+    disk = folder / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(disk)], check=True)
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_disk_that_fills_up(small_disk: Path) -> None:
-    write_task(change=BIG)
+    write_task(change=BIG_MODEL)
     words = ["train", "small.py", "hidden=512", "epochs=3", "save_every=10", "keep=2"]
-    good(*words, "--name", "whole")
+    run_ok(*words, "--name", "reference")
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(6_000_000))
-    done = drivetrain(*words, "--run-dir", str(small_disk / "run"))
-    assert "was not saved: the disk is full: " in done.stdout and "MB are missing" in done.stdout and "training goes on" in done.stdout
-    assert done.returncode == Outcome.INFRA.code
-    assert "Make room, then: drivetrain resume" in done.stderr
+    process = run_drivetrain(*words, "--run-dir", str(small_disk / "run"))
+    assert (
+        "was not saved: the disk is full: " in process.stdout
+        and "MB are missing" in process.stdout
+        and "training goes on" in process.stdout
+    )
+    assert process.returncode == Outcome.INFRA.code
+    assert "Make room, then: drivetrain resume" in process.stderr
     run = small_disk / "run"
-    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-00000010"], "the old one stays, and no rest of the failed ones"
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-00000010"], (
+        "the old checkpoint stays, and no half-written one is left"
+    )
     assert json.loads((run / "run.json").read_text())["outcome"] == "infra"
     ballast.unlink()
-    good("resume", str(run))
-    assert rows(run) == rows("runs/whole")
-    assert weights(run) == weights("runs/whole")
+    run_ok("resume", str(run))
+    assert rows(run) == rows("runs/reference")
+    assert weights(run) == weights("runs/reference")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
@@ -54,22 +60,22 @@ def test_a_disk_that_fills_up_with_the_shards_of_several_ranks(strategy: str, sm
     """The message counts the shards of all ranks."""
     if strategy == "deepspeed":
         pytest.importorskip("deepspeed")
-    write_task(change=BIG)
+    write_task(change=BIG_MODEL)
     words = ["train", "small.py", "hidden=512", "epochs=3", "save_every=10", "keep=2", f"plan.strategy={strategy}", "--procs", "2"]
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(6_000_000))
-    done = drivetrain(*words, "--run-dir", str(small_disk / "run"))
-    assert done.returncode == Outcome.INFRA.code, done.stdout + done.stderr
+    process = run_drivetrain(*words, "--run-dir", str(small_disk / "run"))
+    assert process.returncode == Outcome.INFRA.code, process.stdout + process.stderr
     missing = re.search(
-        r"at step 20 \(([\d.]+) MB\) was not saved: the disk is full: ([\d.]+) MB are missing \(([\d.]+) MB free\)", done.stdout
+        r"at step 20 \(([\d.]+) MB\) was not saved: the disk is full: ([\d.]+) MB are missing \(([\d.]+) MB free\)", process.stdout
     )
-    assert missing is not None, done.stdout
-    need, lack, free = map(float, missing.groups())
-    assert need > 3.3 and need - free == pytest.approx(lack, abs=0.2)
+    assert missing is not None, process.stdout
+    needed_mb, missing_mb, free_mb = map(float, missing.groups())
+    assert needed_mb > 3.3 and needed_mb - free_mb == pytest.approx(missing_mb, abs=0.2)
     run = small_disk / "run"
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-00000010"]
     ballast.unlink()
-    good("resume", str(run))
+    run_ok("resume", str(run))
 
 
 def test_a_disk_that_is_full_from_the_start(small_disk: Path) -> None:
@@ -78,8 +84,8 @@ def test_a_disk_that_is_full_from_the_start(small_disk: Path) -> None:
         (small_disk / "ballast").write_bytes(bytes(20_000_000))
     except OSError:
         pass
-    done = drivetrain("train", "small.py", "--run-dir", str(small_disk / "run"))
-    assert done.returncode == 2
-    assert "cannot write the run directory" in done.stderr
-    assert "No space left" in done.stderr
-    assert "Traceback" not in done.stderr
+    process = run_drivetrain("train", "small.py", "--run-dir", str(small_disk / "run"))
+    assert process.returncode == 2
+    assert "cannot write the run directory" in process.stderr
+    assert "No space left" in process.stderr
+    assert "Traceback" not in process.stderr

@@ -1,4 +1,4 @@
-"""The verdict names the right rank and line: ten hangs, drawn by seed from thirty."""
+"""The verdict names the right rank and line in ten hangs, drawn at random from thirty."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.hangs import THIRTY, check
+from tests.hanging_tasks import THIRTY_CASES, check_verdict
 
 SEED = int(os.environ.get("DRIVETRAIN_SEED", 7))
 
 
-@pytest.mark.parametrize(("way", "place"), random.Random(SEED).sample(THIRTY, 10))
-def test_the_verdict_names_rank_and_line(way: str, place: str, folder: Path) -> None:
-    check(way, place)
+@pytest.mark.parametrize(("hang", "hook"), random.Random(SEED).sample(THIRTY_CASES, 10))
+def test_the_verdict_names_rank_and_line(hang: str, hook: str, folder: Path) -> None:
+    check_verdict(hang, hook)

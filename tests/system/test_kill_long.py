@@ -1,4 +1,7 @@
-"""Real kills, then every logged loss and the weights are bit-equal: four of two configurations each; DRIVETRAIN_KILLS=20 takes twenty of all four."""
+"""After real kills, every logged loss and the weights are bit-equal.
+
+Four kills of two configurations; DRIVETRAIN_KILLS=20 takes twenty kills of all four configurations.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.killing import break_and_compare
+from tests.killing import kill_and_compare
 
 KILLS = int(os.environ.get("DRIVETRAIN_KILLS", 0))
-WAYS = [(1, False), (1, True), (2, False), (2, True)] if KILLS else [(1, False), (2, True)]
+CONFIGURATIONS = [(1, False), (1, True), (2, False), (2, True)] if KILLS else [(1, False), (2, True)]
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("procs", "loader"), WAYS)
+@pytest.mark.parametrize(("procs", "loader"), CONFIGURATIONS)
 def test_many_kills(procs: int, loader: bool, folder: Path) -> None:
-    print(break_and_compare(procs, loader, KILLS or 4, seed=random.randrange(10**6)))
+    print(kill_and_compare(procs, loader, KILLS or 4, seed=random.randrange(10**6)))

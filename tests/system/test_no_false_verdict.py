@@ -1,6 +1,6 @@
-"""A run that is slow where runs are slow is never called hung: a long first step, long evaluations and saves, uneven steps.
+"""A run with a long first step, long evaluations and saves, and uneven steps is never reported as hung.
 
-Two rounds, about six minutes; DRIVETRAIN_MINUTES=20 goes on for that long.
+It takes two rounds, about six minutes; with DRIVETRAIN_MINUTES=20 it takes twenty minutes.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import drivetrain
+from tests.command import run_drivetrain
 
-ROUND = 150  # seconds: 150 steps, a save and an evaluation
-ROUNDS = max(2, int(os.environ.get("DRIVETRAIN_MINUTES", 0)) * 60 // ROUND + 1)
-LIMIT = 300 + 2 * ROUNDS * ROUND
+ROUND_SECONDS = 150  # 150 steps, a save and an evaluation
+ROUNDS = max(2, int(os.environ.get("DRIVETRAIN_MINUTES", 0)) * 60 // ROUND_SECONDS + 1)
+TIMEOUT_SECONDS = 300 + 2 * ROUNDS * ROUND_SECONDS
 
 TASK = """\
 import os, random, time
@@ -31,15 +31,15 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer, self.first = nn.Linear(4, 2), True
-        self.register_state_dict_post_hook(lambda *_: time.sleep(15))  # twice a save
+        self.register_state_dict_post_hook(lambda *_: time.sleep(15))  # each save calls it twice
 
     def forward(self, x):
         if self.first and self.training:
             self.first = False
-            time.sleep(40)  # as a compiler would
+            time.sleep(40)  # as if a compiler ran
         return self.layer(x)
 
-class Patient(Task):
+class Slow(Task):
     global_batch: int = 8
     eval_every: int = 150
     save_every: int = 150
@@ -63,16 +63,16 @@ class Patient(Task):
 """
 
 
-@pytest.mark.timeout(2 * LIMIT)
+@pytest.mark.timeout(2 * TIMEOUT_SECONDS)
 def test_slow_is_not_hung(folder: Path) -> None:
     Path("patient.py").write_text(TASK)
     words = [f"steps={150 * ROUNDS}", "--procs", "2", "--restarts", "0", "--hang-after", "5s", "--name", "patient"]
-    done = drivetrain("train", "patient.py", *words, seconds=LIMIT)
-    told = f"{done.stdout}\n{done.stderr}"
-    assert done.returncode == 0, told
-    assert not list(Path("runs/patient/logs").glob("hang-*")), told
+    process = run_drivetrain("train", "patient.py", *words, seconds=TIMEOUT_SECONDS)
+    output = f"{process.stdout}\n{process.stderr}"
+    assert process.returncode == 0, output
+    assert not list(Path("runs/patient/logs").glob("hang-*")), output
     events = [json.loads(line) for line in Path("runs/patient/events.jsonl").read_text().splitlines()]
     assert not {"hang", "restarted"} & {event["event"] for event in events}
-    lasted = events[-1]["time"] - events[0]["time"]
-    assert lasted > 40 + 90 * ROUNDS, "it was slow as planned"
-    print(f"{lasted / 60:.0f} minutes, {ROUNDS} evaluations and saves, no verdict")
+    seconds = events[-1]["time"] - events[0]["time"]
+    assert seconds > 40 + 90 * ROUNDS, "it was slow as planned"
+    print(f"{seconds / 60:.0f} minutes, {ROUNDS} evaluations and saves, no verdict")

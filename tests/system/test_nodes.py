@@ -1,4 +1,4 @@
-"""Two hosts, each with its own command: one dies, the cable is cut; the run shrinks, and grows back.
+"""Two hosts, each with its own command: when one dies or its cable is cut, the run continues on the other and later on both.
 
 A command that dies without its workers is one of the faults of `chaos --hosts` (test_chaos.py).
 """
@@ -18,17 +18,17 @@ from drivetrain.chaos.hosts import Host, hosts
 from drivetrain.chaos.report import compare_samples
 from drivetrain.outcomes import Problem
 from drivetrain.runs import Run
-from tests.command import COMMAND, TASK, environment, good, write_task
-from tests.patience import Stopwatch, until
-from tests.samples import rows
+from tests.command import COMMAND, TASK, environment, run_ok, write_task
+from tests.sample_tasks import rows
+from tests.waiting import Stopwatch, wait_until
 
 SLOW = ("return F.cross", "import time; time.sleep(0.05 * model.training)\n        return F.cross")
 STEPS = "steps=260"
-DETECTED = 15.0
+MAX_DETECTION_SECONDS = 15.0
 
 
 @pytest.fixture
-def pair() -> Iterator[list[Host]]:
+def two_hosts() -> Iterator[list[Host]]:
     try:
         with hosts(2) as made:
             yield made
@@ -49,10 +49,10 @@ class Agent:
         return self.log.read_text()
 
     def kill(self, workers: bool) -> None:
-        """-9 to the command, and first to its workers, if that is asked for."""
-        front = psutil.Process(self.process.pid)
-        family: list[Any] = front.children(recursive=True) if workers else []
-        for process in [front, *family]:
+        """Kills the command with SIGKILL, and its workers too if `workers` is true."""
+        command = psutil.Process(self.process.pid)
+        children: list[Any] = command.children(recursive=True) if workers else []
+        for process in [command, *children]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
@@ -64,8 +64,8 @@ def start(host: Host) -> Agent:
     return Agent(host, "train", *words, "--name", "both")
 
 
-def write() -> None:
-    """A task whose steps take their time; without dropout, whose masks another number of processes draws anew."""
+def write_slow_task() -> None:
+    """Writes a task with slow steps; without dropout, whose masks depend on the number of processes."""
     write_task(change=SLOW, text=TASK.replace("nn.Dropout(0.2)", "nn.Identity()"))
 
 
@@ -73,50 +73,50 @@ def events(kind: str) -> list[dict[str, Any]]:
     return [event for event in Run("runs/both").events() if event["event"] == kind]
 
 
-def reached(what: str, holds: Callable[[], Any], seconds: float = 240) -> float:
-    """Wait; gives the seconds it took, with all of the machine."""
-    watch = Stopwatch()
+def seconds_until(description: str, condition: Callable[[], Any], seconds: float = 240) -> float:
+    """Waits until the condition is true; returns the seconds it took, without steal time."""
+    stopwatch = Stopwatch()
     try:
-        until(holds, what, seconds)
-    except AssertionError as never:
-        told = "\n".join(f"--- {path.stem}\n{path.read_text()}" for path in sorted(Path().glob("host*.log")))
-        raise AssertionError(f"{never}\n{told}") from None
-    return watch.seconds
+        wait_until(condition, description, seconds)
+    except AssertionError as error:
+        logs = "\n".join(f"--- {path.stem}\n{path.read_text()}" for path in sorted(Path().glob("host*.log")))
+        raise AssertionError(f"{error}\n{logs}") from None
+    return stopwatch.seconds
 
 
 def step() -> int:
     return max((row["step"] for row in Run("runs/both").rows()), default=0) if Path("runs/both/metrics.jsonl").exists() else 0
 
 
-def break_it(way: str, host: Host, second: Agent) -> None:
-    if way == "host":
+def cause_loss(fault: str, host: Host, second: Agent) -> None:
+    if fault == "host":
         second.kill(workers=True)
     else:
         host.cut_cable()
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("way", ["host", "cable"])
-def test_a_lost_host_costs_seconds_and_comes_back(way: str, pair: list[Host], folder: Path) -> None:
-    write()
-    good("train", "small.py", STEPS, "plan.threads=1", "plan.compile=off", "--name", "whole", DRIVETRAIN_SAMPLES="1")
-    one, two = pair
+@pytest.mark.parametrize("fault", ["host", "cable"])
+def test_a_lost_host_costs_seconds_and_comes_back(fault: str, two_hosts: list[Host], folder: Path) -> None:
+    write_slow_task()
+    run_ok("train", "small.py", STEPS, "plan.threads=1", "plan.compile=off", "--name", "reference", DRIVETRAIN_SAMPLES="1")
+    one, two = two_hosts
     first = start(one)
-    reached("a host that waits", lambda: "waiting at" in first.output)
+    seconds_until("a host that waits", lambda: "waiting at" in first.output)
     second = start(two)
     try:
-        reached("steps of both", lambda: step() >= 15)
-        break_it(way, two, second)
-        took = reached("a fresh start", lambda: events("restarted"))
-        assert took < DETECTED, f"{took:.1f} s"
-        shrunk = reached("steps of one", lambda: any(e["world_size"] == 1 for e in events("resumed")))
-        print(f"{way}: lost for {took:.1f} s, on one host {shrunk:.1f} s later")
-        if way == "cable":
+        seconds_until("steps of both", lambda: step() >= 15)
+        cause_loss(fault, two, second)
+        seconds_to_restart = seconds_until("a fresh start", lambda: events("restarted"))
+        assert seconds_to_restart < MAX_DETECTION_SECONDS, f"{seconds_to_restart:.1f} s"
+        seconds_to_continue = seconds_until("steps of one", lambda: any(e["world_size"] == 1 for e in events("resumed")))
+        print(f"{fault}: lost for {seconds_to_restart:.1f} s, on one host {seconds_to_continue:.1f} s later")
+        if fault == "cable":
             two.mend_cable()
         else:
-            reached("no orphans", lambda: not two.processes(), 20)
+            seconds_until("no orphans", lambda: not two.processes(), 20)
             second = start(two)
-        reached("steps of both again", lambda: [e["world_size"] for e in events("resumed")][-1] == 2)
+        seconds_until("steps of both again", lambda: [e["world_size"] for e in events("resumed")][-1] == 2)
         assert first.process.wait(400) == 0, first.output
         assert second.process.wait(120) == 0, second.output
     finally:
@@ -124,24 +124,24 @@ def test_a_lost_host_costs_seconds_and_comes_back(way: str, pair: list[Host], fo
         for agent in (first, second):
             if agent.process.poll() is None:
                 agent.kill(workers=True)
-    assert compare_samples(Run("runs/whole"), Run("runs/both")) == (0, 0)
-    mine, theirs = rows("runs/both"), rows("runs/whole")
-    assert [row["step"] for row in mine] == [row["step"] for row in theirs]
-    assert [row["train/loss"] for row in mine] == pytest.approx([row["train/loss"] for row in theirs], rel=1e-3)
+    assert compare_samples(Run("runs/reference"), Run("runs/both")) == (0, 0)
+    rows_of_both, expected_rows = rows("runs/both"), rows("runs/reference")
+    assert [row["step"] for row in rows_of_both] == [row["step"] for row in expected_rows]
+    assert [row["train/loss"] for row in rows_of_both] == pytest.approx([row["train/loss"] for row in expected_rows], rel=1e-3)
     assert not one.processes() + two.processes()
 
 
 @pytest.mark.timeout(1200)
-def test_the_host_that_leads_may_be_started_again(pair: list[Host], folder: Path) -> None:
-    write()
-    one, two = pair
+def test_the_leading_host_may_be_restarted(two_hosts: list[Host], folder: Path) -> None:
+    write_slow_task()
+    one, two = two_hosts
     first = start(one)
-    reached("a host that waits", lambda: "waiting at" in first.output)
+    seconds_until("a host that waits", lambda: "waiting at" in first.output)
     second = start(two)
     try:
-        reached("steps of both", lambda: step() >= 15)
+        seconds_until("steps of both", lambda: step() >= 15)
         first.kill(workers=False)
-        reached("a guest that looks for it", lambda: "looking for it again" in second.output)
+        seconds_until("a member that looks for its leader", lambda: "looking for it again" in second.output)
         first = start(one)
         assert first.process.wait(400) == 0, first.output
         assert second.process.wait(120) == 0, second.output

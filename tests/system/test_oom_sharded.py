@@ -1,6 +1,6 @@
-"""Out of memory on one rank of four with sharded state: all ranks restart with a smaller micro-batch, and no step is lost.
+"""When one of four ranks with sharded state runs out of memory, all restart with a smaller micro-batch, and no step is lost.
 
-One strategy once; DRIVETRAIN_REPETITIONS=10 takes all five, ten times (about eight minutes).
+One strategy is tested once; with DRIVETRAIN_REPETITIONS=10 all five are tested ten times (about eight minutes).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.command import good
-from tests.engine.test_invariance import same
-from tests.samples import rows
+from tests.command import run_ok
+from tests.engine.test_invariance import assert_same_metrics
+from tests.sample_tasks import rows
 
 REPETITIONS = int(os.environ.get("DRIVETRAIN_REPETITIONS", "0"))
 STRATEGIES = [("fsdp", 2), ("fsdp", 3), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)] if REPETITIONS else [("fsdp", 3)]
@@ -32,19 +32,19 @@ def words(strategy: Strategy, micro_batch: int) -> list[str]:
 
 
 @functools.cache
-def smaller(strategy: Strategy) -> list[dict[str, Any]]:
-    """Returns the rows of a run that began with the smaller micro-batch."""
-    good(*words(strategy, 8), "--name", "smaller")
+def rows_with_smaller_micro_batch(strategy: Strategy) -> list[dict[str, Any]]:
+    """Returns the rows of a run with the smaller micro-batch from the start."""
+    run_ok(*words(strategy, 8), "--name", "smaller")
     return rows("runs/smaller")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("seed", range(max(1, REPETITIONS)))
 def test_the_run_ends_like_one_with_the_smaller_micro_batch(strategy: Strategy, seed: int, folder: Path) -> None:
-    draw = random.Random(f"{strategy} {seed}")
-    step, rank = draw.randint(2, 88), draw.randrange(4)
-    good(*words(strategy, 16), "--name", "short", DRIVETRAIN_FAULTS=f"oom@step:{step}:rank={rank}")
-    same(rows(Path("runs/short")), smaller(strategy), 5e-5)
+    rng = random.Random(f"{strategy} {seed}")
+    step, rank = rng.randint(2, 88), rng.randrange(4)
+    run_ok(*words(strategy, 16), "--name", "short", DRIVETRAIN_FAULTS=f"oom@step:{step}:rank={rank}")
+    assert_same_metrics(rows(Path("runs/short")), rows_with_smaller_micro_batch(strategy), 5e-5)
     events = [json.loads(line) for line in Path("runs/short/events.jsonl").read_text().splitlines()]
     [oom] = [e for e in events if e["event"] == "oom"]
     assert (oom["step"], oom["rank"], oom["was"], oom["now"]) == (step, rank, 16, 8)

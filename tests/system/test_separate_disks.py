@@ -1,4 +1,4 @@
-"""Ranks on machines that share no file system: a mount of its own hides the folder of the others."""
+"""Ranks on machines without a shared file system, simulated by a mount that gives the second rank another folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import TASK, Started, free_port, losses, only_run, run, start, write_task
+from tests.launching import TASK, StartedCommand, free_port, losses, only_run, run, start, write_task
 
 pytestmark = pytest.mark.system
 
@@ -25,8 +25,8 @@ def task(tmp_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def two_disks(folder: Path, second: Path) -> Iterator[tuple[Started, Started]]:
-    """Two ranks in the same path, where the second rank sees another folder."""
+def two_disks(folder: Path, second: Path) -> Iterator[tuple[StartedCommand, StartedCommand]]:
+    """Starts two ranks in the same path; a mount gives the second rank another folder."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 2}
     words = shlex.join(map(str, [folder, *TRAIN]))
     script = f'mount --bind {shlex.quote(str(second))} {shlex.quote(str(folder))} && set -- {words} && cd "$1" && shift && exec "$@"'
@@ -38,9 +38,9 @@ def two_disks(folder: Path, second: Path) -> Iterator[tuple[Started, Started]]:
 
 
 def test_each_machine_has_the_task_file_and_only_the_first_has_the_run(task: Path, tmp_path: Path) -> None:
-    """A run of the same name but other code on the second machine is not mistaken for this one."""
-    own = write_task(tmp_path / "own")
-    run("drivetrain", "train", "small.py", "--procs", 2, folder=own)
+    """A run of the same name with other code on the second machine is ignored."""
+    reference_folder = write_task(tmp_path / "reference")
+    run("drivetrain", "train", "small.py", "--procs", 2, folder=reference_folder)
     second = write_task(tmp_path / "second")
     stale = second / "runs" / "small-001" / "task"
     stale.mkdir(parents=True)
@@ -48,7 +48,7 @@ def test_each_machine_has_the_task_file_and_only_the_first_has_the_run(task: Pat
     with two_disks(task, second) as (first, other):
         first.succeed()
         other.succeed()
-    assert losses(only_run(task)) == pytest.approx(losses(only_run(own)), rel=1e-6)
+    assert losses(only_run(task)) == pytest.approx(losses(only_run(reference_folder)), rel=1e-6)
     assert [path.name for path in only_run(second).iterdir()] == ["task"]
 
 
@@ -58,4 +58,4 @@ def test_a_second_machine_with_another_version_of_the_task_file_is_refused(task:
     with two_disks(task, second) as (first, other):
         assert (first.wait(), other.wait()) == (2, 2)
         assert "small.py is not the file that rank 0 trains" in first.output
-    assert not list((task / "runs").glob("*")), "a start that is refused leaves no run"
+    assert not list((task / "runs").glob("*")), "a refused start leaves no run"

@@ -1,4 +1,4 @@
-"""Who may join a run, what a stranger learns, and what one can do to a run."""
+"""Only machines with the token can join a run; others learn nothing of it, and an invalid message only excludes its sender."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from drivetrain.outcomes import Outcome
 from drivetrain.plan import Plan
 from drivetrain.watch.time_breakdown import TimeBreakdown
 from tests.launching import free_port
-from tests.patience import until
+from tests.waiting import wait_until
 
 LOCAL, SECRET = "127.0.0.1", "a secret of many letters"
 RECIPE = {"task": "small.py", "settings": {"seed": 12345}}
@@ -40,19 +40,19 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class ObservedLeader:
-    """A leader that waits for members, with its notices and events."""
+    """A leader that waits for members, and the list of its notices and events."""
 
     def __init__(self, nodes: tuple[int, int] = (1, 2)) -> None:
         self.port, self.notices, self.events = free_port(), [], []
-        me = rendezvous.join((LOCAL, self.port), nodes, 1, None, self.notices.append, RECIPE)
-        assert isinstance(me, Leader)
-        self.leader = me
+        joined = rendezvous.join((LOCAL, self.port), nodes, 1, None, self.notices.append, RECIPE)
+        assert isinstance(joined, Leader)
+        self.leader = joined
         self.leader.log_event = lambda kind, **detail: self.events.append((kind, detail))
 
     def join(self, recipe: object = RECIPE) -> Member:
-        me = rendezvous.join((LOCAL, self.port), (1, 2), 1, 1, lambda text: None, recipe)
-        assert isinstance(me, Member)
-        return me
+        joined = rendezvous.join((LOCAL, self.port), (1, 2), 1, 1, lambda text: None, recipe)
+        assert isinstance(joined, Member)
+        return joined
 
     def connect(self) -> socket.socket:
         return socket.create_connection((LOCAL, self.port), timeout=5)
@@ -98,10 +98,10 @@ def test_without_the_token_nobody_joins_or_learns_anything(observed: ObservedLea
     with observed.connect() as stranger:
         stranger.sendall(json.dumps({"drivetrain": handshake.VERSION, "nonce": "0" * 64}).encode() + b"\n")
         greeting = stranger.recv(4096)
-        assert set(json.loads(greeting)) == {"drivetrain", "nonce"}, "nothing that identifies the run"
+        assert set(json.loads(greeting)) == {"drivetrain", "nonce"}, "the greeting does not identify the run"
         stranger.sendall(b'{"proof": "' + b"0" * 64 + b'"}\n')
         assert json.loads(stranger.recv(4096)) == {"refused": "token"} and stranger.recv(1) == b""
-    until(lambda: observed.noticed("away that did not know the token, last from 127.0.0.1"), "a notice")
+    wait_until(lambda: observed.noticed("away that did not know the token, last from 127.0.0.1"), "a notice")
     monkeypatch.setenv("DRIVETRAIN_TOKEN", "another secret altogether")
     with pytest.raises(Problem, match="the token here is not that of the run"):
         observed.join()
@@ -111,35 +111,35 @@ def test_without_the_token_nobody_joins_or_learns_anything(observed: ObservedLea
     assert not observed.leader._peers
 
 
-def test_a_late_answer_is_no_wrong_token(observed: ObservedLeader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proof, or its answer, comes too late: the machine tries again."""
+def test_a_late_answer_is_not_treated_as_a_wrong_token(observed: ObservedLeader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proof, or the answer to it, comes too late: the machine tries again."""
     monkeypatch.setattr(handshake, "ANSWER_SECONDS", 0.3)
-    with observed.connect() as slow:
-        slow.sendall(json.dumps({"drivetrain": handshake.VERSION, "nonce": "0" * 64}).encode() + b"\n")
+    with observed.connect() as slow_member:
+        slow_member.sendall(json.dumps({"drivetrain": handshake.VERSION, "nonce": "0" * 64}).encode() + b"\n")
         answer = b""
-        while data := slow.recv(4096):
+        while data := slow_member.recv(4096):
             answer += data
     assert b"refused" not in answer
-    with socket.create_server((LOCAL, 0)) as server, socket.create_connection(server.getsockname()) as near:
-        far, _ = server.accept()
-        far.sendall(json.dumps({"drivetrain": handshake.VERSION, "nonce": "0" * 64}).encode() + b"\n")
+    with socket.create_server((LOCAL, 0)) as server, socket.create_connection(server.getsockname()) as member_socket:
+        leader_socket, _ = server.accept()
+        leader_socket.sendall(json.dumps({"drivetrain": handshake.VERSION, "nonce": "0" * 64}).encode() + b"\n")
         with pytest.raises(ConnectionResetError):
-            prove_to_leader(near, SECRET.encode())
-        far.close()
+            prove_to_leader(member_socket, SECRET.encode())
+        leader_socket.close()
 
 
-def test_a_false_leader_learns_nothing_of_the_recipe() -> None:
-    """It answers as a leader does, but without the token: the member sends nothing more."""
-    said = b""
+def test_a_fake_leader_learns_nothing_of_the_recipe() -> None:
+    """The fake leader answers like a leader but without the token: the member sends nothing more."""
+    received = b""
 
     def pretend(server: socket.socket) -> None:
-        nonlocal said
+        nonlocal received
         peer, _ = server.accept()
-        said += peer.recv(4096)
+        received += peer.recv(4096)
         peer.sendall(json.dumps({"drivetrain": handshake.VERSION, "nonce": "0" * 64}).encode() + b"\n")
-        said += peer.recv(4096)
+        received += peer.recv(4096)
         peer.sendall(b'{"proof": "' + b"0" * 64 + b'"}\n')
-        said += peer.recv(4096)
+        received += peer.recv(4096)
 
     with socket.create_server((LOCAL, 0)) as server:
         thread = threading.Thread(target=pretend, args=(server,), daemon=True)
@@ -147,25 +147,25 @@ def test_a_false_leader_learns_nothing_of_the_recipe() -> None:
         with pytest.raises(Problem, match="the token here is not that of the run"):
             rendezvous.join(server.getsockname(), (1, 2), 1, 1, lambda text: None, RECIPE)
         thread.join(5)
-    assert [set(json.loads(line)) for line in said.splitlines()] == [{"drivetrain", "nonce"}, {"proof"}]
+    assert [set(json.loads(line)) for line in received.splitlines()] == [{"drivetrain", "nonce"}, {"proof"}]
 
 
-def test_an_eavesdropper_reads_no_recipe_and_cannot_replay_what_it_recorded(observed: ObservedLeader) -> None:
+def test_an_eavesdropper_reads_no_recipe_and_cannot_replay_a_connection(observed: ObservedLeader) -> None:
     eavesdropper = Eavesdropper(observed.port)
-    me = rendezvous.join((LOCAL, eavesdropper.port), (1, 2), 1, 1, lambda text: None, RECIPE)
-    assert isinstance(me, Member)
-    until(lambda: observed.leader._peers, "a member")
-    me.link.close()
-    until(lambda: not observed.leader.connected_peers(), "no member")
+    joined = rendezvous.join((LOCAL, eavesdropper.port), (1, 2), 1, 1, lambda text: None, RECIPE)
+    assert isinstance(joined, Member)
+    wait_until(lambda: observed.leader._peers, "a member")
+    joined.link.close()
+    wait_until(lambda: not observed.leader.connected_peers(), "no member")
     assert (
         b"12345" not in eavesdropper.up + eavesdropper.down
         and b"small.py" not in eavesdropper.up
         and SECRET.encode() not in eavesdropper.up + eavesdropper.down
     )
-    with observed.connect() as thief, contextlib.suppress(OSError):
-        thief.sendall(eavesdropper.up)
+    with observed.connect() as replay, contextlib.suppress(OSError):
+        replay.sendall(eavesdropper.up)
         answer = b""
-        while data := thief.recv(4096):
+        while data := replay.recv(4096):
             answer += data
         assert b'"refused": "token"' in answer
     assert not observed.leader.connected_peers()
@@ -176,11 +176,11 @@ def test_only_its_owner_may_read_the_token_file(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     observed = ObservedLeader()
     threading.Thread(target=observed.leader.wait_for_members, daemon=True).start()
-    until(lambda: observed.noticed("DRIVETRAIN_TOKEN="), "the command for the other machines")
+    wait_until(lambda: observed.noticed("DRIVETRAIN_TOKEN="), "the command for the other machines")
     (file,) = (tmp_path / "state").rglob("127.0.0.1-*")
     assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
-    assert observed.noticed(file.read_text().splitlines()[0]), "printed once, as part of the command"
-    observed.join().link.close()  # a machine with the same home folder needs nothing
+    assert observed.noticed(file.read_text().splitlines()[0]), "the printed command contains the token"
+    observed.join().link.close()  # a machine with the same home folder reads the token file
     file.chmod(0o644)
     with pytest.raises(Problem, match="chmod 600"):
         observed.join()
@@ -204,7 +204,7 @@ def start_attempt(**changes: Any) -> bytes:
     return json.dumps({"kind": "start-attempt", **asdict(start)} | changes).encode()
 
 
-def test_a_message_survives_encoding_and_decoding() -> None:
+def test_a_message_is_the_same_after_encoding_and_decoding() -> None:
     message = decode(start_attempt(), ToMember)
     assert isinstance(message, StartAttempt) and message.plan.world_size == 2 and message.master == (LOCAL, 29500)
     assert decode(encode(message), ToMember) == message
@@ -269,20 +269,20 @@ def test_an_invalid_message_of_a_member_is_refused(value: dict[str, Any]) -> Non
 
 
 def join_as(observed: ObservedLeader, name: str = "rogue") -> Link:
-    """Joins as a machine that knows token and recipe; it then sends what the test wants."""
+    """Joins as a machine that knows the token and the recipe; returns its connection."""
     sock = observed.connect()
     keys = prove_to_leader(sock, SECRET.encode())
-    me = Link(sock, keys.to_leader, keys.to_member, ToMember).start()
-    me.send(Hello(1, name, observed.leader.config.identity_digest(keys)))
-    welcome = me.receive(5)
+    joined = Link(sock, keys.to_leader, keys.to_member, ToMember).start()
+    joined.send(Hello(1, name, observed.leader.config.identity_digest(keys)))
+    welcome = joined.receive(5)
     assert isinstance(welcome, messages.Welcome)
     if not welcome.accepted:
         raise PermissionError(welcome.reason)
-    return me
+    return joined
 
 
 class FakeSupervisor:
-    """The part of a supervisor that a leader uses while an attempt runs."""
+    """Has the methods of a supervisor that a leader uses while an attempt runs."""
 
     steps_taken = 0
 
@@ -294,31 +294,29 @@ class FakeSupervisor:
 
 
 def begin_attempt(observed: ObservedLeader, *names: str) -> FakeSupervisor:
-    until(lambda: len(observed.leader._peers) == len(names), "all machines")
+    wait_until(lambda: len(observed.leader._peers) == len(names), "all machines")
     observed.leader.max_nodes = 1 + len(names)
     observed.leader.wait_for_members()
     observed.leader.start_attempt("both", Plan(), {})
     return FakeSupervisor()
 
 
-@pytest.mark.parametrize("odd", ["unsigned", "unknown", "others' ranks", "flood"])
-def test_one_invalid_message_excludes_its_sender_and_nothing_else(
-    observed: ObservedLeader, odd: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("fault", ["unsigned", "unknown", "others' ranks", "flood"])
+def test_an_invalid_message_excludes_only_its_sender(observed: ObservedLeader, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rogue = join_as(observed)
     supervisor = begin_attempt(observed, "rogue")
-    if odd == "unsigned":
+    if fault == "unsigned":
         rogue._peer.sendall(b"0" * 64 + b' {"kind": "heartbeat"}\n')
-    elif odd == "unknown":
+    elif fault == "unknown":
         monkeypatch.setattr(link, "encode", lambda message: b'{"kind": "surprise"}')
         rogue.send(messages.NodeHeartbeat())
-    elif odd == "flood":
+    elif fault == "flood":
         for _ in range(link.MAX_QUEUED + 2):
             rogue.send(messages.HangReport(0, []))
-        until(lambda: observed.leader._peers[0].link.fault, "a queue that is full")
+        wait_until(lambda: observed.leader._peers[0].link.fault, "a queue that is full")
     else:
         rogue.send(messages.TimeSpent(TimeBreakdown.unknown(ranks=3)))
-    until(lambda: observed.leader.check(supervisor) or supervisor.aborted, "an attempt that ends")  # type: ignore[arg-type, func-returns-value]
+    wait_until(lambda: observed.leader.check(supervisor) or supervisor.aborted, "an attempt that ends")  # type: ignore[arg-type, func-returns-value]
     assert supervisor.aborted == ["the machine rogue was lost"]
     assert [kind for kind, _ in observed.events] == ["machine-lost"] and observed.noticed("lost rogue: ")
     monkeypatch.undo()
@@ -338,8 +336,8 @@ def test_a_machine_that_only_sends_heartbeats_is_excluded(observed: ObservedLead
     observed.leader.check(supervisor)  # type: ignore[arg-type]
     assert supervisor.aborted == ["the machine rogue was lost"] and observed.noticed("excluded, for it did not begin the attempt")
     rogue.close()
-    join_as(observed).close()  # it may try once more
-    until(lambda: not observed.leader.connected_peers(), "no member")
+    join_as(observed).close()  # a new attempt to join is accepted
+    wait_until(lambda: not observed.leader.connected_peers(), "no member")
 
 
 def test_a_machine_that_starts_the_attempt_stays(observed: ObservedLeader, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,11 +354,11 @@ def test_a_lost_machine_is_named_and_logged(observed: ObservedLeader) -> None:
     honest = join_as(observed, "node7")
     supervisor = begin_attempt(observed, "node7")
     honest.close()
-    until(lambda: observed.leader.check(supervisor) or supervisor.aborted, "a lost machine")  # type: ignore[arg-type, func-returns-value]
+    wait_until(lambda: observed.leader.check(supervisor) or supervisor.aborted, "a lost machine")  # type: ignore[arg-type, func-returns-value]
     observed.leader.wait_for_members()
     assert observed.noticed("more machine, without node7 (lost ")
     join_as(observed, "node7").close()
-    until(lambda: len(observed.events) > 1, "the machine's return")
+    wait_until(lambda: len(observed.events) > 1, "the machine's return")
     assert [(kind, detail["machine"]) for kind, detail in observed.events][:2] == [("machine-lost", "node7"), ("machine-back", "node7")]
 
 
@@ -372,23 +370,23 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 from drivetrain.launch import rendezvous
 me = rendezvous.join(("127.0.0.1", 0), (1, 2), 1, None, lambda text: print(text, flush=True), {"a": 1})
 print("port", me.listener.port, flush=True)
-hoard = []
+handles = []
 try:
     while True:
-        hoard.append(os.open("/dev/null", os.O_RDONLY))
+        handles.append(os.open("/dev/null", os.O_RDONLY))
 except OSError:
     pass
 print("full", flush=True)
 sys.stdin.readline()
-for handle in hoard:
+for handle in handles:
     os.close(handle)
 print("free", flush=True)
 sys.stdin.readline()
 """
 
 
-def test_a_flood_of_connections_is_survived_and_reported() -> None:
-    """Without free descriptors accept() fails; the port opens again once there are some."""
+def test_the_leader_survives_a_flood_of_connections() -> None:
+    """Without free file descriptors accept() fails; the leader accepts again once there are some."""
     with (
         subprocess.Popen([sys.executable, "-c", FLOOD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
         contextlib.ExitStack() as stack,
@@ -397,18 +395,18 @@ def test_a_flood_of_connections_is_survived_and_reported() -> None:
         lines: list[str] = []
         threading.Thread(target=lambda: lines.extend(process.stdout or []), daemon=True).start()
         try:
-            until(lambda: "full\n" in lines, "no descriptor left", of=process)
+            wait_until(lambda: "full\n" in lines, "no descriptor left", process=process)
             port = next(int(line.split()[1]) for line in lines if line.startswith("port "))
             for _ in range(100):
                 sock = stack.enter_context(socket.socket())
                 sock.setblocking(False)
                 sock.connect_ex((LOCAL, port))
-            until(lambda: any("cannot accept connections for a moment" in line for line in lines), "a notice", of=process)
+            wait_until(lambda: any("cannot accept connections for a moment" in line for line in lines), "a notice", process=process)
             process.stdin.write("\n")
             process.stdin.flush()
-            until(lambda: "free\n" in lines, "descriptors again", of=process)
-            me = rendezvous.join((LOCAL, port), (1, 2), 1, 1, lambda text: None, {"a": 1})
-            assert isinstance(me, Member) and me.link.is_alive, "beside a hundred silent connections"
-            me.link.close()
+            wait_until(lambda: "free\n" in lines, "descriptors again", process=process)
+            joined = rendezvous.join((LOCAL, port), (1, 2), 1, 1, lambda text: None, {"a": 1})
+            assert isinstance(joined, Member) and joined.link.is_alive, "in spite of a hundred silent connections"
+            joined.link.close()
         finally:
             process.kill()

@@ -1,4 +1,4 @@
-"""Tasks for the strategies that shard: deep models, with the peculiarities of real ones."""
+"""Tasks for the sharding strategies: deep models with tied weights, two towers or BatchNorm."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from drivetrain.data import Tensors
 from drivetrain.engine.group import Group
-from tests import samples
-from tests.samples import Plain
+from tests import sample_tasks
+from tests.sample_tasks import Plain
 
 WORDS, WIDTH, LENGTH = 23, 16, 7
 
@@ -32,11 +32,11 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A transformer whose embedding is its head, with a method of its own."""
+    """A transformer with tied weights, called through `logits` instead of `forward`."""
 
     def __init__(self, depth: int, dropout: float, scalar: bool) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.words, self.positions = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
@@ -45,14 +45,14 @@ class Net(nn.Module):
         nn.init.normal_(self.words.weight, std=0.3)
 
     def logits(self, x: Tensor) -> Tensor:
-        x = self.words(x) + self.places.weight[: x.shape[1]]
+        x = self.words(x) + self.positions.weight[: x.shape[1]]
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x)) * self.scale
 
 
 class Transformer(Plain):
-    """Counts up in steps of its first word; the loss is a mean over tokens, and samples differ in length."""
+    """Predicts the next word of sequences that repeat four words; the loss is a mean over tokens, and samples differ in length."""
 
     samples: int = 45
     epochs: int = 2
@@ -78,15 +78,15 @@ class Transformer(Plain):
     def loss(self, model: Any, batch: Any) -> Any:
         words = batch["words"]
         losses = F.cross_entropy(model.logits(words[:, :-1]).transpose(1, 2), words[:, 1:], reduction="none")
-        counted = torch.arange(LENGTH, device=words.device) < batch["length"][:, None]
-        return (losses * counted).sum(), counted.sum()
+        is_counted = torch.arange(LENGTH, device=words.device) < batch["length"][:, None]
+        return (losses * is_counted).sum(), is_counted.sum()
 
     def metrics(self, model: Any, batch: Any) -> dict[str, Any]:
         return {"loss": self.loss(model, batch)}
 
 
-class Twofold(Transformer):
-    """Two parts: a mean over marked samples, counted beforehand, and a mean over all."""
+class TwoPartLoss(Transformer):
+    """A loss of two parts: a mean over marked samples, counted by `counts`, and a mean over all samples."""
 
     def counts(self, batch: Any) -> dict[str, Any]:
         return {"marked": (batch["length"] > 4).sum()}
@@ -102,7 +102,7 @@ class Twofold(Transformer):
         return {"loss": self.loss(model, batch)["penalty"]}
 
 
-class Norms(Plain):
+class BatchNormBlocks(Plain):
     """BatchNorm in repeated blocks."""
 
     samples: int = 96
@@ -124,7 +124,7 @@ class ConvBlock(nn.Module):
 
 
 class Towers(nn.Module):
-    """An image encoder beside a text encoder: each has repeated blocks, and neither holds most of the parameters."""
+    """An image encoder and a text encoder: each has repeated blocks, and neither holds most of the parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Towers(nn.Module):
 
 
 class TwoTowers(Plain):
-    """Classifies pairs of an image and a text: the label is the sum of a number in each."""
+    """Classifies pairs of an image and a text: the label is the image's brightness plus the text's first word."""
 
     samples: int = 45
     epochs: int = 2
@@ -156,9 +156,9 @@ class TwoTowers(Plain):
 
     def train_data(self) -> Any:
         generator = torch.Generator().manual_seed(3)
-        brightness, first = (torch.randint(n, (self.samples,), generator=generator) for n in (4, WORDS))
+        brightness, first_word = (torch.randint(n, (self.samples,), generator=generator) for n in (4, WORDS))
         images = torch.rand(self.samples, 3, 8, 8, generator=generator) + brightness[:, None, None, None]
-        return Tensors(images=images, words=first[:, None] + torch.arange(LENGTH), label=brightness + first)
+        return Tensors(images=images, words=first_word[:, None] + torch.arange(LENGTH), label=brightness + first_word)
 
     def eval_data(self) -> Any:
         return self.train_data()
@@ -170,10 +170,10 @@ class TwoTowers(Plain):
         return {"loss": F.cross_entropy(model(batch["images"], batch["words"]), batch["label"], reduction="none")}
 
 
-samples.TASKS |= {t.__name__: t for t in (Transformer, Twofold, Norms, TwoTowers)}
+sample_tasks.TASKS |= {t.__name__: t for t in (Transformer, TwoPartLoss, BatchNormBlocks, TwoTowers)}
 
 
 def train(
     name: str, folder: str, settings: dict[str, Any], pins: dict[str, Any] | None, stop_after: int | None, group: Group
 ) -> list[dict[str, Any]]:
-    return samples.train(name, folder, settings, pins, stop_after, group)
+    return sample_tasks.train(name, folder, settings, pins, stop_after, group)

@@ -1,4 +1,4 @@
-"""What tasks give that is unusual: it trains, saves and goes on, or one line names the hook and the way out."""
+"""A task with unusual hooks either trains, saves and resumes, or is refused with one line that names the hook and the fix."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
 from drivetrain.watch.files import MetricsFile
 from tests.processes import on_ranks
-from tests.samples import HARDWARE, Plain, blobs, rows
+from tests.sample_tasks import HARDWARE, Plain, blobs, rows
 
 Hooks = dict[str, Any]
 
 
-class With(nn.Module):
-    """A small net beside a tensor of an unusual form."""
+class WithBuffer(nn.Module):
+    """A small net and a buffer with an unusual tensor."""
 
     def __init__(self, tensor: Any = None, persistent: bool = True) -> None:
         super().__init__()
@@ -38,14 +38,14 @@ class With(nn.Module):
         return self.net(x)
 
 
-class Mixing(With):
+class UsesBuffer(WithBuffer):
     """Uses its sparse buffer."""
 
     def forward(self, x: Any) -> Any:
         return self.net(torch.sparse.mm(self.odd, x.T).T)
 
 
-class SparseEmbedding(With):
+class SparseEmbedding(WithBuffer):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(4, 4, sparse=True)
@@ -54,21 +54,19 @@ class SparseEmbedding(With):
         return self.net(x) + self.embed(x.argmax(-1))
 
 
-class Twice(nn.Module):
-    """One layer under two names, and one of its parameters under a third."""
+class SharedLayer(nn.Module):
+    """One layer under two names, and its weight under a third name."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.again, self.other.weight = self.one, self.one.weight
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.same_as_first, self.second.weight = self.first, self.first.weight
 
     def forward(self, x: Any) -> Any:
-        return self.other(self.again(x))
+        return self.second(self.same_as_first(x))
 
 
-class Rotations(nn.Module):
-    """Complex weights."""
-
+class ComplexWeights(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.cfloat))
@@ -77,7 +75,7 @@ class Rotations(nn.Module):
         return (x.to(torch.cfloat) @ self.weight).abs()
 
 
-class Listed(torch.utils.data.Dataset[Any]):
+class PairDataset(torch.utils.data.Dataset[Any]):
     def __init__(self) -> None:
         self.x, self.y = blobs(20)
 
@@ -88,20 +86,22 @@ class Listed(torch.utils.data.Dataset[Any]):
         return self.x[i], self.y[i]
 
 
-class Collected(Source):
+class FixedSource(Source):
     groups = 2
 
-    def __init__(self, given: Any, kept: Any = None) -> None:
-        self.given, self.kept = given, kept
+    """Returns the same data in each epoch."""
+
+    def __init__(self, data: Any, state: Any = None) -> None:
+        self.data, self.saved_state = data, state
 
     def __len__(self) -> int:
         return 16
 
     def collect(self, model: Any, rand: Any, total: Any) -> Any:
-        return self.given
+        return self.data
 
     def state(self) -> Any:
-        return {} if self.kept is None else self.kept
+        return {} if self.saved_state is None else self.saved_state
 
 
 class SparseState(torch.optim.SGD):
@@ -112,24 +112,27 @@ class SparseState(torch.optim.SGD):
                 self.state[parameter]["mask"] = torch.eye(2).to_sparse()
 
 
+# Each of these functions returns hooks that replace those of a task.
+
+
 def model(make: Callable[[], Any]) -> Hooks:
     return {"model": lambda self: make()}
 
 
-def loss(give: Callable[[Any, Any], Any]) -> Hooks:
-    return {"loss": lambda self, model, batch: give(F.cross_entropy(model(batch[0]), batch[1]), batch[0])}
+def loss(compute: Callable[[Any, Any], Any]) -> Hooks:
+    return {"loss": lambda self, model, batch: compute(F.cross_entropy(model(batch[0]), batch[1]), batch[0])}
 
 
-def metrics(give: Callable[[Any], Any]) -> Hooks:
-    return {"metrics": lambda self, model, batch: give(model(batch[0]))}
+def metrics(compute: Callable[[Any], Any]) -> Hooks:
+    return {"metrics": lambda self, model, batch: compute(model(batch[0]))}
 
 
-def batches(give: Callable[[int, Any], Any]) -> Hooks:
-    """Metrics that depend on which batch it is."""
+def metrics_by_batch(compute: Callable[[int, Any], Any]) -> Hooks:
+    """Metrics that depend on the number of the batch."""
 
     def metrics_of(self: Any, model: Any, batch: Any) -> Any:
-        self._batches = getattr(self, "_batches", 0) + 1
-        return give(self._batches, model(batch[0]))
+        self._num_batches = getattr(self, "_num_batches", 0) + 1
+        return compute(self._num_batches, model(batch[0]))
 
     return {"metrics": metrics_of}
 
@@ -138,11 +141,11 @@ def optimizer(make: Callable[[Any], Any]) -> Hooks:
     return {"optimizer": lambda self, model: make(model)}
 
 
-def counted(count: Any) -> Hooks:
+def loss_with_counts(count: Any) -> Hooks:
     return loss(lambda value, x: {"a": (value, 3), "b": value}) | {"counts": lambda self, batch: count}
 
 
-def in_format(dtype: torch.dtype) -> Hooks:
+def model_and_loss_in(dtype: torch.dtype) -> Hooks:
     def loss_of(self: Any, model: Any, batch: Any) -> Any:
         return F.cross_entropy(model(batch[0].to(dtype)), batch[1])
 
@@ -150,31 +153,32 @@ def in_format(dtype: torch.dtype) -> Hooks:
 
 
 def with_scheduler(model: Any) -> torch.optim.Optimizer:
-    made = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.optim.lr_scheduler.StepLR(made, 3)
-    return made
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(sgd, 3)
+    return sgd
 
 
-def limited(limits: Any) -> Hooks:
+def source_with_limits(limits: Any) -> Hooks:
     def train_data(self: Any) -> Any:
-        source = Collected(Tensors(*blobs(16)))
-        source.limits = limits
-        return source
+        fixed_source = FixedSource(Tensors(*blobs(16)))
+        fixed_source.limits = limits
+        return fixed_source
 
     return {"train_data": train_data, "global_batch": 8}
 
 
-def collected(*source: Any) -> Hooks:
-    return {"train_data": lambda self: Collected(*source), "global_batch": 8}
+def source(*arguments: Any) -> Hooks:
+    return {"train_data": lambda self: FixedSource(*arguments), "global_batch": 8}
 
 
+# Each case: the hooks, and the message that refuses them.
 REFUSED: dict[str, tuple[Hooks, str]] = {
     # the model
-    "sparse buffer": (model(lambda: Mixing(torch.eye(4).to_sparse())), r"model\(\) has a sparse tensor 'odd'.*persistent=False"),
-    "csr buffer": (model(lambda: Mixing(torch.eye(4).to_sparse_csr())), r"model\(\) has a sparse csr tensor 'odd'"),
+    "sparse buffer": (model(lambda: UsesBuffer(torch.eye(4).to_sparse())), r"model\(\) has a sparse tensor 'odd'.*persistent=False"),
+    "csr buffer": (model(lambda: UsesBuffer(torch.eye(4).to_sparse_csr())), r"model\(\) has a sparse csr tensor 'odd'"),
     "quantized buffer": (
-        model(lambda: With(torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8))), r"model\(\) has a quantized tensor 'odd'"),
-    "nested buffer": (model(lambda: With(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))), "a nested tensor 'odd'"),
+        model(lambda: WithBuffer(torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8))), r"model\(\) has a quantized tensor 'odd'"),
+    "nested buffer": (model(lambda: WithBuffer(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))), "a nested tensor 'odd'"),
     "meta weights": (model(lambda: nn.Linear(4, 4, device="meta")), r"model\(\) has no values for 'weight' \(device meta\)"),
     "no parameters": (model(nn.Identity), "there is nothing to train"),
     "frozen": (model(lambda: nn.Linear(4, 4).requires_grad_(False)), "there is nothing to train"),
@@ -195,10 +199,10 @@ REFUSED: dict[str, tuple[Hooks, str]] = {
     "count complex": (loss(lambda value, x: (value, torch.tensor(3j))), "complex tensor"),
     "count tensor nan": (loss(lambda value, x: (value, torch.tensor(float("nan")))), "sum to nan at step 1"),
     "count tensor below 0": (loss(lambda value, x: (value, -torch.tensor(len(x)))), r"loss\(\) gave counts for 'loss' that sum to -16 at step 1"),
-    "counts list": (counted(["a"]), r"counts\(\) gave a list"),
-    "counts letters": (counted({"a": "x"}), r"count counts\(\) gave for 'a' is 'x'"),
-    "counts of many": (counted({"a": torch.ones(3)}), r"tensor of shape \[3\]"),
-    "counts none": (counted({"a": None}), "is None"),
+    "counts list": (loss_with_counts(["a"]), r"counts\(\) gave a list"),
+    "counts letters": (loss_with_counts({"a": "x"}), r"count counts\(\) gave for 'a' is 'x'"),
+    "counts of many": (loss_with_counts({"a": torch.ones(3)}), r"tensor of shape \[3\]"),
+    "counts none": (loss_with_counts({"a": None}), "is None"),
     "logged letters": (loss(lambda value, x: (value, {"s": "x"})), r"logged figure 's' of loss\(\) is 'x'"),
     "logged complex": (loss(lambda value, x: (value, {"s": x * 1j})), "logged figure 's'.*complex"),
     "logged total": (loss(lambda value, x: (value, {"s": ("x", 1)})), "has the total 'x'"),
@@ -216,24 +220,24 @@ REFUSED: dict[str, tuple[Hooks, str]] = {
     "triple": (metrics(lambda out: {"a": (out.sum(), 1, 2)}), "two real numbers"),
     "pair below 0": (metrics(lambda out: {"a": (out.sum(), -3)}), r"metrics\(\) gave the count -12 for 'a'"),
     "no metrics": (metrics(lambda out: None), r"metrics\(\) gave NoneType"),
-    "other widths": (batches(lambda n, out: {"a": out[:, :n]}), r"metrics\(\) gave rows of shape \[2\] for 'a', but rows of shape \[1\]"),
-    "other forms": (batches(lambda n, out: {"a": out if n % 2 else out.mean()}), r"metrics\(\) gave one mean for 'a', but rows"),
-    "other names": (batches(lambda n, out: {f"a{n}": out[:, 0]}), r"metrics\(\) gave \['a2'\], but \['a1'\]"),
-    "a name too many": (batches(lambda n, out: {"a": out.mean()} | ({"b": out.mean()} if n == 2 else {})), "names must stay the same"),
+    "other widths": (metrics_by_batch(lambda n, out: {"a": out[:, :n]}), r"metrics\(\) gave rows of shape \[2\] for 'a', but rows of shape \[1\]"),
+    "other forms": (metrics_by_batch(lambda n, out: {"a": out if n % 2 else out.mean()}), r"metrics\(\) gave one mean for 'a', but rows"),
+    "other names": (metrics_by_batch(lambda n, out: {f"a{n}": out[:, 0]}), r"metrics\(\) gave \['a2'\], but \['a1'\]"),
+    "a name too many": (metrics_by_batch(lambda n, out: {"a": out.mean()} | ({"b": out.mean()} if n == 2 else {})), "names must stay the same"),
     "no summary": ({"summary": lambda self, values: None}, r"summary\(\) gave None"),
     "complex summary": ({"summary": lambda self, values: {"s": torch.tensor(3j)}}, r"summary\(\) gave a complex tensor"),
     "remarks none": ({"remarks": lambda self, model: None}, r"remarks\(\) gave None"),
     # data
     "no samples": ({"train_data": lambda self: Tensors(torch.zeros(0, 4), torch.zeros(0))}, r"train_data\(\) gave an empty data set"),
     "column of words": ({"train_data": lambda self: Tensors(["a"] * 20, [1] * 20)}, "holds what is no number"),
-    "collate none": ({"train_data": lambda self: Listed(), "collate": lambda self, samples: None}, r"collate\(samples\) gave None"),
+    "collate none": ({"train_data": lambda self: PairDataset(), "collate": lambda self, samples: None}, r"collate\(samples\) gave None"),
     "collate nothing": (
-        {"train_data": lambda self: Listed(), "collate": lambda self, samples: (torch.zeros(0, 4), torch.zeros(0))},
+        {"train_data": lambda self: PairDataset(), "collate": lambda self, samples: (torch.zeros(0, 4), torch.zeros(0))},
         r"collate\(samples\) gave an empty batch for 16 samples"),
     "augment none": ({"augment": lambda self, batch, rand: None}, r"augment\(batch, rand\) gave None"),
-    "collect tuple": (collected(blobs(16)), r"collect\(\) gave a tuple"),
-    "sparse source": (collected(Tensors(*blobs(16)), {"place": torch.eye(2).to_sparse()}), "the source's state 'place' is a sparse tensor"),
-    "source of lists": (collected(Tensors(*blobs(16)), {"place": [1, 2]}), r"state\(\) of the source"),
+    "collect tuple": (source(blobs(16)), r"collect\(\) gave a tuple"),
+    "sparse source": (source(Tensors(*blobs(16)), {"place": torch.eye(2).to_sparse()}), "the source's state 'place' is a sparse tensor"),
+    "source of lists": (source(Tensors(*blobs(16)), {"place": [1, 2]}), r"state\(\) of the source"),
     # optimizer and schedule
     "sparse state": (optimizer(lambda m: SparseState(m.parameters(), lr=0.1)), "the optimizer's state '0.weight/mask' is a sparse tensor"),
     "SparseAdam": (
@@ -243,19 +247,19 @@ REFUSED: dict[str, tuple[Hooks, str]] = {
     "schedule of letters": ({"schedule": lambda self, step, steps: "x"}, r"schedule\(0, 3\) gave 'x'"),
     "schedule nan": ({"schedule": lambda self, step, steps: float("nan")}, r"schedule\(0, 3\) gave nan"),
     "schedule ends": ({"schedule": lambda self, step, steps: 1.0 if step < 2 else None}, r"schedule\(2, 3\) gave None"),
-    "limits list": (limited(["loss"]), r"the source's limits are \['loss'\]"),
+    "limits list": (source_with_limits(["loss"]), r"the source's limits are \['loss'\]"),
 }  # fmt: skip
 
 TRAINED: dict[str, Hooks] = {
     "sparse gradients": model(SparseEmbedding),
-    "sparse buffer that is not saved": model(lambda: Mixing(torch.eye(4).to_sparse(), persistent=False)),
-    "expanded buffer": model(lambda: With(torch.arange(4.0)[:, None].expand(4, 3))),
+    "sparse buffer that is not saved": model(lambda: UsesBuffer(torch.eye(4).to_sparse(), persistent=False)),
+    "expanded buffer": model(lambda: WithBuffer(torch.arange(4.0)[:, None].expand(4, 3))),
     "buffers of other formats": model(lambda: nn.Sequential(*(
-        With(t) for t in (torch.zeros(()), torch.zeros(0), torch.tensor([True]), torch.ones(2) * 1j, torch.zeros(2).to(torch.float8_e4m3fn))))),
-    "a layer under two names": model(Twice),
-    "complex weights": model(Rotations),
-    "float64": in_format(torch.float64),
-    "bfloat16": in_format(torch.bfloat16),
+        WithBuffer(t) for t in (torch.zeros(()), torch.zeros(0), torch.tensor([True]), torch.ones(2) * 1j, torch.zeros(2).to(torch.float8_e4m3fn))))),
+    "a layer under two names": model(SharedLayer),
+    "complex weights": model(ComplexWeights),
+    "float64": model_and_loss_in(torch.float64),
+    "bfloat16": model_and_loss_in(torch.bfloat16),
     "count as numpy's number": loss(lambda value, x: (value * len(x), np.array(len(x)))),
     "count with a gradient": loss(lambda value, x: (value * len(x), value * 0 + len(x))),
     "count of one value": loss(lambda value, x: (value * len(x), torch.ones(1) * len(x))),
@@ -268,60 +272,60 @@ TRAINED: dict[str, Hooks] = {
 }  # fmt: skip
 
 
-class Heard(Observer):
+class Notices(Observer):
     def __init__(self) -> None:
-        self.notices: list[str] = []
+        self.texts: list[str] = []
 
     def notice(self, text: str) -> None:
-        self.notices.append(text)
+        self.texts.append(text)
 
 
-def made(hooks: Hooks, folder: Path | str, group: Group, micro: int, heard: Observer) -> Training:
-    kind = type("Odd", (Plain,), hooks)
-    task = kind(steps=3, samples=20, save_every=2)
+def training(hooks: Hooks, folder: Path | str, group: Group, micro: int, observer: Observer) -> Training:
+    task = type("Unusual", (Plain,), hooks)(steps=3, samples=20, save_every=2)
     pins = {"threads": 1, "workers": 0, "micro_batch": micro, "eval_micro_batch": 10}
     plan = choose(task.settings(), HARDWARE, device="cpu", world_size=group.size, local_procs=group.size, pins=pins)
     run = Run(folder)
-    return Training(task, plan, run, group, Observers([MetricsFile(run), heard] if group.is_main else []), False)
+    return Training(task, plan, run, group, Observers([MetricsFile(run), observer] if group.is_main else []), False)
 
 
 ALONE = Group(0, 1, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_one_line_names_the_hook(name: str, tmp_path: Path) -> None:
-    hooks, words = REFUSED[name]
-    with pytest.raises(Problem, match=words) as refused:
-        made(hooks, tmp_path, ALONE, 16, Heard()).run_to_end()
+def test_the_message_names_the_hook_in_one_line(name: str, tmp_path: Path) -> None:
+    hooks, message = REFUSED[name]
+    with pytest.raises(Problem, match=message) as refused:
+        training(hooks, tmp_path, ALONE, 16, Notices()).run_to_end()
     assert len(str(refused.value)) < 300 and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", TRAINED)
 @pytest.mark.parametrize("micro", [16, 5])
-def test_it_trains_and_goes_on(name: str, micro: int, tmp_path: Path) -> None:
+def test_unusual_hooks_train_and_resume(name: str, micro: int, tmp_path: Path) -> None:
     for steps in (2, None):
-        job = made(TRAINED[name], tmp_path, ALONE, micro, Heard())
+        job = training(TRAINED[name], tmp_path, ALONE, micro, Notices())
         job.run_to_end(steps)
         assert job.saver.writer is not None
         job.saver.writer.wait()
         assert job.saver.writer.failure is None
-    last = rows(tmp_path)[-1]
-    assert last["step"] == 3 and all(value is not None for value in last.values())
+    last_row = rows(tmp_path)[-1]
+    assert last_row["step"] == 3 and all(value is not None for value in last_row.values())
 
 
-def _odd(names: list[str], folder: str, group: Group) -> list[str]:
-    said = []
+def _error_messages(names: list[str], folder: str, group: Group) -> list[str]:
+    messages = []
     for name in names:
+        hooks = REFUSED[name][0] if name in REFUSED else TRAINED[name]
         try:
-            made((REFUSED[name][0] if name in REFUSED else TRAINED[name]), f"{folder}/{name}", group, 16, Heard()).run_to_end()
-            said.append("")
+            training(hooks, f"{folder}/{name}", group, 16, Notices()).run_to_end()
+            messages.append("")
         except Problem as problem:
-            said.append(str(problem))
-    return said
+            messages.append(str(problem))
+    return messages
 
 
-def test_two_processes_say_the_same(tmp_path: Path) -> None:
+def test_two_processes_raise_the_same_errors(tmp_path: Path) -> None:
     names = ["sparse buffer that is not saved", "expanded buffer", "a name too many", "other widths", "count tensor below 0"]
-    said = on_ranks(2, _odd, names, str(tmp_path))
-    assert said[0] == said[1]
-    assert said[0][:2] == ["", ""] and all(said[0][2:])
+    of_rank_0, of_rank_1 = on_ranks(2, _error_messages, names, str(tmp_path))
+    assert of_rank_0 == of_rank_1
+    assert of_rank_0[:2] == ["", ""] and all(of_rank_0[2:])

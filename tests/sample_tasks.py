@@ -1,4 +1,4 @@
-"""Small tasks, each of which exercises one part of the contracts, and functions to train them."""
+"""Small tasks, each of which uses one feature of tasks, and functions to train them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HARDWARE = Hardware(2, 2**34, gpu_note="a test")
 
 
 def blobs(samples: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Points around four centres: a problem a small net learns in a few steps."""
+    """Returns points around four centres, which a small net learns to classify in a few steps."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(4, (samples,), generator=generator)
     centres = torch.tensor([[2.0, 0, 0, 1], [0, 2, 1, 0], [-2, 0, 1, 1], [0, -2, 0, 1]])
@@ -64,7 +64,7 @@ class Plain(Task):
 
 
 class Augmented(Plain):
-    """Dropout and keyed augmentation."""
+    """Dropout and augmentation with random numbers keyed by sample."""
 
     dropout: float = 0.3
 
@@ -73,7 +73,7 @@ class Augmented(Plain):
         return x + 0.3 * rand.normal(4) * rand.uniform(1), y
 
 
-class Normed(Plain):
+class BatchNormTask(Plain):
     """BatchNorm, whose statistics a forward pass changes, and dropout."""
 
     samples: int = 96
@@ -82,8 +82,8 @@ class Normed(Plain):
         return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 4))
 
 
-class Listed(torch.utils.data.Dataset[Any]):
-    """A map-style data set with randomness of its own and dict samples."""
+class DictDataset(torch.utils.data.Dataset[Any]):
+    """A map-style data set whose samples are dicts with random noise."""
 
     def __init__(self, samples: int, noise: float) -> None:
         self.x, self.y = blobs(samples)
@@ -96,16 +96,16 @@ class Listed(torch.utils.data.Dataset[Any]):
         return {"inputs": {"x": self.x[i] + self.noise * torch.randn(4)}, "y": self.y[i], "id": i}
 
 
-class Loaded(Plain):
-    """A map-style data set with nested dict batches."""
+class LoaderTask(Plain):
+    """Trains on a map-style data set with nested dict batches."""
 
     noise: float = 0.2
 
     def train_data(self) -> Any:
-        return Listed(self.samples, self.noise)
+        return DictDataset(self.samples, self.noise)
 
     def eval_data(self) -> Any:
-        return Listed(37, self.noise)
+        return DictDataset(37, self.noise)
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         return F.cross_entropy(model(batch["inputs"]["x"]), batch["y"])
@@ -114,12 +114,12 @@ class Loaded(Plain):
         return {"loss": F.cross_entropy(model(batch["inputs"]["x"]), batch["y"], reduction="none")}
 
 
-class Tokens(Plain):
-    """A mean over tokens instead of samples: samples have different numbers of tokens."""
+class TokenMean(Plain):
+    """A loss that is a mean over tokens; samples have different numbers of tokens."""
 
     def train_data(self) -> Any:
         x, y = blobs(self.samples)
-        return Tensors(x=x, y=y, tokens=torch.arange(len(x)) % 7)  # some have none at all
+        return Tensors(x=x, y=y, tokens=torch.arange(len(x)) % 7)  # some samples have no token
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
@@ -130,7 +130,7 @@ class Tokens(Plain):
         return {"nll": (F.cross_entropy(model(x), y, reduction="sum"), torch.tensor(len(x)))}
 
 
-class Parts(Plain):
+class LossParts(Plain):
     """A loss with several parts, each with its own count, and a metric that is only logged."""
 
     def train_data(self) -> Any:
@@ -153,42 +153,42 @@ class Parts(Plain):
         return None
 
 
-class Walkers(Source):
-    """Groups whose state continues from epoch to epoch: the collected data depends on it and on the model."""
+class RandomWalks(Source):
+    """A Source whose state continues from epoch to epoch: the collected data depends on the state and on the model."""
 
     groups, passes = 6, 2
 
     def __init__(self) -> None:
-        self.place: Tensor | None = None
+        self.positions: Tensor | None = None
 
     def __len__(self) -> int:
         return self.groups * 8
 
     def collect(self, model: nn.Module, rand: Any, total: Any) -> Tensors:
-        if self.place is None:
-            self.place = rand.normal(4)
+        if self.positions is None:
+            self.positions = rand.normal(4)
         rows = []
         for _ in range(8):
-            self.place = 0.9 * self.place + 0.3 * rand.normal(4) + 0.1 * model(self.place).tanh()
-            rows.append(self.place)
+            self.positions = 0.9 * self.positions + 0.3 * rand.normal(4) + 0.1 * model(self.positions).tanh()
+            rows.append(self.positions)
         x = torch.stack(rows, 1).reshape(-1, 4)
         mean = total(x.sum(0)) / len(self)
         return Tensors(x, (x - mean).argmax(-1))
 
     def state(self) -> dict[str, Tensor]:
-        assert self.place is not None
-        return {"place": self.place}
+        assert self.positions is not None
+        return {"positions": self.positions}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        self.place = state["place"]
+        self.positions = state["positions"]
 
 
-class Walk(Plain):
+class RandomWalkTask(Plain):
     epochs: int = 4
     global_batch: int = 12
 
     def train_data(self) -> Any:
-        return Walkers()
+        return RandomWalks()
 
 
 class CountingSGD(torch.optim.SGD):
@@ -202,7 +202,7 @@ class CountingSGD(torch.optim.SGD):
 
 
 class OwnOptimizer(Plain):
-    """Two parameter groups with different learning rates, an optimizer with state in its groups, and a schedule."""
+    """Two parameter groups with different learning rates, an optimizer that keeps state in its groups, and a schedule."""
 
     kind: str = "rmsprop"
 
@@ -214,15 +214,15 @@ class OwnOptimizer(Plain):
         return 1.0 - 0.5 * step / steps
 
 
-class InPlace(Parts):
-    """Changes its batch in place, so doing it twice changes the result."""
+class AugmentsInPlace(LossParts):
+    """Augments its batch in place, so that a second call would change the result."""
 
     def augment(self, batch: Any, rand: Any) -> Any:
         batch["x"].add_(rand.normal(4))
         return batch
 
 
-class Double(Plain):
+class Float64(Plain):
     def model(self) -> nn.Module:
         return super().model().double()
 
@@ -233,17 +233,17 @@ class Double(Plain):
         return None
 
 
-class Bag:
-    """A batch class, as other libraries have them."""
+class CustomBatch:
+    """A batch class of the user's own, as some libraries have."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.x, self.y = x, y
 
-    def to(self, device: torch.device) -> Bag:
-        return Bag(self.x.to(device), self.y.to(device))
+    def to(self, device: torch.device) -> CustomBatch:
+        return CustomBatch(self.x.to(device), self.y.to(device))
 
 
-class Odd(Plain):
+class UnusualModel(Plain):
     """A sparse embedding, an LSTM, tied weights, a frozen module, an unused one, and batches of a custom class."""
 
     learning_rate: float = 0.02
@@ -261,8 +261,8 @@ class Odd(Plain):
         starts = torch.arange(self.samples) % 11
         return torch.utils.data.TensorDataset((starts[:, None] + torch.arange(6)) % 11, starts)
 
-    def collate(self, samples: list[Any]) -> Bag:
-        return Bag(torch.stack([s[0] for s in samples]), torch.stack([s[1] for s in samples]))
+    def collate(self, samples: list[Any]) -> CustomBatch:
+        return CustomBatch(torch.stack([s[0] for s in samples]), torch.stack([s[1] for s in samples]))
 
     def eval_data(self) -> Any:
         return self.train_data()
@@ -276,28 +276,28 @@ class Odd(Plain):
         return {"loss": self.loss(model, batch)}
 
 
-class HostDice(Plain):
+class HostRandomness(Plain):
     """Draws from Python's and numpy's generators inside the loss."""
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         return super().loss(model, batch) * (1 + random.random() + np.random.rand())
 
 
-class Gambler(Walkers):
+class UnkeyedRandomWalks(RandomWalks):
     """Draws from torch's generator instead of `rand`."""
 
     def collect(self, model: nn.Module, rand: Any, total: Any) -> Tensors:
-        found = super().collect(model, rand, total)
-        found.columns[0] = found.columns[0] + torch.randn_like(found.columns[0])
-        return found
+        data = super().collect(model, rand, total)
+        data.columns[0] = data.columns[0] + torch.randn_like(data.columns[0])
+        return data
 
 
-class Gamble(Walk):
+class UnkeyedRandomTask(RandomWalkTask):
     def train_data(self) -> Any:
-        return Gambler()
+        return UnkeyedRandomWalks()
 
 
-class Taught(Plain):
+class MovingAverageTeacher(Plain):
     """A teacher that is a moving average of the net, updated in the loss."""
 
     def model(self) -> nn.Module:
@@ -306,8 +306,8 @@ class Taught(Plain):
     def loss(self, model: Any, batch: Any) -> Any:
         x, y = batch
         with torch.no_grad():
-            for kept, now in zip(model["teacher"].parameters(), model["net"].parameters(), strict=True):
-                kept.data.mul_(0.9).add_(now.data, alpha=0.1)
+            for average, parameter in zip(model["teacher"].parameters(), model["net"].parameters(), strict=True):
+                average.data.mul_(0.9).add_(parameter.data, alpha=0.1)
         logits = model["net"](x)
         return F.cross_entropy(logits, y) + F.mse_loss(logits, model["teacher"](x))
 
@@ -316,16 +316,16 @@ class Taught(Plain):
         return {"loss": F.cross_entropy(model["net"](x), y, reduction="none")}
 
 
-class RankLogs(Plain):
+class CountsOnRank0(Plain):
     """Only rank 0 counts calls in a Python attribute."""
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         if os.environ.get("RANK") == "0":
-            self.seen = getattr(self, "seen", 0) + 1
+            self.calls = getattr(self, "calls", 0) + 1
         return super().loss(model, batch)
 
 
-class DerivedAdamW(torch.optim.AdamW):
+class AdamWSubclass(torch.optim.AdamW):
     """A subclass of a fused optimizer that deletes the attributes its kernel reads."""
 
     def step(self, closure: Any = None) -> Any:
@@ -335,43 +335,44 @@ class DerivedAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
-class Derived(Plain):
+class SubclassedOptimizer(Plain):
     derived: bool = True
 
     def optimizer(self, model: Any) -> Any:
-        kind = DerivedAdamW if self.derived else torch.optim.AdamW
+        kind = AdamWSubclass if self.derived else torch.optim.AdamW
         return kind(model.parameters(), lr=self.learning_rate, weight_decay=0.01, fused=True)
 
 
-class Stretching(Walkers):
+class ChangingColumns(RandomWalks):
     """Collects columns of different width and order in each epoch."""
 
     def collect(self, model: nn.Module, rand: Any, total: Any) -> Tensors:
-        found = super().collect(model, rand, total)
-        self.turn = getattr(self, "turn", 0) + 1
-        x, y = found.columns
-        padded = torch.cat([x, torch.zeros(len(x), self.turn % 3, device=x.device)], 1)
-        return Tensors(x=padded, y=y) if self.turn % 2 else Tensors(y=y, x=padded)
+        data = super().collect(model, rand, total)
+        self.num_epochs = getattr(self, "num_epochs", 0) + 1
+        x, y = data.columns
+        padded = torch.cat([x, torch.zeros(len(x), self.num_epochs % 3, device=x.device)], 1)
+        return Tensors(x=padded, y=y) if self.num_epochs % 2 else Tensors(y=y, x=padded)
 
 
-class Stretched(Walk):
+class ChangingColumnsTask(RandomWalkTask):
     def train_data(self) -> Any:
-        return Stretching()
+        return ChangingColumns()
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         return F.cross_entropy(model(batch["x"][:, :4]), batch["y"])
 
 
 class Exploding(Plain):
-    """The loss is `spike` times larger, and NaN from call number `bad` on if that is not 0."""
+    """The loss is `spike` times larger; from call number `nan_from` on (0: never) it is NaN."""
 
     spike: float = 1.0
-    bad: int = 0
+    nan_from: int = 0
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         self._calls = getattr(self, "_calls", 0) + 1
         value = super().loss(model, batch)
-        return value * (float("nan") if self.bad and self._calls >= self.bad else self.spike)
+        is_nan = self.nan_from and self._calls >= self.nan_from
+        return value * (float("nan") if is_nan else self.spike)
 
 
 TASKS = {
@@ -379,22 +380,22 @@ TASKS = {
     for t in (
         Plain,
         Augmented,
-        Normed,
-        Loaded,
-        Tokens,
-        Parts,
-        Walk,
+        BatchNormTask,
+        LoaderTask,
+        TokenMean,
+        LossParts,
+        RandomWalkTask,
         OwnOptimizer,
-        InPlace,
-        Double,
-        Odd,
-        HostDice,
-        Gamble,
+        AugmentsInPlace,
+        Float64,
+        UnusualModel,
+        HostRandomness,
+        UnkeyedRandomTask,
         Exploding,
-        Taught,
-        RankLogs,
-        Derived,
-        Stretched,
+        MovingAverageTeacher,
+        CountsOnRank0,
+        SubclassedOptimizer,
+        ChangingColumnsTask,
     )
 }
 
@@ -402,7 +403,7 @@ TASKS = {
 def training(
     name: str, folder: str, group: Group, settings: dict[str, Any], pins: dict[str, Any] | None = None, stop: Observer | None = None
 ) -> Training:
-    """`stop` sees every observation point, and is true once it asks for a stop."""
+    """Returns a training on the CPU; `stop` is told of every observation point, and becomes true to stop the training."""
     task = TASKS[name](**settings)
     plan = choose(
         task.settings(), HARDWARE, device="cpu", world_size=group.size, local_procs=group.size, pins={"threads": 1} | (pins or {})
@@ -417,7 +418,7 @@ def training(
 def train(
     name: str, folder: str, settings: dict[str, Any], pins: dict[str, Any] | None, stop_after: int | None, group: Group
 ) -> list[dict[str, Any]]:
-    """Train (or go on) in a folder; gives its metrics, without those of the clock."""
+    """Trains or resumes in a folder; returns rank 0's metrics without times."""
     job = training(name, folder, group, settings, pins)
     job.run_to_end(stop_after)
     job.setup.observer.close()
@@ -425,9 +426,13 @@ def train(
 
 
 def rows(folder: str | Path) -> list[dict[str, Any]]:
+    """Returns the metrics of a run without those that depend on the machine: times, speeds and memory."""
+
+    def is_reproducible(name: str) -> bool:
+        return name not in ("time", "memory_bytes") and not name.endswith("_per_second")
+
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    clock = ("time", "memory_bytes")
-    return [{k: v for k, v in json.loads(line).items() if k not in clock and not k.endswith("_per_second")} for line in lines]
+    return [{name: value for name, value in json.loads(line).items() if is_reproducible(name)} for line in lines]
 
 
 def weights(folder: str | Path) -> bytes:

@@ -1,4 +1,4 @@
-"""Tasks of the kinds that graphs and compilers find hard, and one way to train any of them on the GPU."""
+"""Tasks that are hard to capture in a CUDA graph or to compile, and a function that trains them on the GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drivetrain.hardware import detect
 from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
 from drivetrain.watch.files import MetricsFile
-from tests.samples import TASKS, Plain
+from tests.sample_tasks import TASKS, Plain
 
 
 class Images(Plain):
@@ -27,8 +27,8 @@ class Images(Plain):
     learning_rate: float = 0.01
 
     def model(self) -> nn.Module:
-        def block(a: int, b: int) -> nn.Module:
-            return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2))
+        def block(inputs: int, outputs: int) -> nn.Module:
+            return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2))
 
         return nn.Sequential(block(1, 16), block(16, 16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.3), nn.Linear(16, 4))
 
@@ -84,7 +84,7 @@ class Sequences(Plain):
 
 
 class Recurrent(nn.Module):
-    """Tied weights, too: the embedding is the output layer."""
+    """An LSTM with tied weights: the embedding is also the output layer."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Recurrent(nn.Module):
 
 
 class Attention(Sequences):
-    """A transformer with dropout, deep enough to be compiled by block."""
+    """Next-token prediction by a transformer with dropout, deep enough to be compiled block by block."""
 
     def model(self) -> nn.Module:
         return Transformer(self.dropout)
@@ -132,7 +132,7 @@ class Block(nn.Module):
         return x + self.drop(self.mlp(self.norm2(x)))
 
 
-class Frozen(Plain):
+class FrozenBackbone(Plain):
     """A frozen backbone with BatchNorm, a trained head, and an unused module."""
 
     def model(self) -> nn.Module:
@@ -149,16 +149,16 @@ class Headed(nn.Module):
         return self.head(self.backbone(x))
 
 
-class Waits(Plain):
+class HostSync(Plain):
     """Reads a value on the host in its forward pass."""
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         x, y = batch
-        scale = x.abs().max().item()  # the host waits
+        scale = x.abs().max().item()  # the host waits for the device
         return F.cross_entropy(model(x / max(1.0, scale)), y)
 
 
-class Branches(Plain):
+class DataBranch(Plain):
     """Control flow that depends on the data."""
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
@@ -168,16 +168,16 @@ class Branches(Plain):
         return F.cross_entropy(model(x), y)
 
 
-class Selects(Plain):
+class DynamicShape(Plain):
     """Shapes that depend on the data."""
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         x, y = batch
-        kept = y < 3
-        return F.cross_entropy(model(x[kept]), y[kept], reduction="sum") / len(x)  # a dynamic shape
+        selected = y < 3
+        return F.cross_entropy(model(x[selected]), y[selected], reduction="sum") / len(x)  # a dynamic shape
 
 
-class Counts(Plain):
+class PythonCounter(Plain):
     """Keeps a Python number from step to step."""
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
@@ -185,11 +185,13 @@ class Counts(Plain):
         return super().loss(model, batch) * (1.0 + 1.0 / self.calls)
 
 
-KINDS = {k.__name__: k for k in (Images, Sequences, Attention, Frozen, Waits, Branches, Selects, Counts)} | TASKS
+GPU_TASKS = {
+    k.__name__: k for k in (Images, Sequences, Attention, FrozenBackbone, HostSync, DataBranch, DynamicShape, PythonCounter)
+} | TASKS
 
 
 class Facts(Observer):
-    """Records what the plan chose, and notices."""
+    """Records the facts of the plan and the notices."""
 
     def __init__(self) -> None:
         self.plan: dict[str, Any] = {}
@@ -207,7 +209,7 @@ def train(
 ) -> Facts:
     """Trains or resumes on the GPU, in this process."""
     group = group or Group(0, 1, torch.device("cuda", 0))
-    task = KINDS[name](**settings)
+    task = GPU_TASKS[name](**settings)
     plan = choose(task.settings(), detect(), device="cuda", world_size=group.size, local_procs=group.size, pins=pins)
     facts = Facts()
     observer = Observers([MetricsFile(Run(folder)), facts] if group.is_main else [facts])
