@@ -31,7 +31,7 @@ def test_compiled_training_learns_and_resumes_exactly(name: str, tmp_path: Path)
     """With dropout, augmentation, counts, accumulation and a partial last batch; the transformer by its blocks."""
     plain = train(name, tmp_path / "plain", "off")
     whole = train(name, tmp_path / "whole", "on")
-    assert plain.execution.step.compiled is None and whole.execution.step.compiled is not None, whole.execution.tuner.findings
+    assert plain.execution.step.compiled is None and whole.execution.step.compiled is not None, whole.execution.tuner.results
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled at all"
     for stop in (5, None):
         train(name, tmp_path / "broken", "on", stop)

@@ -18,9 +18,9 @@ class Epochs:
         """`metric_slots` are those of a checkpoint, from before the first step of this process."""
         self.execution, self.setup, self.rows = execution, execution.setup, rows
         self.single = SingleSteps(execution, cadence)
-        shows_ticks = self.setup.group.is_main and self.setup.group.device.type == "cpu"
+        updates_progress_line = self.setup.group.is_main and self.setup.group.device.type == "cpu"
         # Other ranks may request something at every step.
-        self.default: Stepper = UninterruptedSteps(self.single, rows, shows_ticks) if self.setup.group.size == 1 else self.single
+        self.default: Stepper = UninterruptedSteps(self.single, rows, updates_progress_line) if self.setup.group.size == 1 else self.single
         self.whole: WholeEpochs | None = None
         """Takes whole epochs, where the family has code for that."""
         self._metric_slots = metric_slots

@@ -53,7 +53,7 @@ class TrainingEvaluation:
     def _present_graphs(self) -> EvaluationGraphs | None:
         if self._graphs is None or self._graphs_version != self.execution.graph_version:
             graphs = self.execution.new_graphs()
-            self._graphs = None if graphs is None else EvaluationGraphs(graphs, self.execution.tuner.marks)
+            self._graphs = None if graphs is None else EvaluationGraphs(graphs, self.execution.tuner.assumed_values)
             self._graphs_version = self.execution.graph_version
         return self._graphs
 

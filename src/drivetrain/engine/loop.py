@@ -119,9 +119,10 @@ class Training:
     # --- log, evaluate, finish ---
 
     def _must_read_metrics(self, due: Due) -> bool:
-        ring, shows_ticks = self.execution.step.ring, self.setup.group.is_main and self.setup.group.device.type == "cpu"
+        ring = self.execution.step.ring
         assert ring is not None
-        return due.log or due.save or due.stop or ring.is_full or (shows_ticks and self.rows.is_tick_due())
+        updates_progress_line = self.setup.group.is_main and self.setup.group.device.type == "cpu"
+        return due.log or due.save or due.stop or ring.is_full or (updates_progress_line and self.rows.is_tick_due())
 
     def _read_metrics(self, due: Due) -> None:
         assert self.execution.step.ring is not None
