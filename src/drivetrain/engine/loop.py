@@ -17,7 +17,7 @@ from drivetrain.engine.evaluate import EvaluationStopped
 from drivetrain.engine.evaluation import TrainingEvaluation
 from drivetrain.engine.execution import Execution
 from drivetrain.engine.faults.dependence import check_dependence
-from drivetrain.engine.faults.nonfinite import not_finite
+from drivetrain.engine.faults.nonfinite import not_finite_error
 from drivetrain.engine.finish import Result, describe, finish
 from drivetrain.engine.group import Group
 from drivetrain.engine.group.requests import RequestReader, SupportsBool
@@ -129,7 +129,7 @@ class Training:
         self.execution.step.ring.fetch()
         bad_step = self.rows.receive(due.step, due.log, wait=due.evaluate or due.save or due.stop)
         if bad_step is not None:
-            raise not_finite(self.setup, bad_step, self.saver.writer)
+            raise not_finite_error(self.setup, bad_step, self.saver.writer)
 
     def _evaluate(self, due: Due) -> Due:
         try:

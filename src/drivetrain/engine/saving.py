@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from drivetrain.engine.execution import Execution
-from drivetrain.engine.faults.nonfinite import not_finite
+from drivetrain.engine.faults.nonfinite import not_finite_error
 from drivetrain.engine.log.rows import RowLog
 from drivetrain.engine.setup import Setup
 from drivetrain.engine.state.checkpoint import CheckpointWriter
@@ -38,7 +38,7 @@ class Saver:
         setup.observer.reached("saving")
         setup.observer.flush()
         if not self.execution.strategy.weights_are_finite():
-            raise not_finite(setup, step - 1, self.writer)  # the loss was finite, but the update was not
+            raise not_finite_error(setup, step - 1, self.writer)  # the loss was finite, but the update was not
         tensors, extra = gather_tensors(setup, self.execution)
         if self.writer is not None:
             self.writer.save(step, tensors, extra | to_json(progress, setup), progress.best.step)
