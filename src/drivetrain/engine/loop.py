@@ -33,7 +33,7 @@ from drivetrain.task import Task
 
 
 class Stopped(Exception):
-    """The training was asked to stop; what can be saved is saved."""
+    """The training was asked to stop, and has saved its progress."""
 
 
 class Training:

@@ -1,4 +1,4 @@
-"""From what a task's loss returns to a micro-batch's share of the global mean, and to the metrics of the step.
+"""Turns the return value of a task's loss into a micro-batch's share of the global mean, and into the metrics of the step.
 
 Every term of the loss is divided by its count over the *global* batch, so micro-batches, ranks and the last
 partial batch all give the gradient of the same mean.
@@ -22,7 +22,7 @@ from drivetrain.task import Task, overrides
 
 
 class Objective:
-    """The objective of one training: its parts, its counts, and where a step's metrics are written."""
+    """Computes the objective of one training from its parts and counts, and writes the metrics of each step."""
 
     def __init__(self, task: Task, feed: Feed, loss_scale: LossScale | None, group: Group, before_collective: Callable[[], None]) -> None:
         """`before_collective` is called before ranks communicate: it raises where one of them ran out of memory."""
@@ -35,14 +35,14 @@ class Objective:
         """A view of each float of the present step's row."""
         self.on_new_slots: Callable[[MetricSlots], None] = lambda slots: None
         """Called when the first loss has shown which metrics there are."""
-        self._scalar_loss_slot: int | None = None  # of a loss that is a scalar mean over samples and nothing else
-        self._limit_passed = torch.zeros((), device=group.device)  # in the present epoch
+        self._scalar_loss_slot: int | None = None  # set if the loss is only a scalar mean over samples
+        self._limit_passed = torch.zeros((), device=group.device)  # 1.0 once a limit was passed in the present epoch
 
     # --- the share of a micro-batch ---
 
     def share(self, value: Any, num_real: int, global_size: int, counts: dict[str, Tensor]) -> Tensor:
         """Returns the part of the global mean that this micro-batch contributes, and adds its metrics to the row."""
-        if self._scalar_loss_slot is not None and isinstance(value, Tensor) and value.dim() == 0:  # the common case, in few operations
+        if self._scalar_loss_slot is not None and isinstance(value, Tensor) and value.dim() == 0:  # a fast path for the common case
             self.row[self._scalar_loss_slot].add_(value.detach(), alpha=num_real)
             objective = value if num_real == global_size else value * (num_real / global_size)
         else:
@@ -115,7 +115,7 @@ class Objective:
         return slots
 
     def use(self, slots: MetricSlots) -> None:
-        """Takes these as the metrics of every step."""
+        """Sets the metrics of every step."""
         self.slots = slots
         if slots.names == ["loss"] and not slots.count:
             self._scalar_loss_slot = slots.total["loss"]

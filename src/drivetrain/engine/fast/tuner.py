@@ -116,7 +116,7 @@ class ExecutionTuner:
             self.timer.resume(self._num_steps)
         is_full = form.size == self.plan.global_batch  # the last batch of an epoch is not typical
         if is_full:
-            self._input_layouts.add(form.given)
+            self._input_layouts.add(form.layout)
             self._compile_if_required(seed, inputs, form)
         is_to_be_compiled = self.compiled_from is not None and self.step.compiled is None
         is_compiling_decided = self.compiled_from is not None or self.plan.compile != "auto"

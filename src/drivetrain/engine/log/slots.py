@@ -1,4 +1,4 @@
-"""The metrics of a step by name, and their slots in the row of floats that is all-reduced with the gradients."""
+"""The names of a step's metrics, and their slots in the row of floats that is all-reduced with the gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drivetrain.outcomes import Problem
 
 # A row: the gradient norm, three requests that any rank may make, fp16's scale and skipped steps, then the step's metrics.
 NORM, FIRST_REQUEST, _SAVE, _EVALUATE, SCALE, SKIPPED, FIRST_METRIC = range(7)
-PIGGYBACK_FLOATS = 64  # all-reduced with the gradients
+PIGGYBACK_FLOATS = 64  # the most floats of a row
 
 
 class MetricSlots:
@@ -23,7 +23,7 @@ class MetricSlots:
         if len(set(self.names)) != len(self.names):
             raise Problem(f"loss() uses a name twice: {self.names}")
         if len(self.parts) > 1 and "loss" in self.names:
-            raise Problem("loss() names one of several figures 'loss', which is the name of the parts' sum: choose another")
+            raise Problem("loss() names one of several figures 'loss', but that is the name of the parts' sum: choose another name")
         counted = [p.name for p in (*parts, *logged) if p.count is not None]
         self.total = {name: FIRST_METRIC + i for i, name in enumerate(self.names)}
         first_count = FIRST_METRIC + len(self.names)
