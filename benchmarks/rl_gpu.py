@@ -89,7 +89,7 @@ def ours(envs: int, horizon: int, own: bool, seconds: float) -> dict[str, Any]:
         training = prepared(task, folder, clock, files)
         training.run_to_end()
         files.close()
-    if training.epochs.whole is None:
+    if training.epochs.whole_epochs is None:
         raise SystemExit(f"the kernels were not used: {clock.notices}")
     spans = [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)]
     middle = statistics.median(spans)
@@ -125,8 +125,8 @@ def solve(seeds: int, envs: int = 4096, horizon: int = 64, most: int = 400) -> l
     with tempfile.TemporaryDirectory() as folder:
         training = prepared(Balance(**settings(envs, horizon), epochs=most + 10), folder)
         training.run_to_end(stop_after=5 * 16)
-    assert training.epochs.whole is not None
-    learner: Any = training.epochs.whole.stepper
+    assert training.epochs.whole_epochs is not None
+    learner: Any = training.epochs.whole_epochs.stepper
     actor: Any = training.setup.model.actor
     found = []
     for seed in range(seeds):

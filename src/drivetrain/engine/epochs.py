@@ -21,8 +21,8 @@ class Epochs:
         updates_progress_line = self.setup.group.is_main and self.setup.group.device.type == "cpu"
         # With several ranks, any rank may request a stop or a save at every step.
         self.default: Stepper = UninterruptedSteps(self.single, rows, updates_progress_line) if self.setup.group.size == 1 else self.single
-        self.whole: WholeEpochs | None = None
-        """Takes whole epochs, where the family has code for that."""
+        self.whole_epochs: WholeEpochs | None = None
+        """Takes one epoch at a time, if the `Source` has a stepper for that."""
         self._metric_slots = metric_slots
         self._has_looked_for_whole = False
         self._present_epoch = -1
@@ -41,12 +41,12 @@ class Epochs:
         setup.observer.reached("epoch")
         execution.pause()
         self._find_whole_epochs()
-        fits = step + setup.steps_per_epoch <= setup.total_steps
-        whole = self.whole if fits else None
-        self._stepper = whole or self.default
+        is_complete = step + setup.steps_per_epoch <= setup.total_steps
+        whole_epochs = self.whole_epochs if is_complete else None
+        self._stepper = whole_epochs or self.default
         if setup.source is None:
             feed.begin_epoch(epoch, setup.model)
-        elif whole is None or not whole.collects:
+        elif whole_epochs is None or not whole_epochs.collects:
             setup.observer.reached("collect")
             execution.activity = TrainingActivity.COLLECTION
             with setup.precision.forward():
@@ -59,4 +59,4 @@ class Epochs:
         slots = self.execution.step.slots or (MetricSlots.from_json(self._metric_slots) if self._metric_slots else None)
         if not self._has_looked_for_whole and slots is not None:
             self._has_looked_for_whole = True
-            self.whole = find_whole_epochs(self.execution, self.single, self.rows, slots)
+            self.whole_epochs = find_whole_epochs(self.execution, self.single, self.rows, slots)

@@ -47,7 +47,7 @@ class Training:
         self.saver = Saver(self.setup, self.execution, self.rows)
         self.evaluate = TrainingEvaluation(self.setup, self.execution)
         self.always_checks_dependence = False
-        """Check that the result does not depend on the plan even where one micro-batch is the whole batch."""
+        """Whether the dependence check runs even if one micro-batch is the global batch."""
         self._start_seconds = time.monotonic()
 
     def run_to_end(self, stop_after: int | None = None) -> Result:
@@ -134,7 +134,7 @@ class Training:
     def _evaluate(self, due: Due) -> Due:
         try:
             is_best = self.evaluate.after_step(self.progress, self.rows, self.setup.stop if due.can_save else False)
-        except EvaluationStopped:  # the evaluation is done, and its row written, when the run goes on
+        except EvaluationStopped:  # a resumed run repeats the evaluation and then writes its row
             self.rows.emit(before=due.step)
             self.saver.save(self.progress, wait=False)
             raise

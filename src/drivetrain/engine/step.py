@@ -44,7 +44,7 @@ class Form(NamedTuple):
     """Samples of the micro-batch; 0 for a dummy one that keeps collectives aligned."""
     size: int
     """Samples of the global batch."""
-    ready: bool
+    is_assembled: bool
     """Whether the inputs are the batch itself, assembled and augmented."""
     layout: Hashable
     """The form of what the data set returned (`graphs.form_of`)."""
@@ -96,7 +96,7 @@ class Step:
         self._is_updating = False
         self._seed, self._generator = key(int(task.seed)), model_generator(group.device)
         self._clip = float(task.clip)
-        self._draws = augment_rand(task, feed, group.device)
+        self._augment_rand = augment_rand(task, feed, group.device)
         self._device_number = torch.zeros(1, dtype=torch.int64, device=group.device) if group.device_counters else None
         """The step's number on the device, where captured work reads it."""
         self._next_device_number = 0
@@ -178,8 +178,8 @@ class Step:
         self.rates.set(step)
         if self._device_number is not None and self._next_device_number != step:
             self._device_number.fill_(step)
-        if self._draws is not None:
-            self._draws.begin_epoch(epoch)
+        if self._augment_rand is not None:
+            self._augment_rand.begin_epoch(epoch)
         if index == 0:
             self.objective.begin_epoch()
         if self._piggyback is None and self.ring is not None:
@@ -230,7 +230,7 @@ class Step:
         if self.objective.has_counts:
             batch = self.make_batch(*inputs)
             counts = self.objective.counts([(batch, form.num_real)])
-            inputs, form = (batch, inputs[1]), form._replace(ready=True)
+            inputs, form = (batch, inputs[1]), form._replace(is_assembled=True)
         self.backward(inputs, form, counts)
         self.strategy.reduce_gradients()
         self._begin_update()
@@ -264,9 +264,9 @@ class Step:
         self.strategy.zero_gradients()
         has_counts, counts = self.objective.has_counts, dict[str, Tensor]()
         if has_counts:  # the counts of all batches are needed before the first backward
-            ready = [(m._replace(loaded=self.make_batch(m.loaded, m.ids)), m.num_real) for m in micros]
-            counts = self.objective.counts([(m.loaded, num_real) for m, num_real in ready])
-            micros = iter([m for m, _ in ready])
+            assembled = [(m._replace(loaded=self.make_batch(m.loaded, m.ids)), m.num_real) for m in micros]
+            counts = self.objective.counts([(m.loaded, num_real) for m, num_real in assembled])
+            micros = iter([m for m, _ in assembled])
         for micro in micros:
             inputs, form = (micro.loaded, micro.ids), Form(micro.num_real, size, has_counts, form_of(micro.loaded), self.feed.data_version)
             self._begin_micro_batch(micro.position, inputs, form)
@@ -317,11 +317,11 @@ class Step:
     def make_batch(self, loaded: Any, ids: Tensor) -> Any:
         """Assembles a batch on the device and augments it."""
         batch = self.feed.assemble(loaded, ids)
-        return batch if self._draws is None else augment_batch(self.task, batch, self._draws.for_samples(ids))
+        return batch if self._augment_rand is None else augment_batch(self.task, batch, self._augment_rand.for_samples(ids))
 
-    def loss_value(self, loaded: Any, ids: Tensor, ready: bool) -> Any:
+    def loss_value(self, loaded: Any, ids: Tensor, is_assembled: bool) -> Any:
         """Returns the value of the task's loss for a micro-batch; torch.compile compiles this function."""
-        batch = loaded if ready else self.make_batch(loaded, ids)
+        batch = loaded if is_assembled else self.make_batch(loaded, ids)
         with self.precision.forward():
             return sum_logged_values(self.loss(self.model, batch))
 
@@ -329,9 +329,9 @@ class Step:
         """Adds a micro-batch's gradients, and its metrics to the row."""
         with allocation_errors_as_oom:
             if self.compiled is None:
-                value = self.strategy.call(self.loss_value, *inputs, form.ready)
+                value = self.strategy.call(self.loss_value, *inputs, form.is_assembled)
             else:
-                value = self.compiled(form, *inputs, form.ready)
+                value = self.compiled(form, *inputs, form.is_assembled)
             if self.reached is not None:
                 self.reached("backward")
             self.strategy.backward(self.objective.share(value, form.num_real, form.size, counts))
@@ -367,9 +367,9 @@ class Step:
         self.clear()
         counts: dict[str, Tensor] = {}
         if self.objective.has_counts:
-            batch = inputs[0] if form.ready else self.make_batch(*inputs)
+            batch = inputs[0] if form.is_assembled else self.make_batch(*inputs)
             counts = self.objective.counts([(batch, form.num_real)], over_ranks=False)
-            inputs, form = (batch, inputs[1]), form._replace(ready=True)
+            inputs, form = (batch, inputs[1]), form._replace(is_assembled=True)
         self.backward(inputs, form, counts)
         if self.strategy.is_one_piece:
             self.strategy.reduce_gradients()  # with one process, it only makes missing gradients

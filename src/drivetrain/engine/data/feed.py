@@ -114,7 +114,7 @@ class Feed:
 
 
 class OrderedFeed(Feed):
-    """Gives the samples of a data set of known length: shuffled anew in each epoch or, without a seed (evaluation), in their own order."""
+    """Gives the samples of a data set of known length: shuffled in each epoch or, without a seed (evaluation), in their own order."""
 
     def __init__(self, length: int, batch: int, micro: int, group: Group, seed: int | None) -> None:
         self.length, self.batch, self.micro, self.group, self.seed = length, batch, micro, group, seed

@@ -136,8 +136,8 @@ class KeyedRand:
 class EpochRand:
     """The keyed random numbers of all samples of a data set, epoch by epoch.
 
-    Within `max_table_numbers` they are drawn for the whole epoch at once, and a step selects its rows with one kernel.
-    Tables and keys stay in the same memory, so that a captured step reads the next epoch's numbers there.
+    Up to `max_table_numbers` are drawn for all samples of an epoch at once, and a step selects its rows with one kernel.
+    Tables and keys stay in the same memory, where a captured step also reads the numbers of later epochs.
     """
 
     def __init__(self, length: int, device: torch.device, seed: int, stream: int, max_table_numbers: int = MAX_TABLE_NUMBERS) -> None:

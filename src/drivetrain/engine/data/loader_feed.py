@@ -131,7 +131,7 @@ class LoaderFeed(OrderedFeed):
             yield MicroBatch(self._copy_to_device(batch), tensor_to_device(ids, self.group.device), num_real, position)
 
     def _next_batch(self) -> Any:
-        """Returns the next batch; raises LoaderDied where a loader worker has ended, which it never does by itself."""
+        """Returns the next batch; raises LoaderDied if a loader worker has ended, which is always a fault."""
         assert self._batches is not None
         if not self.num_workers:
             return next(self._batches)

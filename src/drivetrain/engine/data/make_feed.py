@@ -32,7 +32,7 @@ def train_feed(task: Task, data: Any, plan: Plan, group: Group) -> Feed:
 
 
 def eval_feed(task: Task, data: Any, plan: Plan, group: Group) -> OrderedFeed:
-    """Returns a feed whose only step is the whole data set, in its own order."""
+    """Returns a feed with a single step, which holds all samples of the data set in their own order."""
     check_data(data, "eval_data()")
     return _ordered_feed(task, data, plan, RandomStream.EVAL, (len(data), plan.eval_micro_batch, group, None))
 

@@ -125,7 +125,7 @@ class ExecutionTrial:
         if step.reached is not None:
             step.reached("compile")
         start = time.perf_counter()
-        form = self.form._replace(ready=True) if step.objective.has_counts else self.form
+        form = self.form._replace(is_assembled=True) if step.objective.has_counts else self.form
         failures: list[str] = []  # of each attempt; empty text for a success
         for custom_passes in (True, False) if self._may_use_custom_passes() else (False,):
             compiled = Compiled(step.loss_value, step.model, form, self.plan.deterministic, custom_passes)

@@ -265,7 +265,7 @@ class _Comparison:
             return []
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         return [Finding(Cause.STATE, (
-            f"loss() changes {listed} each time it is called: that is once a micro-batch and on each process by itself, not once a step,"
+            f"loss() changes {listed} each time it is called: that is once a micro-batch and separately on each process, not once a step,"
             f" so the result depends on the plan"
         ))]  # fmt: skip
 
@@ -301,7 +301,7 @@ def _samples_to_check(step: Step, inputs: Inputs, form: Form) -> tuple[int, Make
     def make_batch(part: slice) -> Any:
         checked = _select_samples(loaded, slice(0, count), len(ids))
         selected = _select_samples(checked, part, count)
-        return selected if form.ready else step.make_batch(selected, ids[:count][part])
+        return selected if form.is_assembled else step.make_batch(selected, ids[:count][part])
 
     return count if len(ids) >= MIN_SAMPLES else 0, make_batch
 

@@ -12,7 +12,7 @@ class Observer:
     """Receives what happens on rank 0 (and `reached` on every rank). By default each method does nothing."""
 
     def resumed(self, step: int) -> None:
-        """Training goes on after this step: rows beyond it are dropped."""
+        """Training resumes after this step; rows of later steps are dropped."""
 
     def started(self, facts: dict[str, Any]) -> None:
         """The model is built: parameters, processes, device, steps."""

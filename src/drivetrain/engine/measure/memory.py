@@ -10,7 +10,7 @@ import torch
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns the peak bytes of the device, if it has memory of its own, else of this process."""
+    """Returns the peak bytes that were allocated on a GPU; for other devices, the peak bytes of this process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

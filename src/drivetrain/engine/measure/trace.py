@@ -29,7 +29,7 @@ ALLOCATION_BYTES = 512
 TILE = 128
 """Rows and columns of a matrix product that one multiprocessor of a GPU computes at once."""
 PEAK_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
-"""Samples for which the operation with the highest memory is looked up."""
+"""Numbers of samples for which the operation with the highest memory is determined."""
 _NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "lift_fresh", "_unsafe_view")
 _FACTORS = {  # name of a matrix product -> index of the argument that is its first factor
     "mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "_int_mm": 0, "_scaled_mm": 0, "_grouped_mm": 0, "_scaled_grouped_mm": 0, "_sparse_mm": 0,

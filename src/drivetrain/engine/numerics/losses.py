@@ -17,7 +17,7 @@ from drivetrain.outcomes import Problem
 
 @dataclass(frozen=True, slots=True)
 class LossPart:
-    """One named term of a loss: a mean over the batch's samples, or a total with a count of its own."""
+    """One named term of a loss: a mean over the batch's samples, or a total with its count."""
 
     name: str
     value: Tensor

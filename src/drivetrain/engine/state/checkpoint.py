@@ -127,7 +127,7 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 class CheckpointWriter:
-    """Copies tensors to the host's memory, then writes them in a thread while training goes on: one checkpoint at a time.
+    """Copies tensors to the host's memory, then writes them in a background thread: one checkpoint at a time.
 
     With a process group each rank has a writer and writes its own shards; rank 0 hashes and publishes them."""
 

@@ -139,14 +139,14 @@ def _check_data(setup: Setup, step: int, saved: dict[str, Any]) -> None:
             continue
         if expected["length"] != feed.length:
             raise Problem(
-                f"{hook} gives {feed.length:,} samples now, and gave {expected['length']:,} when {run.name} was saved: such a run cannot go on exactly."
+                f"{hook} gives {feed.length:,} samples now, and gave {expected['length']:,} when {run.name} was saved: the run cannot continue exactly."
                 f"\nBring the old data back, or begin a new run from its weights: start={run.name} --name NEW"
             )
 
         def report(difference: str, hook: str = hook) -> None:
             run.log_event("data-changed", step=step, data=hook, what=difference)
             setup.observer.notice(
-                f"{hook} is not what it was when {run.name} was saved ({difference} differ): the run goes on, but not exactly"
+                f"{hook} is not what it was when {run.name} was saved ({difference} differ): the run continues, but not exactly"
             )
 
         feed.expected_signature, feed.on_data_changed = expected, report

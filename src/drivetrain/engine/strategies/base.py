@@ -92,7 +92,7 @@ class Strategy:
             self._hand_to_optimizer(factor, skip)
         else:
             if skip is not None and skip.item():
-                return norm  # an optimizer that cannot skip by itself: this costs a host sync
+                return norm  # this optimizer's kernel cannot skip a step, so the host reads `skip`, which costs a sync
             if factor is not None:
                 self.scale_gradients(factor)
         self._optimizer_step()
