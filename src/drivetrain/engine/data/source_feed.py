@@ -142,12 +142,12 @@ class SourceFeed(Feed):
         assert self._data is not None and epoch == self._epoch
         columns, pass_number = self._columns(index), index // self.steps_per_pass
         rows = self._order_in_pass(pass_number)[:, columns.start : columns.stop].reshape(-1)
-        width = len(columns)
-        largest_share = -(-self.source.groups // self.group.size) * width  # of any rank, so that all take equally many micro-batches
-        count = -(-largest_share // self.micro)
-        first = pass_number * len(self.source) + columns.start * self.source.groups + self.first_group * width
-        for i in range(count):
-            start, end = len(rows) * i // count, len(rows) * (i + 1) // count
+        samples_of_group = len(columns)
+        largest_share = -(-self.source.groups // self.group.size) * samples_of_group  # of any rank: all take equally many micro-batches
+        num_micro_batches = -(-largest_share // self.micro)
+        first = pass_number * len(self.source) + columns.start * self.source.groups + self.first_group * samples_of_group
+        for i in range(num_micro_batches):
+            start, end = len(rows) * i // num_micro_batches, len(rows) * (i + 1) // num_micro_batches
             selected, num_real = (rows[start:end], end - start) if end > start else (rows[:1], 0)
             yield MicroBatch(None, selected + self.first_sample, num_real, first + start)
 

@@ -194,9 +194,9 @@ class RowLog:
     def _first_bad_step(self, arrived: StepRows) -> int | None:
         """Returns the first step whose loss or gradient is not finite."""
         assert self.step.slots is not None
-        must_be_finite, counts = self.step.slots.must_be_finite(), self.step.slots.count
+        must_be_finite, count_slots = self.step.slots.must_be_finite(), self.step.slots.count_slots
         for step, row in enumerate(arrived.rows, arrived.first):
-            for name, slot in counts.items():
+            for name, slot in count_slots.items():
                 if not row[slot] >= 0:
                     raise Problem(f"loss() gave counts for {name!r} that sum to {row[slot]:g} at step {step + 1:,}: a count is 0 or more")
             if self.step.loss_scale is not None:

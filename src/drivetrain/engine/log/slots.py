@@ -25,15 +25,15 @@ class MetricSlots:
         if len(self.parts) > 1 and "loss" in self.names:
             raise Problem("loss() names one of several figures 'loss', but that is the name of the parts' sum: choose another name")
         counted = [p.name for p in (*parts, *logged) if p.count is not None]
-        self.total = {name: FIRST_METRIC + i for i, name in enumerate(self.names)}
+        self.total_slots = {name: FIRST_METRIC + i for i, name in enumerate(self.names)}  # name -> slot of its total
         first_count = FIRST_METRIC + len(self.names)
-        self.count = {name: first_count + i for i, name in enumerate(counted)}
-        self.num_used = first_count + len(self.count)
+        self.count_slots = {name: first_count + i for i, name in enumerate(counted)}
+        self.num_used = first_count + len(self.count_slots)
         if self.num_used > PIGGYBACK_FLOATS:
             raise Problem(f"loss() logs {len(self.names)} figures; at most {(PIGGYBACK_FLOATS - FIRST_METRIC) // 2} fit")
 
     def to_json(self) -> dict[str, Any]:
-        return {"parts": self.parts, "logged": self.names[len(self.parts) :], "counted": list(self.count)}
+        return {"parts": self.parts, "logged": self.names[len(self.parts) :], "counted": list(self.count_slots)}
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> MetricSlots:
@@ -43,14 +43,14 @@ class MetricSlots:
 
     def must_be_finite(self) -> list[int]:
         """Returns the slots of the gradient norm and of the parts of the loss, without what is only logged."""
-        return [NORM, *(self.total[name] for name in self.parts)]
+        return [NORM, *(self.total_slots[name] for name in self.parts)]
 
     def means(self, row: list[float], num_samples: int) -> dict[str, float]:
         """Returns the means over the global batch, from a row of the metric ring."""
         values = {}
         for name in self.names:
-            count = row[self.count[name]] if name in self.count else num_samples
-            values[name] = row[self.total[name]] / count if count else 0.0
+            count = row[self.count_slots[name]] if name in self.count_slots else num_samples
+            values[name] = row[self.total_slots[name]] / count if count else 0.0
         if len(self.parts) > 1 or self.parts[0] != "loss":
             values["loss"] = sum(values[name] for name in self.parts)
         return values
