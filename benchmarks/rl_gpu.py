@@ -94,7 +94,7 @@ def measure_drivetrain(envs: int, horizon: int, own: bool, seconds: float) -> di
         training = make_training(task, folder, clock, files)
         training.run_to_end()
         files.close()
-    if training.epochs.whole is None:
+    if training.epochs.whole_epochs is None:
         raise SystemExit(f"the kernels were not used: {clock.notices}")
     window_seconds = [end - start for start, end in pairwise(clock.times)]
     median = statistics.median(window_seconds)
@@ -132,8 +132,8 @@ def solve(seeds: int, envs: int = 4096, horizon: int = 64) -> list[dict[str, Any
     with tempfile.TemporaryDirectory() as folder:
         training = make_training(Balance(**settings(envs, horizon), epochs=MAX_ITERATIONS + 10), folder)
         training.run_to_end(stop_after=5 * 16)  # steps
-    assert training.epochs.whole is not None
-    learner: Any = training.epochs.whole.stepper
+    assert training.epochs.whole_epochs is not None
+    learner: Any = training.epochs.whole_epochs.stepper
     actor: Any = training.setup.model.actor
     results = []
     for seed in range(seeds):

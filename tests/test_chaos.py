@@ -65,7 +65,7 @@ def test_a_fault_strikes_at_the_end_of_a_replayed_step(fault: str, strikes: bool
     injector.action = lambda _: None
     for name in ("step", "take", "taken", "step", "take", "fetched", "taken"):
         injector.reached(name)
-    assert injector.has_struck is strikes
+    assert injector.is_injected is strikes
 
 
 def test_a_fault_strikes_inside_an_eager_step() -> None:
@@ -73,7 +73,7 @@ def test_a_fault_strikes_inside_an_eager_step() -> None:
     injector.action = lambda _: None
     for name in ("step", "take", "fetched", "backward"):
         injector.reached(name)
-    assert injector.has_struck
+    assert injector.is_injected
 
 
 def test_a_task_with_unseeded_randomness_fails(folder: Path) -> None:

@@ -85,7 +85,7 @@ def test_augmentation_in_place_is_done_once(tmp_path: Path) -> None:
     job.execution.step(0)
     job.execution.step.ring.fetch()
     row = job.execution.step.ring.arrived(wait=True)[0].rows[0]
-    assert row[job.execution.step.slots.total["all"]] / 101 == pytest.approx(parts["all"].item(), rel=1e-5)
+    assert row[job.execution.step.slots.total_slots["all"]] / 101 == pytest.approx(parts["all"].item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -109,7 +109,7 @@ def test_convolutions_are_timed_in_a_long_run_that_need_not_repeat(tmp_path: Pat
     def record_flag(*_: Any) -> None:
         benchmark_flags.append(torch.backends.cudnn.benchmark)
 
-    monkeypatch.setattr(tuner, "MIN_STEPS_TO_TRY_CONVOLUTIONS", 10)
+    monkeypatch.setattr(tuner, "MIN_STEPS_TO_TIME_CONVOLUTIONS", 10)
     hook = torch.nn.modules.module.register_module_forward_pre_hook(record_flag)
     try:
         for options, is_tried in (({}, True), ({"deterministic": True}, False)):

@@ -49,8 +49,8 @@ class OtherCartPole(CartPole):
 def train_with_kernels(folder: Path, kind: type[Ppo] = CartPole, **settings: Any) -> tuple[Training, FusedStepper]:
     finished = training(folder, kind(**(SMALL | {"eval_episodes": 0, "log_every": 1, "save_every": "1ep"} | settings)))
     finished.run_to_end()
-    assert finished.epochs.whole is not None and isinstance(finished.epochs.whole.stepper, FusedStepper)
-    return finished, finished.epochs.whole.stepper
+    assert finished.epochs.whole_epochs is not None and isinstance(finished.epochs.whole_epochs.stepper, FusedStepper)
+    return finished, finished.epochs.whole_epochs.stepper
 
 
 def gradients(stepper: FusedStepper, observations: Any, columns: Any, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -239,7 +239,7 @@ def test_an_epoch_updates_the_weights_as_the_engines_steps_do(kind: type[Ppo], e
     for name, fused in (("kernels", True), ("plain", False)):
         done = training(tmp_path / name, kind(**SMALL, eval_episodes=0, epochs=epochs, decay="constant", fused=fused, log_every=1))
         done.run_to_end()
-        assert (done.epochs.whole is not None) is fused
+        assert (done.epochs.whole_epochs is not None) is fused
         both.append(done)
     kernel_weights, engine_weights = (torch.cat([p.detach().reshape(-1) for p in done.setup.model.parameters()]) for done in both)
     assert float((kernel_weights - engine_weights).norm() / engine_weights.norm()) < 0.02
@@ -291,5 +291,5 @@ def test_a_gpu_that_is_too_old_takes_the_engines_steps(tmp_path: Path, monkeypat
     monkeypatch.undo()
     plain = training(tmp_path / "plain", CartPole(**SMALL, eval_episodes=0, epochs=3, log_every=1, deterministic=True, fused=False))
     plain.run_to_end()
-    assert done.epochs.whole is None
+    assert done.epochs.whole_epochs is None
     assert weights(tmp_path / "old") == weights(tmp_path / "plain")

@@ -31,7 +31,7 @@ def test_compiled_training_learns_and_resumes_exactly(name: str, tmp_path: Path)
     """With dropout, augmentation, counts, accumulation and a partial last batch; the transformer is compiled block by block."""
     eager = train(name, tmp_path / "plain", "off")
     compiled = train(name, tmp_path / "uninterrupted", "on")
-    assert eager.execution.step.compiled is None and compiled.execution.step.compiled is not None, compiled.execution.tuner.findings
+    assert eager.execution.step.compiled is None and compiled.execution.step.compiled is not None, compiled.execution.tuner.results
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled at all"
     for stop in (5, None):
         train(name, tmp_path / "resumed", "on", stop)

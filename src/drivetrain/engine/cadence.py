@@ -1,4 +1,4 @@
-"""When a training logs, evaluates, saves and stops: by the step's number alone, except for periods in seconds."""
+"""Decides when a training logs, evaluates, saves and stops: by the step's number alone, except for periods in seconds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Period:
 
 @dataclass(frozen=True)
 class Due:
-    """What has to be done after a step."""
+    """The actions that are due after a step."""
 
     step: int
     can_save: bool = True
@@ -55,7 +55,7 @@ class Due:
     stop: bool = False
 
     def after_evaluation(self, is_best: bool, is_out_of_patience: bool) -> Due:
-        """Returns what is due once the evaluation is known: the best weights are saved; without patience left, this step is the last."""
+        """Returns what is due after the evaluation: a save if it is the best so far; if patience is used up, this step is the last."""
         is_last = self.is_last or is_out_of_patience
         return replace(self, is_last=is_last, save=self.save or is_best or is_last)
 
@@ -85,7 +85,7 @@ class Cadence:
         requests.evaluate = self._is_main and self.evaluate.restart_if_over()
 
     def quiet_until(self, step: int) -> int:
-        """Returns the next step after which anything can be due; `step` itself where each step has to be looked at."""
+        """Returns the next step after which anything can be due; `step` itself if every step must be checked."""
         if self._needs_clock or self.stop_after is not None or self._evaluation_waits or self._save_waits:
             return step
         epoch_end = step - step % self.steps_per_epoch + self.steps_per_epoch
@@ -101,7 +101,7 @@ class Cadence:
         return Due(last, can_save, is_last, log, evaluate)
 
     def after(self, due: Due, requests: Requests) -> Due:
-        """Returns what is due after all, now that every rank's requests are known."""
+        """Returns what is due, with the requests of all ranks."""
         self._evaluation_waits |= self._evaluates and requests.evaluate
         self._evaluation_waits &= not due.evaluate
         self._stop_waits |= requests.stop

@@ -30,20 +30,20 @@ class Evaluation:
 
     metrics: dict[str, float]
     figures: dict[str, Any]
-    """What `summary` gave that is no single number, such as a confusion matrix."""
+    """Tensors that `summary` returned, such as a confusion matrix."""
     samples: int
 
 
 class EvaluationStopped(Exception):
-    """Some rank was asked to stop: every rank left the evaluation, which is done again when the run goes on."""
+    """Some rank was asked to stop. Every rank leaves the evaluation; a resumed run repeats it."""
 
 
 class EvaluationGraphs:
-    """Replays evaluation's forward passes as CUDA graphs, once two eager ones have shown that they change nothing but tensors."""
+    """Replays an evaluation's forward passes as CUDA graphs, after two eager passes have shown that they change only tensors."""
 
-    def __init__(self, graphs: Graphs, marks: Callable[[], dict[str, object]]) -> None:
-        """`marks` returns what a graph takes as fixed, in a form that can be compared."""
-        self._graphs, self._marks = graphs, marks
+    def __init__(self, graphs: Graphs, assumed_values: Callable[[], dict[str, object]]) -> None:
+        """`assumed_values` returns the Python values that a graph assumes constant."""
+        self._graphs, self._assumed_values = graphs, assumed_values
         self._num_calls = 0
         self._is_compared = False
 
@@ -52,10 +52,10 @@ class EvaluationGraphs:
         if self._graphs.disabled_reason:
             return work(inputs)
         if self._num_calls <= 2:
-            before = self._marks(), host_generator_state(True)
+            before = self._assumed_values(), host_generator_state(True)
             output = work(inputs)
-            if (self._marks(), host_generator_state(True)) != before:
-                self._graphs.disabled_reason = "metrics() changes something of Python's, or draws from the host's generators"
+            if (self._assumed_values(), host_generator_state(True)) != before:
+                self._graphs.disabled_reason = "metrics() changes Python values, or draws from the host's random generators"
             return output
         output = self._graphs(("evaluate", form_of(inputs[0]), len(inputs[1])), work, inputs)
         output = tree_map_only(Tensor, torch.clone, output)  # the next replay overwrites a graph's output
@@ -64,14 +64,17 @@ class EvaluationGraphs:
             seed()
             expected = work(inputs)
             if not _are_close(output, expected):
-                self._graphs.disable("evaluation: replayed, metrics() gave other values")
+                self._graphs.disable("evaluation: metrics() gave other values in a CUDA graph")
                 return expected
         return output
 
 
-def _are_close(one: Any, two: Any) -> bool:
-    pairs = zip(tree_leaves(one), tree_leaves(two), strict=True)
-    return all(torch.allclose(a.double(), b.double(), 1e-3, 1e-5, True) if isinstance(a, Tensor) else a == b for a, b in pairs)
+def _are_close(first: Any, second: Any) -> bool:
+    for a, b in zip(tree_leaves(first), tree_leaves(second), strict=True):
+        is_close = torch.allclose(a.double(), b.double(), 1e-3, 1e-5, equal_nan=True) if isinstance(a, Tensor) else a == b
+        if not is_close:
+            return False
+    return True
 
 
 @dataclass
@@ -118,7 +121,7 @@ class Evaluator:
             self.model.train(was_training)
 
     def _forward_all(self, metrics: EvaluationMetrics, stop: SupportsBool) -> bool:
-        """Adds the metrics of all micro-batches; returns whether it was stopped before the last."""
+        """Adds the metrics of all micro-batches; returns whether a stop ended it before the last one."""
         for micro in self.feed.micro_batches(0, 0):
             if self.can_undo and stop:
                 return True

@@ -1,4 +1,4 @@
-"""The evaluations of a training: between its steps, under the present plan."""
+"""Evaluates the model of a training between its steps."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TrainingEvaluation:
     def _present_graphs(self) -> EvaluationGraphs | None:
         if self._graphs is None or self._graphs_version != self.execution.graph_version:
             graphs = self.execution.new_graphs()
-            self._graphs = None if graphs is None else EvaluationGraphs(graphs, self.execution.tuner.marks)
+            self._graphs = None if graphs is None else EvaluationGraphs(graphs, self.execution.tuner.assumed_values)
             self._graphs_version = self.execution.graph_version
         return self._graphs
 
@@ -67,7 +67,7 @@ class TrainingEvaluation:
         rows.end_pause()
         return is_best
 
-    # --- what the user is told ---
+    # --- notices to the user ---
 
     def report_first(self) -> None:
         """Evaluates before the first step."""
@@ -88,7 +88,7 @@ class TrainingEvaluation:
             setup.run.log_event("settled", step=step, best=best.step)
 
     def report_remarks(self, step: int) -> None:
-        """Shows what the task remarks on the model after an evaluation; all ranks call a sharded model together."""
+        """Shows the task's remarks on the model after an evaluation; all ranks call a sharded model together."""
         setup, execution = self.setup, self.execution
         if not overrides(setup.task, "remarks") or not (setup.group.is_main or execution.plan.is_sharded):
             return

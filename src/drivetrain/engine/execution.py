@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from contextlib import nullcontext
 from enum import Enum
 
@@ -44,11 +45,11 @@ class Execution:
         self.threads = Threads(plan, self.group)
         self.activity = TrainingActivity.STEPS
         self.graph_version = 0
-        """Changes when CUDA graphs of the model, wherever they are, become invalid."""
+        """Increases when all CUDA graphs that use the model become invalid."""
         self.tuner = ExecutionTuner(self.step, plan, self.group, setup.total_steps, self.observer, plan.first_compiled_step(0, None))
 
     def tune(self, compiled_from: int | None) -> None:
-        """Finds out from the next step on how steps run fastest; from `compiled_from` on they run compiled."""
+        """Measures the next steps to choose how steps run; from step `compiled_from` on they run compiled."""
         self.tuner = ExecutionTuner(self.step, self.plan, self.group, self.setup.total_steps, self.observer, compiled_from)
         self.tuner.attach()
 
@@ -75,24 +76,24 @@ class Execution:
         self.tuner.pause_timer()
 
     def resume(self) -> None:
-        """After other code ran: what was captured is dropped where that code changed what was captured as fixed."""
-        if self.tuner.recheck():
+        """Call after other code has run: drops graphs that assume values which that code has changed."""
+        if self.tuner.drop_invalid_graphs():
             self.graph_version += 1
 
     def drop_graphs(self) -> None:
-        """After the model's tensors moved."""
+        """Drops all graphs of the model. Call it after the model's tensors have moved to other memory."""
         if self.step.graphs is not None:
             self.step.graphs.clear()
         self.graph_version += 1
 
     def new_graphs(self) -> Graphs | None:
-        """Returns graphs for other work on the model, whose failure does not touch those of the steps; None where steps are not captured."""
+        """Returns separate graphs for other work on the model, so that their failure does not disable the steps' graphs; None without those."""
         return None if self.step.graphs is None else Graphs(self.group.device, self.observer.notice)
 
     # --- out of memory, in place ---
 
     def _shrink(self, step: int, error: OutOfMemoryOnRanks) -> None:
-        """Undoes the present step on every rank, and cuts it and all later ones into smaller micro-batches."""
+        """Undoes the present step on every rank, and uses smaller micro-batches in it and all later steps."""
         setup, number = self.setup, step + 1
         smaller = self._smaller_plan(step, setup.feed, is_evaluation=False)
         where = f"at step {number:,} on rank {', '.join(map(str, error.ranks))}"
@@ -118,7 +119,7 @@ class Execution:
             self.observer.notice(notice)
 
     def _switch_to_accumulation(self) -> None:
-        """Replaces the strategy of one process and one micro-batch by one that adds up gradients."""
+        """Replaces the strategy for one process and one micro-batch by the strategy that accumulates gradients."""
         for parameter in self.setup.model.parameters():
             parameter.grad = None
         self.free_memory()
@@ -126,7 +127,7 @@ class Execution:
         self.strategy.set_optimizer(self.optimizer)
 
     def shrink_evaluation(self, step: int, feed: OrderedFeed, error: OutOfMemoryOnRanks) -> None:
-        """Lets the present evaluation and all later ones take fewer samples at a time."""
+        """Uses smaller micro-batches in the present evaluation and all later ones."""
         smaller = self._smaller_plan(step, feed, is_evaluation=True)
         where = f"in the evaluation at step {step:,} on rank {', '.join(map(str, error.ranks))}"
         if smaller is None:
@@ -146,7 +147,7 @@ class Execution:
         self.observer.planned(smaller.changes | {"sentence": sentence})
 
     def free_memory(self) -> None:
-        gc.collect()  # what an exception's frames held may be in reference cycles
+        gc.collect()  # tensors of an exception's frames may be in reference cycles
         if self.group.device.type == "cuda":
             torch.cuda.synchronize(self.group.device)
             torch.cuda.empty_cache()
@@ -162,7 +163,7 @@ class Execution:
             return OutOfMemory(f"out of memory {where}\n{advice}", None)
         is_evaluation = self.activity is TrainingActivity.EVALUATION
         feed = self.setup.evaluation if is_evaluation and self.setup.evaluation else self.setup.feed
-        number = step + (not is_evaluation)
+        number = step if is_evaluation else step + 1  # in messages, steps count from 1
         smaller = self._smaller_plan(step, feed, is_evaluation)
         if smaller is None:
             return self._unsolvable_error(f"at step {number:,} ({first_line})", feed, is_evaluation)
@@ -170,23 +171,27 @@ class Execution:
         return OutOfMemory(f"out of memory at step {number:,} ({first_line}): {smaller.sentence()} from here on", facts)
 
     def _smaller_plan(self, step: int, feed: Feed, is_evaluation: bool) -> PlanChange | None:
-        """Returns half as many samples at a time; None where that cannot be."""
-        smaller = halve(self.plan, step + (not is_evaluation), feed.max_rank_samples, is_evaluation)
+        """Returns the change to half as many samples at a time; None where that is impossible."""
+        number = step if is_evaluation else step + 1
+        smaller = halve(self.plan, number, feed.max_rank_samples, is_evaluation)
         if smaller is None or is_evaluation or not has_batchnorm(self.setup.model):
             return smaller
-        sizes = {feed.batch_size(0), feed.batch_size(feed.steps_per_epoch - 1)}
-        return smaller if all(_smallest_micro_batch(size, self.group.size, smaller.new_size) > 1 for size in sizes) else None
+        # BatchNorm cannot train on a micro-batch of one sample.
+        batch_sizes = {feed.batch_size(0), feed.batch_size(feed.steps_per_epoch - 1)}
+        smallest = min(_smallest_micro_batch(size, self.group.size, smaller.new_size) for size in batch_sizes)
+        return smaller if smallest > 1 else None
 
     def _unsolvable_error(self, where: str, feed: Feed, is_evaluation: bool) -> OutOfMemory:
-        smallest, _ = halved_size(feed.max_rank_samples, self.plan.eval_micro_batch if is_evaluation else self.plan.micro_batch)
-        samples = "one sample" if smallest == 1 else f"{smallest} samples"
-        why = "" if smallest == 1 else ", and BatchNorm needs more than one in every micro-batch"
+        micro_batch = self.plan.eval_micro_batch if is_evaluation else self.plan.micro_batch
+        present_size, _ = halved_size(feed.max_rank_samples, micro_batch)
+        samples = "one sample" if present_size == 1 else f"{present_size} samples"
+        why = "" if present_size == 1 else ", and BatchNorm needs more than one in every micro-batch"
         ways = f"Ways out: {WAYS_OUT} (drivetrain resume {self.setup.run.name} plan.KEY=VALUE)"
         return OutOfMemory(f"out of memory {where} with {samples} at a time{why}\n{ways}", None)
 
 
 def _smallest_micro_batch(batch: int, world_size: int, micro_batch: int) -> int:
-    """Returns the samples in the smallest micro-batch of a batch of this size."""
-    largest_share = -(-batch // world_size)
-    num_micro_batches = -(-largest_share // micro_batch)
+    """Returns the samples in the smallest micro-batch of a global batch of this size."""
+    largest_share = math.ceil(batch / world_size)
+    num_micro_batches = math.ceil(largest_share / micro_batch)
     return batch // world_size // num_micro_batches

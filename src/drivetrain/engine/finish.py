@@ -1,4 +1,4 @@
-"""The end of a training: the final weights, and what the run's record says of it."""
+"""Ends a training: writes the final weights, and returns the facts for the run's record."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Result:
     outcome: Outcome
     step: int
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of a finished training: the evaluation of its final weights, which are those of `facts["weights_step"]`."""
+    """For a finished training: the evaluation of its final weights, which are those of step `facts["weights_step"]`."""
     facts: dict[str, Any] = field(default_factory=dict)
 
 
 def describe(setup: Setup, execution: Execution, step: int) -> dict[str, Any]:
-    """Returns what observers and the run's record are told of a training."""
+    """Returns facts about a training for observers and the run's record."""
     plan, group = execution.plan, setup.group
     return {
         "parameters": setup.num_parameters,
@@ -81,6 +81,6 @@ def _write_model(
         setup.task.model_files(tensors, run.model_path.parent, card)
     except Exception as error:  # safetensors has its own error for a full disk
         raise Problem(
-            f"training is done, but the weights could not be written: {error}.\nThen: drivetrain resume {run.name}",
+            f"training is done, but the weights could not be written: {error}.\nFix that, then: drivetrain resume {run.name}",
             Outcome.INFRA,
         ) from None

@@ -49,15 +49,15 @@ def evaluate_run(task: Task, plan: Plan, run: Run, group: Group) -> dict[str, An
 
 
 def _evaluate(task: Task, model: nn.Module, feed: OrderedFeed, plan: Plan, group: Group) -> Evaluation:
-    """Evaluates, with fewer samples at a time where memory runs out."""
+    """Evaluates; where memory runs out, again with half as many samples at a time."""
     while True:
         try:
             return Evaluator(task, model, feed, Precision(plan.precision, group.device), group)()
         except OutOfMemoryOnRanks:
             pass
-        was, now = halved_size(feed.max_rank_samples, feed.micro)
-        if was == 1:
+        present_size, smaller_size = halved_size(feed.max_rank_samples, feed.micro)
+        if present_size == 1:
             raise Problem("out of memory with one sample at a time: a GPU with more memory is needed", Outcome.OOM)
-        feed.set_micro_batch(now)
+        feed.set_micro_batch(smaller_size)
         if group.device.type == "cuda":
             torch.cuda.empty_cache()

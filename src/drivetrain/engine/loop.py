@@ -17,7 +17,7 @@ from drivetrain.engine.evaluate import EvaluationStopped
 from drivetrain.engine.evaluation import TrainingEvaluation
 from drivetrain.engine.execution import Execution
 from drivetrain.engine.faults.dependence import check_dependence
-from drivetrain.engine.faults.nonfinite import not_finite
+from drivetrain.engine.faults.nonfinite import not_finite_error
 from drivetrain.engine.finish import Result, describe, finish
 from drivetrain.engine.group import Group
 from drivetrain.engine.group.requests import RequestReader, SupportsBool
@@ -33,7 +33,7 @@ from drivetrain.task import Task
 
 
 class Stopped(Exception):
-    """The training was asked to stop; what can be saved is saved."""
+    """The training was asked to stop, and has saved its progress."""
 
 
 class Training:
@@ -47,7 +47,7 @@ class Training:
         self.saver = Saver(self.setup, self.execution, self.rows)
         self.evaluate = TrainingEvaluation(self.setup, self.execution)
         self.always_checks_dependence = False
-        """Check that the result does not depend on the plan even where one micro-batch is the whole batch."""
+        """Whether the dependence check runs even if one micro-batch is the global batch."""
         self._start_seconds = time.monotonic()
 
     def run_to_end(self, stop_after: int | None = None) -> Result:
@@ -119,21 +119,22 @@ class Training:
     # --- log, evaluate, finish ---
 
     def _must_read_metrics(self, due: Due) -> bool:
-        ring, shows_ticks = self.execution.step.ring, self.setup.group.is_main and self.setup.group.device.type == "cpu"
+        ring = self.execution.step.ring
         assert ring is not None
-        return due.log or due.save or due.stop or ring.is_full or (shows_ticks and self.rows.is_tick_due())
+        updates_progress_line = self.setup.group.is_main and self.setup.group.device.type == "cpu"
+        return due.log or due.save or due.stop or ring.is_full or (updates_progress_line and self.rows.is_tick_due())
 
     def _read_metrics(self, due: Due) -> None:
         assert self.execution.step.ring is not None
         self.execution.step.ring.fetch()
         bad_step = self.rows.receive(due.step, due.log, wait=due.evaluate or due.save or due.stop)
         if bad_step is not None:
-            raise not_finite(self.setup, bad_step, self.saver.writer)
+            raise not_finite_error(self.setup, bad_step, self.saver.writer)
 
     def _evaluate(self, due: Due) -> Due:
         try:
             is_best = self.evaluate.after_step(self.progress, self.rows, self.setup.stop if due.can_save else False)
-        except EvaluationStopped:  # the evaluation is done, and its row written, when the run goes on
+        except EvaluationStopped:  # a resumed run repeats the evaluation and then writes its row
             self.rows.emit(before=due.step)
             self.saver.save(self.progress, wait=False)
             raise

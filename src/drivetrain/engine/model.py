@@ -1,4 +1,4 @@
-"""The model before its first step: built, given its first weights, and placed on the device."""
+"""Builds the model, loads its first weights, and moves it to the device."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def build_model(task: Task, plan: Plan, run: Run, group: Group, observer: Observ
     model = task.model()
     _check_model(model)
     _copy_expanded_buffers(model)
-    if task.start and not group.broadcast_object(bool(run.checkpoint_steps())):  # a run that goes on does not need it any more
-        found = weights_of(task.start) if group.is_main else None  # another machine may not have the file
-        aliases = group.broadcast_object(found[1] if found else None)
-        state.load_model(model, state.StoredTensors(found[0] if found else None, group), aliases, task.start)
-    if not plan.is_sharded:  # a sharded model goes there part by part, for it may not fit at once
+    if task.start and not group.broadcast_object(bool(run.checkpoint_steps())):  # a resumed run loads its checkpoint instead
+        tensors, own_aliases = weights_of(task.start) if group.is_main else (None, None)  # another machine may not have the file
+        aliases = group.broadcast_object(own_aliases)
+        state.load_model(model, state.StoredTensors(tensors, group), aliases, task.start)
+    if not plan.is_sharded:  # a sharded model is moved part by part, because it may not fit on one device
         model = model.to(group.device)
     if plan.channels_last:
         _use_channels_last(model)
@@ -59,12 +59,12 @@ def _use_channels_last(model: nn.Module) -> None:
     if any(isinstance(m, nn.Conv2d) for m in model.modules()):
         for parameter in model.parameters():
             if parameter.dim() == 4:
-                # By strides: with one channel a tensor counts as both formats, and a convolution would take it for the other.
+                # empty_like sets the strides. Module.to() would not: with one channel a tensor already counts as both formats.
                 parameter.data = torch.empty_like(parameter, memory_format=torch.channels_last).copy_(parameter)
 
 
 def _copy_expanded_buffers(model: nn.Module) -> None:
-    """Gives every element of an expanded buffer its own memory, since restoring and receiving write into it."""
+    """Gives every element of an expanded buffer its own memory, because loading and broadcasting write into it."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None or state.unsavable_form(buffer):
@@ -80,8 +80,8 @@ def weights_of(start: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
             raise Problem(f"start={start}: there is no such file")
         check_exported(Path(start))
         return state.read_weights(Path(start))
-    found = run_weights(find(start))
-    return found.tensors, found.aliases
+    weights = run_weights(find(start))
+    return weights.tensors, weights.aliases
 
 
 class Weights(NamedTuple):
@@ -114,7 +114,7 @@ def has_batchnorm(model: nn.Module) -> bool:
 
 
 def batchnorm_notice(model: nn.Module, task: Task, plan: Plan) -> str:
-    """Returns what depends on the plan in a model with BatchNorm; an empty string where nothing does."""
+    """Returns a notice if BatchNorm makes the result depend on the plan; else an empty string."""
     if not has_batchnorm(model) or plan.micro_batch >= plan.global_batch:
         return ""
     why = "sync_batchnorm=true shares them between GPUs" if not task.sync_batchnorm else "SyncBatchNorm needs several GPUs"

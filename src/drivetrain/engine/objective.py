@@ -1,4 +1,4 @@
-"""From what a task's loss returns to a micro-batch's share of the global mean, and to the metrics of the step.
+"""Turns the return value of a task's loss into a micro-batch's share of the global mean, and into the metrics of the step.
 
 Every term of the loss is divided by its count over the *global* batch, so micro-batches, ranks and the last
 partial batch all give the gradient of the same mean.
@@ -22,7 +22,7 @@ from drivetrain.task import Task, overrides
 
 
 class Objective:
-    """The objective of one training: its parts, its counts, and where a step's metrics are written."""
+    """Computes the objective of one training from its parts and counts, and writes the metrics of each step."""
 
     def __init__(self, task: Task, feed: Feed, loss_scale: LossScale | None, group: Group, before_collective: Callable[[], None]) -> None:
         """`before_collective` is called before ranks communicate: it raises where one of them ran out of memory."""
@@ -35,14 +35,14 @@ class Objective:
         """A view of each float of the present step's row."""
         self.on_new_slots: Callable[[MetricSlots], None] = lambda slots: None
         """Called when the first loss has shown which metrics there are."""
-        self._scalar_loss_slot: int | None = None  # of a loss that is a scalar mean over samples and nothing else
-        self._limit_passed = torch.zeros((), device=group.device)  # in the present epoch
+        self._scalar_loss_slot: int | None = None  # set if the loss is only a scalar mean over samples
+        self._limit_passed = torch.zeros((), device=group.device)  # 1.0 once a limit was passed in the present epoch
 
     # --- the share of a micro-batch ---
 
     def share(self, value: Any, num_real: int, global_size: int, counts: dict[str, Tensor]) -> Tensor:
         """Returns the part of the global mean that this micro-batch contributes, and adds its metrics to the row."""
-        if self._scalar_loss_slot is not None and isinstance(value, Tensor) and value.dim() == 0:  # the common case, in few operations
+        if self._scalar_loss_slot is not None and isinstance(value, Tensor) and value.dim() == 0:  # a fast path for the common case
             self.row[self._scalar_loss_slot].add_(value.detach(), alpha=num_real)
             objective = value if num_real == global_size else value * (num_real / global_size)
         else:
@@ -77,23 +77,23 @@ class Objective:
         """Adds a part's total (and count) to the row; returns the factor of its value in the objective."""
         total = part.value.detach()
         if part.count is None:
-            self.row[slots.total[part.name]].add_(total, alpha=num_real)
+            self.row[slots.total_slots[part.name]].add_(total, alpha=num_real)
             return num_real / global_size
         factor = 1 if num_real else 0
-        self.row[slots.total[part.name]].add_(total, alpha=factor)
-        self.row[slots.count[part.name]].add_(part.count, alpha=factor)
+        self.row[slots.total_slots[part.name]].add_(total, alpha=factor)
+        self.row[slots.count_slots[part.name]].add_(part.count, alpha=factor)
         return factor / global_size
 
     @staticmethod
     def _check_names(slots: MetricSlots, parts: list[LossPart]) -> None:
         names = [part.name for part in parts]
         has_count = [part.count is not None for part in parts]
-        if names != slots.names or has_count != [name in slots.count for name in slots.names]:
+        if names != slots.names or has_count != [name in slots.count_slots for name in slots.names]:
             raise Problem(f"loss() gave {names}, but {slots.names} in the first batch: names must stay the same")
 
     @staticmethod
     def _check_counts(slots: MetricSlots, counts: dict[str, Tensor]) -> None:
-        counted = [name for name in slots.parts if name in slots.count]
+        counted = [name for name in slots.parts if name in slots.count_slots]
         if sorted(counts) != sorted(counted):
             raise Problem(f"counts() gave {list(counts)}, but the parts of the loss with a count of their own are {counted}")
 
@@ -108,17 +108,17 @@ class Objective:
         if self.has_counts:
             self._check_counts(slots, counts)
         self._before_collective()
-        all_names = self.group.gather_objects((slots.names, sorted(slots.count)))
+        all_names = self.group.gather_objects((slots.names, sorted(slots.count_slots)))
         if any(names != all_names[0] for names in all_names):
             raise Problem(f"loss() gave other names on other processes: {all_names}; they must be the same in every batch")
         self.use(slots)
         return slots
 
     def use(self, slots: MetricSlots) -> None:
-        """Takes these as the metrics of every step."""
+        """Sets the metrics of every step."""
         self.slots = slots
-        if slots.names == ["loss"] and not slots.count:
-            self._scalar_loss_slot = slots.total["loss"]
+        if slots.names == ["loss"] and not slots.count_slots:
+            self._scalar_loss_slot = slots.total_slots["loss"]
         self.on_new_slots(slots)
 
     # --- counts, limits and the update ---
@@ -152,8 +152,8 @@ class Objective:
         for name, limit in self.limits.items():
             if name not in slots.names:
                 raise Problem(f"the source's limits name {name!r}, which loss() does not give ({', '.join(slots.names)})")
-            count = self.row[slots.count[name]] if name in slots.count else global_size
-            self._limit_passed.copy_(torch.maximum(self._limit_passed, (self.row[slots.total[name]] > limit * count).float()))
+            count = self.row[slots.count_slots[name]] if name in slots.count_slots else global_size
+            self._limit_passed.copy_(torch.maximum(self._limit_passed, (self.row[slots.total_slots[name]] > limit * count).float()))
         return self._limit_passed
 
     def gradient_factor(self, global_size: int, has_counts: bool) -> Tensor | None:
@@ -161,8 +161,8 @@ class Objective:
         slots = self.slots
         assert slots is not None
         factor: Tensor | None = None
-        if slots.count and not has_counts and slots.parts[0] in slots.count:
-            count = self.row[slots.count[slots.parts[0]]]
+        if slots.count_slots and not has_counts and slots.parts[0] in slots.count_slots:
+            count = self.row[slots.count_slots[slots.parts[0]]]
             factor = torch.where(count == 0, 0.0, global_size / count)
         if self.loss_scale is not None:
             factor = 1.0 / self.loss_scale.scale if factor is None else factor / self.loss_scale.scale

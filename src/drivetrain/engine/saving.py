@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from drivetrain.engine.execution import Execution
-from drivetrain.engine.faults.nonfinite import not_finite
+from drivetrain.engine.faults.nonfinite import not_finite_error
 from drivetrain.engine.log.rows import RowLog
 from drivetrain.engine.setup import Setup
 from drivetrain.engine.state.checkpoint import CheckpointWriter
@@ -12,7 +12,7 @@ from drivetrain.outcomes import Outcome, Problem
 
 
 class Saver:
-    """Writes checkpoints behind the training's back."""
+    """Writes checkpoints in the background."""
 
     def __init__(self, setup: Setup, execution: Execution, rows: RowLog) -> None:
         self.setup, self.execution, self.rows = setup, execution, rows
@@ -24,7 +24,7 @@ class Saver:
             self.writer = CheckpointWriter(setup.run, setup.task.keep, observer.reached, observer.notice, files, setup.group.is_main)
 
     def update(self, progress: Progress) -> None:
-        """Brings the progress up to date, as a checkpoint of this moment has to hold it."""
+        """Updates the progress for a checkpoint of this moment."""
         self.rows.sum_epoch()
         execution, slots = self.execution, self.execution.step.slots
         progress.seconds, progress.rows = self.rows.elapsed_seconds(), self.rows.state(progress.step)
@@ -32,13 +32,13 @@ class Saver:
         progress.compiled_from, progress.num_threads = execution.tuner.compiled_from, execution.threads.num_useful
 
     def save(self, progress: Progress, wait: bool) -> None:
-        """Saves a training; with `wait`, returns when the checkpoint is on the disk. A collective call."""
+        """Saves a training; with `wait`, returns only when the checkpoint is on the disk. A collective call."""
         setup, step = self.setup, progress.step
         self.update(progress)
         setup.observer.reached("saving")
         setup.observer.flush()
         if not self.execution.strategy.weights_are_finite():
-            raise not_finite(setup, step - 1, self.writer)  # the loss was finite, but the update was not
+            raise not_finite_error(setup, step - 1, self.writer)  # the loss was finite, but the update was not
         tensors, extra = gather_tensors(setup, self.execution)
         if self.writer is not None:
             self.writer.save(step, tensors, extra | to_json(progress, setup), progress.best.step)
@@ -53,12 +53,11 @@ class Saver:
         if self.writer is not None:
             self.writer.wait()
             if self.writer.failure:
-                raise Problem(
-                    f"{message}: {self.writer.failure}.{advice}" if advice else f"{message}: {self.writer.failure}", Outcome.INFRA
-                )
+                ending = f".{advice}" if advice else ""
+                raise Problem(f"{message}: {self.writer.failure}{ending}", Outcome.INFRA)
 
     def close(self) -> None:
-        """Waits for the checkpoint that is being written, whatever becomes of it."""
+        """Waits for the checkpoint that is being written; does not raise if it fails."""
         if self.writer is not None:
             self.writer.wait()
 

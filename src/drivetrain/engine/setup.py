@@ -22,7 +22,7 @@ from drivetrain.engine.numerics.optim import LearningRates, make_optimizer, make
 from drivetrain.engine.numerics.precision import Precision
 from drivetrain.engine.state import tensors as state
 from drivetrain.engine.strategies import Strategy
-from drivetrain.engine.strategies import make_strategy as spread_model
+from drivetrain.engine.strategies import make_strategy as distribute_model
 from drivetrain.names import private_cache
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
@@ -79,9 +79,9 @@ def set_up(task: Task, plan: Plan, run: Run, group: Group, observer: Observer, s
     feed.notice, feed.reached = observer.notice, observer.reached
     evaluation = None if eval_data is None else eval_feed(task, eval_data, plan, group)
     check_agreement(task.settings())
-    for one in (feed, evaluation):
-        if one is not None:
-            one.records_signature = group.is_main
+    for data_feed in (feed, evaluation):
+        if data_feed is not None:
+            data_feed.records_signature = group.is_main
     if task.best and evaluation is None:
         raise Problem(f"best={task.best} needs an evaluation, but the task has no eval_data()")
     state.model_tensors(model)  # a tensor that cannot be saved is refused now, not at the first save
@@ -96,17 +96,17 @@ def set_up(task: Task, plan: Plan, run: Run, group: Group, observer: Observer, s
 
 
 def make_strategy(setup: Setup, plan: Plan) -> Strategy:
-    """Spreads the model over the processes and makes its optimizer."""
+    """Distributes the model over the processes and makes its optimizer."""
     make = partial(make_optimizer, setup.task, setup.model, setup.group.device, captured=not plan.is_sharded)
-    return spread_model(setup.model, make, setup.task, plan, setup.group, PIGGYBACK_FLOATS, setup.run.path)
+    return distribute_model(setup.model, make, setup.task, plan, setup.group, PIGGYBACK_FLOATS, setup.run.path)
 
 
 def prepare(plan: Plan, group: Group) -> None:
-    """Sets everything process-wide that the results depend on."""
+    """Sets all process-wide options that the results depend on."""
     torch.set_num_threads(plan.threads)
-    # Compiled code is stored and run again; torch's default is a folder of a known name where anybody can write.
+    # Compiled code is stored and run later. torch's default folder has a known name, so another user could put code there.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(private_cache("inductor")))
-    if group.device.type == "cuda":  # graphs cannot be captured on the default stream: all work goes to another one
+    if group.device.type == "cuda":  # graphs cannot be captured on the default stream, so all work uses another one
         torch.cuda.synchronize(group.device)
         torch.cuda.set_stream(torch.cuda.Stream(group.device))
     if plan.deterministic:

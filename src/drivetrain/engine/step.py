@@ -1,8 +1,8 @@
-"""One optimizer step over a global batch: the same whatever the plan, and without a host sync (unless an optimizer needs one).
+"""One optimizer step over a global batch: the same result with every plan, without a host sync (unless an optimizer needs one).
 
-A step is made of pieces of device work that depend on the step's number only through tensors: one piece for all of
-it where one process takes the batch at once, else one for each micro-batch and one for the update, with the all-reduce
-between them. `Graphs` replays a piece as a CUDA graph; without it, the piece is simply called.
+A step consists of pieces of device work that depend on the step's number only through tensors. If one process takes the
+batch as one micro-batch, all of the step is one piece. Otherwise each micro-batch is a piece, and so is the update, with
+the all-reduce before it. `Graphs` replays a piece as a CUDA graph; without graphs, the piece is called as a function.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from drivetrain.task import Task
 
 CHECK_HOST_RANDOM_EVERY = 1000  # steps between checks whether a task draws from Python's or numpy's generators
 
-Inputs = tuple[Any, Any]  # what the data set gave, and the sample ids
+Inputs = tuple[Any, Any]  # (what the data set returned, sample ids)
 
 
 class Form(NamedTuple):
@@ -44,12 +44,12 @@ class Form(NamedTuple):
     """Samples of the micro-batch; 0 for a dummy one that keeps collectives aligned."""
     size: int
     """Samples of the global batch."""
-    ready: bool
+    is_assembled: bool
     """Whether the inputs are the batch itself, assembled and augmented."""
-    given: Hashable
-    """The layout of what the data set gave."""
+    layout: Hashable
+    """The form of what the data set returned (`graphs.form_of`)."""
     version: int
-    """Changes when the samples on the device move to another place."""
+    """Changes when the samples on the device move to other memory."""
 
 
 MicroBatchHook = Callable[[int, Inputs, Form], None]
@@ -86,7 +86,7 @@ class Step:
         self.update_hooks: list[Callable[[], None]] = []
         """Called before each update, when gradients are complete; not where a CUDA graph replays the update."""
         self.reached: Callable[[str], None] | None = None
-        """Told of the observation points within a step, where anybody listens."""
+        """Called with each observation point within a step; None if no observer needs them."""
         self.can_undo = True
         """Whether a step that runs out of memory can be undone, on all ranks together."""
         self.host_random = HostRandom(group.device)
@@ -96,7 +96,7 @@ class Step:
         self._is_updating = False
         self._seed, self._generator = key(int(task.seed)), model_generator(group.device)
         self._clip = float(task.clip)
-        self._draws = augment_rand(task, feed, group.device)
+        self._augment_rand = augment_rand(task, feed, group.device)
         self._device_number = torch.zeros(1, dtype=torch.int64, device=group.device) if group.device_counters else None
         """The step's number on the device, where captured work reads it."""
         self._next_device_number = 0
@@ -107,7 +107,7 @@ class Step:
         return self.objective.slots
 
     def use_strategy(self, strategy: Strategy) -> None:
-        """Begins with a strategy and the feed's present micro-batches: what was captured or compiled for others is dropped."""
+        """Sets the strategy, and drops graphs and compiled code of the strategy and micro-batches before."""
         self.restore_eager_blocks()
         self.graphs = self.compiled = None
         self.strategy, self._piggyback = strategy, strategy.piggyback
@@ -117,7 +117,7 @@ class Step:
         )
 
     def use_metrics(self, slots: MetricSlots, ring: MetricRing) -> None:
-        """Takes the metrics of every step and the ring that they are written to."""
+        """Sets the metrics of every step and the ring to which they are written."""
         self.objective.on_new_slots = lambda slots: None
         self.objective.use(slots)
         self._use_ring(ring)
@@ -178,8 +178,8 @@ class Step:
         self.rates.set(step)
         if self._device_number is not None and self._next_device_number != step:
             self._device_number.fill_(step)
-        if self._draws is not None:
-            self._draws.begin_epoch(epoch)
+        if self._augment_rand is not None:
+            self._augment_rand.begin_epoch(epoch)
         if index == 0:
             self.objective.begin_epoch()
         if self._piggyback is None and self.ring is not None:
@@ -192,7 +192,7 @@ class Step:
         if self.reached is None:
             return micros
         if self.feed.is_resident:
-            self.reached("fetched")  # nothing is waited for where the data is on the device
+            self.reached("fetched")  # data on the device needs no wait
             return micros
         return observe_fetches(micros, self.reached)
 
@@ -220,7 +220,7 @@ class Step:
         except torch.OutOfMemoryError:
             if self._is_updating or not self.can_undo:
                 raise
-        self.raise_if_any_rank_is_out_of_memory(is_out_of_memory=True)  # out of the except clause, whose traceback holds the memory
+        self.raise_if_any_rank_is_out_of_memory(is_out_of_memory=True)  # after the except clause, whose traceback holds the memory
 
     def _whole_step(self, inputs: Inputs, form: Form, with_norm: bool) -> None:
         if self._finds_ids_on_device and self._device_number is not None:
@@ -230,7 +230,7 @@ class Step:
         if self.objective.has_counts:
             batch = self.make_batch(*inputs)
             counts = self.objective.counts([(batch, form.num_real)])
-            inputs, form = (batch, inputs[1]), form._replace(ready=True)
+            inputs, form = (batch, inputs[1]), form._replace(is_assembled=True)
         self.backward(inputs, form, counts)
         self.strategy.reduce_gradients()
         self._begin_update()
@@ -263,10 +263,10 @@ class Step:
         """Runs forward and backward of all micro-batches; returns the counts that losses were divided by."""
         self.strategy.zero_gradients()
         has_counts, counts = self.objective.has_counts, dict[str, Tensor]()
-        if has_counts:  # all batches must be seen before the first backward
-            ready = [(m._replace(loaded=self.make_batch(m.loaded, m.ids)), m.num_real) for m in micros]
-            counts = self.objective.counts([(m.loaded, num_real) for m, num_real in ready])
-            micros = iter([m for m, _ in ready])
+        if has_counts:  # the counts of all batches are needed before the first backward
+            assembled = [(m._replace(loaded=self.make_batch(m.loaded, m.ids)), m.num_real) for m in micros]
+            counts = self.objective.counts([(m.loaded, num_real) for m, num_real in assembled])
+            micros = iter([m for m, _ in assembled])
         for micro in micros:
             inputs, form = (micro.loaded, micro.ids), Form(micro.num_real, size, has_counts, form_of(micro.loaded), self.feed.data_version)
             self._begin_micro_batch(micro.position, inputs, form)
@@ -278,8 +278,8 @@ class Step:
         return counts
 
     def _captured_micro_batch(self, inputs: tuple[Any, Tensor, dict[str, Tensor]], form: Form) -> None:
-        given, ids, counts = inputs
-        self.backward((given, ids), form, counts)
+        loaded, ids, counts = inputs
+        self.backward((loaded, ids), form, counts)
 
     def _captured_update(self, _: Any, size: int, has_counts: bool, with_norm: bool) -> None:
         self._update(size, has_counts, with_norm)
@@ -314,14 +314,14 @@ class Step:
 
     # --- forward and backward ---
 
-    def make_batch(self, given: Any, ids: Tensor) -> Any:
+    def make_batch(self, loaded: Any, ids: Tensor) -> Any:
         """Assembles a batch on the device and augments it."""
-        batch = self.feed.assemble(given, ids)
-        return batch if self._draws is None else augment_batch(self.task, batch, self._draws.for_samples(ids))
+        batch = self.feed.assemble(loaded, ids)
+        return batch if self._augment_rand is None else augment_batch(self.task, batch, self._augment_rand.for_samples(ids))
 
-    def loss_value(self, given: Any, ids: Tensor, ready: bool) -> Any:
-        """Returns what the task's loss gives for a micro-batch; this function is what gets compiled."""
-        batch = given if ready else self.make_batch(given, ids)
+    def loss_value(self, loaded: Any, ids: Tensor, is_assembled: bool) -> Any:
+        """Returns the value of the task's loss for a micro-batch; torch.compile compiles this function."""
+        batch = loaded if is_assembled else self.make_batch(loaded, ids)
         with self.precision.forward():
             return sum_logged_values(self.loss(self.model, batch))
 
@@ -329,9 +329,9 @@ class Step:
         """Adds a micro-batch's gradients, and its metrics to the row."""
         with allocation_errors_as_oom:
             if self.compiled is None:
-                value = self.strategy.call(self.loss_value, *inputs, form.ready)
+                value = self.strategy.call(self.loss_value, *inputs, form.is_assembled)
             else:
-                value = self.compiled(form, *inputs, form.ready)
+                value = self.compiled(form, *inputs, form.is_assembled)
             if self.reached is not None:
                 self.reached("backward")
             self.strategy.backward(self.objective.share(value, form.num_real, form.size, counts))
@@ -339,7 +339,7 @@ class Step:
     # --- out of memory ---
 
     def raise_if_any_rank_is_out_of_memory(self, is_out_of_memory: bool = False) -> None:
-        """Before ranks communicate within a step: if memory ran out on any of them, all leave this attempt at the step."""
+        """Call before ranks communicate within a step: raises on all ranks if memory ran out on any of them."""
         if not self.can_undo or (self.group.size == 1 and not is_out_of_memory):
             return
         own = [float(is_out_of_memory and rank == self.group.rank) for rank in range(self.group.size)]
@@ -367,22 +367,22 @@ class Step:
         self.clear()
         counts: dict[str, Tensor] = {}
         if self.objective.has_counts:
-            batch = inputs[0] if form.ready else self.make_batch(*inputs)
+            batch = inputs[0] if form.is_assembled else self.make_batch(*inputs)
             counts = self.objective.counts([(batch, form.num_real)], over_ranks=False)
-            inputs, form = (batch, inputs[1]), form._replace(ready=True)
+            inputs, form = (batch, inputs[1]), form._replace(is_assembled=True)
         self.backward(inputs, form, counts)
         if self.strategy.is_one_piece:
-            self.strategy.reduce_gradients()  # which only completes the gradients of one process
+            self.strategy.reduce_gradients()  # with one process, it only makes missing gradients
 
     def rehearsal_result(self) -> list[float]:
-        """Returns what a rehearsal computed: all metrics, and the norm of each parameter's gradient."""
+        """Returns the results of a rehearsal: all metrics, and the norm of each parameter's gradient."""
         assert self.slots is not None
         metrics = [slot.detach() for slot in self.objective.row[FIRST_METRIC : self.slots.num_used]]
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         return [float(value) for value in (*metrics, *torch._foreach_norm(gradients))]
 
     def restore_eager_blocks(self) -> None:
-        """Before anything but steps uses the model: its blocks run uncompiled."""
+        """Call before other code uses the model: switches its blocks to eager code."""
         if self.compiled is not None:
             self.compiled.set_enabled(False)
 

@@ -132,9 +132,9 @@ def _train(job: TaskJob, task: Any, group: Group, stop: StopFlag, observer: Obse
     try:
         result = training.run_to_end()
         if diagnostics.nan_step and result.outcome is Outcome.OK:
-            from drivetrain.engine.faults.nonfinite import nothing_found
+            from drivetrain.engine.faults.nonfinite import nothing_found_error
 
-            raise nothing_found(diagnostics.nan_step)
+            raise nothing_found_error(diagnostics.nan_step)
     finally:  # a failure must not lose what was logged or saved before it
         training.saver.close()
         observer.close()

@@ -1,7 +1,7 @@
-"""What a step asks of its data: the samples of each micro-batch, in an order that needs no saved state.
+"""The interface of a feed, which gives a step the samples of each micro-batch, in an order that needs no saved state.
 
-The order is a pure function of (seed, epoch, position). A feed that is opened at any step gives what an uninterrupted
-run would have seen there.
+The order is a pure function of (seed, epoch, position). So a feed that is opened at any step continues with the same
+samples as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class MicroBatch(NamedTuple):
     """One micro-batch of this rank, on the device. `Feed.assemble` makes the batch from it."""
 
     loaded: Any
-    """What the data set gave; None where the samples are already on the device and `ids` selects them."""
+    """What the data set returned; None if the samples are already on the device, where `ids` selects them."""
     ids: Tensor
     """Sample numbers: they select samples and key the random numbers."""
     num_real: int
     """How many samples are real; 0: a dummy micro-batch that keeps collectives aligned."""
     position: int
-    """Position of the first sample in the epoch: it seeds the model's own randomness."""
+    """Position of the first sample in the epoch. It seeds the model's random numbers, such as dropout."""
 
 
 @lru_cache(maxsize=64)
@@ -56,9 +56,9 @@ class Feed:
     max_rank_samples: int
     """The most samples of one global batch that a rank gets."""
     speeds: Mapping[str, float] = MappingProxyType({})
-    """Further speeds to log: name -> how many units of it one sample stands for."""
+    """Further speeds to log, such as tokens: name -> units in one sample."""
     limits: Mapping[str, float] = MappingProxyType({})
-    """Metric of the loss -> limit, above which the rest of an epoch changes nothing."""
+    """Metric of the loss -> limit; once it is passed, the rest of the epoch does not update the model."""
     notice: Callable[[str], None] = staticmethod(lambda text: None)
     """Shows a message to the user."""
     reached: Callable[[str], None] = staticmethod(lambda name: None)
@@ -73,11 +73,11 @@ class Feed:
     """Called with a text that names the samples which differ from those of the checkpoint's run."""
 
     def signature(self) -> dict[str, Any]:
-        """Returns the signature of the data as far as it is known by now; checkpoints hold it."""
+        """Returns the part of the data's signature that is known so far; checkpoints hold it."""
         return {"length": self.length}
 
     def check_signature(self) -> None:
-        """Reports data that differs from the checkpoint's, as far as the signature is known by now."""
+        """Reports data that differs from the checkpoint's, in the part of the signature that is known so far."""
         if self.records_signature and self.expected_signature is not None:
             difference = signature.describe_difference(self.expected_signature, self.signature())
             if difference:
@@ -106,7 +106,7 @@ class Feed:
         return loaded
 
     def set_micro_batch(self, size: int) -> None:
-        """Limits micro-batches to this size from now on; a step that has begun is given again from its start."""
+        """Limits micro-batches to this size from now on; a step that has begun is repeated from its start."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class Feed:
 
 
 class OrderedFeed(Feed):
-    """Samples of a data set of known length: in a new order each epoch or, without a seed (evaluation), in their own."""
+    """Gives the samples of a data set of known length: shuffled in each epoch or, without a seed (evaluation), in their own order."""
 
     def __init__(self, length: int, batch: int, micro: int, group: Group, seed: int | None) -> None:
         self.length, self.batch, self.micro, self.group, self.seed = length, batch, micro, group, seed
@@ -142,9 +142,10 @@ class OrderedFeed(Feed):
     def spans(self, epoch: int, index: int) -> list[tuple[Tensor, int, int]]:
         """Returns (sample numbers, number of real samples, position) of each of this rank's micro-batches of a step."""
         order, first = self.order(epoch), index * self.batch
-        return [
-            (order[first + start : first + end], end - start, first + start)
-            if start < end
-            else (order[first : first + 1], 0, first)  # a dummy micro-batch
-            for start, end in micro_batch_spans(self.batch_size(index), self.group.size, self.group.rank, self.micro)
-        ]
+        spans = []
+        for start, end in micro_batch_spans(self.batch_size(index), self.group.size, self.group.rank, self.micro):
+            if start < end:
+                spans.append((order[first + start : first + end], end - start, first + start))
+            else:  # a dummy micro-batch
+                spans.append((order[first : first + 1], 0, first))
+        return spans

@@ -19,11 +19,11 @@ _MASK = (1 << 64) - 1
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 MAX_TABLE_NUMBERS = 1 << 24
-"""How many random numbers are drawn for a whole epoch at once."""
+"""The most random numbers that are drawn for an epoch at once."""
 
 
 class RandomStream(IntEnum):
-    """What random numbers are for. It is part of their key, so that uses are independent of each other."""
+    """The use of random numbers. It is part of their key, so that numbers of different uses are independent."""
 
     TRAIN = 1
     EVAL = 2
@@ -33,7 +33,7 @@ class RandomStream(IntEnum):
 
 
 def key(*parts: int, after: int = 0) -> int:
-    """Mixes integers into one 64-bit key; `after` is the key of the parts that come before them."""
+    """Mixes integers into one 64-bit key; `after` is the key of earlier parts, to which these are added."""
     state = after
     for part in parts:
         state = (state ^ (part & _MASK)) + _GOLDEN & _MASK
@@ -77,7 +77,7 @@ class HostRandom:
     def __init__(self, device: torch.device) -> None:
         self._with_torch = device.type != "cpu"  # on a CPU the model itself draws from torch's generator, which is always seeded
         self.is_used = True
-        """Whether the task draws from the host's generators; assumed until the first step has shown it."""
+        """Whether the task draws from the host's generators; True until the first step has shown it."""
         self._is_first_step = True
         self._state_before: object = None
 
@@ -115,7 +115,7 @@ def permutation(length: int, *parts: int) -> Tensor:
 
 
 class KeyedRand:
-    """`uniform` and `normal` numbers for a set of sample numbers; each call draws from a stream of its own."""
+    """Draws `uniform` and `normal` numbers keyed by sample number; each call draws from a separate stream."""
 
     def __init__(self, ids: Tensor, *parts: int) -> None:
         self.ids = ids
@@ -136,8 +136,8 @@ class KeyedRand:
 class EpochRand:
     """The keyed random numbers of all samples of a data set, epoch by epoch.
 
-    Within `max_table_numbers` they are drawn for the whole epoch at once, and a step selects its rows with one kernel.
-    Tables and keys stay in the same memory, so that a captured step reads the next epoch's numbers there.
+    Up to `max_table_numbers` are drawn for all samples of an epoch at once, and a step selects its rows with one kernel.
+    Tables and keys stay in the same memory, where a captured step also reads the numbers of later epochs.
     """
 
     def __init__(self, length: int, device: torch.device, seed: int, stream: int, max_table_numbers: int = MAX_TABLE_NUMBERS) -> None:
@@ -186,7 +186,7 @@ class EpochRand:
 
 
 class BatchRand:
-    """The `rand` of `augment`: the random numbers of one batch's samples; each call draws from a stream of its own."""
+    """The `rand` of `augment`: the random numbers of one batch's samples; each call draws from a separate stream."""
 
     def __init__(self, ids: Tensor, epoch_rand: EpochRand) -> None:
         self.ids = ids

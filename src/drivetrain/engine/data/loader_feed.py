@@ -35,7 +35,7 @@ from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
 
 DEATH_TIMEOUT_SECONDS = 2.0
-"""How long after the last sign of a loader worker its exit code may become known."""
+"""How long to wait for a loader worker's exit code after its pipe has failed."""
 
 
 class LoaderFeed(OrderedFeed):
@@ -91,7 +91,7 @@ class LoaderFeed(OrderedFeed):
         expected = (self.expected_signature or {}).get("samples")
         make = partial(signature.of_samples, lambda index: self._samples[0, index], self.length, expected)
         if not workers:
-            with contextlib.suppress(SampleError, Problem):  # training will meet the error, if it needs that sample
+            with contextlib.suppress(SampleError, Problem):  # a step that needs this sample will raise the error
                 self._set_signature(make())
             return None
         self._digests_pipe, worker_end = multiprocessing.Pipe(duplex=False)
@@ -131,7 +131,7 @@ class LoaderFeed(OrderedFeed):
             yield MicroBatch(self._copy_to_device(batch), tensor_to_device(ids, self.group.device), num_real, position)
 
     def _next_batch(self) -> Any:
-        """Returns the next batch; raises LoaderDied where a loader worker has ended, which it never does by itself."""
+        """Returns the next batch; raises LoaderDied if a loader worker has ended, which is always a fault."""
         assert self._batches is not None
         if not self.num_workers:
             return next(self._batches)
@@ -165,10 +165,9 @@ class LoaderFeed(OrderedFeed):
                 raise LoaderDied(f"loader worker {number} of rank {self.group.rank} (pid {process.pid}) {end}{during}{hint}")
 
     def _copy_to_device(self, batch: Any) -> Any:
-        """Copies a batch on a stream of its own, while the step before it still runs."""
-        if self._copy_stream is None or uncapturable_kind(
-            batch
-        ):  # tensors inside other libraries' batches cannot be recorded on a second stream
+        """Copies a batch on a separate stream, while the step before it still runs."""
+        # Tensors inside other libraries' batch objects cannot be recorded on a second stream.
+        if self._copy_stream is None or uncapturable_kind(batch):
             return batch_to_device(batch, self.group.device)
         step_stream = torch.cuda.current_stream()
         with torch.cuda.stream(self._copy_stream):
@@ -201,14 +200,14 @@ class LoaderFeed(OrderedFeed):
     def _time_loading(self, limit_seconds: float, sender: Any) -> None:
         start_loader_worker(CurrentSamples(), None, 0)
         torch.set_num_threads(1)
-        wanted = min(self.micro, self.length)
-        self._samples[0, 0]  # the first read is slow
+        micro_batch = min(self.micro, self.length)
+        self._samples[0, 0]  # not timed, because the first read is slow
         samples: list[Any] = []
-        begin = time.perf_counter()
-        while len(samples) < wanted and (not samples or time.perf_counter() - begin < limit_seconds):
+        start = time.perf_counter()
+        while len(samples) < micro_batch and (not samples or time.perf_counter() - start < limit_seconds):
             samples.append(self._samples[0, len(samples)])
         self._collate(samples)
-        sender.send((time.perf_counter() - begin) / len(samples) * wanted)
+        sender.send((time.perf_counter() - start) / len(samples) * micro_batch)
 
     def set_num_workers(self, workers: int) -> None:
         """Uses another number of loader workers from the next step on; the batches stay the same."""
@@ -235,7 +234,7 @@ def check_batch(batch: Any, num_samples: int) -> None:
 
 
 class _MicroBatchSampler:
-    """Gives the (epoch, sample) pairs of every micro-batch from a step on, without end."""
+    """Yields the (epoch, sample) pairs of every micro-batch from a step on; it never ends."""
 
     def __init__(self, feed: LoaderFeed, step: int) -> None:
         self.feed, self.step = feed, step

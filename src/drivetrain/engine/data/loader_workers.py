@@ -1,4 +1,4 @@
-"""Inside loader workers: samples with keyed randomness, errors with the user's frames, and workers that die."""
+"""Code of loader workers: seeds each sample, reports errors with the user's frames, and detects workers that died."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LoaderDied(Exception):
 
 
 class SampleError(Exception):
-    """A data set could not give a sample, or collate a batch; the text holds the user's frames."""
+    """A data set could not return a sample, or collate a batch; the text holds the user's frames."""
 
 
 def _sample_error(failed: str, error: Exception) -> SampleError:
@@ -51,7 +51,7 @@ class Collate:
 
 
 class CurrentSamples:
-    """Which sample each loader worker reads at this moment, in memory that it shares with its rank."""
+    """Records which sample each loader worker reads at this moment, in memory that is shared with the rank."""
 
     ENTRY = struct.Struct("<q")
 
@@ -118,7 +118,7 @@ _raise_death: Callable[[], None] | None = None
 
 @contextmanager
 def waiting_for_batch(raise_death: Callable[[], None]) -> Iterator[None]:
-    """While it is active, the death of a loader worker calls `raise_death`."""
+    """A context in which the death of a loader worker calls `raise_death`."""
     global _raise_death
     _raise_death = raise_death
     try:
@@ -128,14 +128,14 @@ def waiting_for_batch(raise_death: Callable[[], None]) -> Iterator[None]:
 
 
 def interrupt_wait_on_death(previous_handler: Any) -> None:
-    """Lets the death of a loader worker interrupt the wait for a batch, and nothing else.
+    """Makes the death of a loader worker interrupt the wait for a batch, and nothing else.
 
-    torch's own handler raises its error wherever the main thread is, inside the user's code too.
+    torch's own handler raises its error wherever the main thread is, even inside the user's code.
     """
     if threading.current_thread() is not threading.main_thread() or getattr(previous_handler, "is_of_loaders", False):
         return  # in other threads torch itself checks every few seconds
-    is_plain_torch_optimizer = "torch.utils.data" in str(getattr(previous_handler, "__module__", ""))
-    users_handler = previous_handler if callable(previous_handler) and not is_plain_torch_optimizer else None
+    is_torchs_handler = "torch.utils.data" in str(getattr(previous_handler, "__module__", ""))
+    users_handler = previous_handler if callable(previous_handler) and not is_torchs_handler else None
 
     def on_child_exit(number: int, frame: FrameType | None) -> None:
         if _raise_death is not None:

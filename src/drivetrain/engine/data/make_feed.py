@@ -32,7 +32,7 @@ def train_feed(task: Task, data: Any, plan: Plan, group: Group) -> Feed:
 
 
 def eval_feed(task: Task, data: Any, plan: Plan, group: Group) -> OrderedFeed:
-    """Returns a feed whose only step is the whole data set, in its own order."""
+    """Returns a feed with a single step, which holds all samples of the data set in their own order."""
     check_data(data, "eval_data()")
     return _ordered_feed(task, data, plan, RandomStream.EVAL, (len(data), plan.eval_micro_batch, group, None))
 
@@ -64,12 +64,14 @@ def check_data(data: Any, hook: str) -> None:
 
 
 def _is_columns(data: Any) -> bool:
-    """Whether a tuple or list holds the columns (x, y) of a data set. Samples share one form; columns share one length."""
+    """Returns whether a tuple or list holds the columns (x, y) of a data set: arrays of equal length but different forms."""
     if not isinstance(data, (tuple, list)) or not 1 <= len(data) <= 16 or not all(isinstance(c, (Tensor, np.ndarray)) for c in data):
         return False
     if isinstance(data, tuple):
         return True
-    return len({c.shape[:1] for c in data}) == 1 and len({(c.ndim, c.dtype) for c in data}) == len(data) > 1 and data[0].ndim > 0
+    have_one_length = len({column.shape[:1] for column in data}) == 1
+    have_different_forms = len({(column.ndim, column.dtype) for column in data}) == len(data)
+    return have_one_length and have_different_forms and len(data) > 1 and data[0].ndim > 0
 
 
 def _fits(data: Tensors, device: torch.device) -> bool:

@@ -19,7 +19,7 @@ MAX_BYTES = 1 << 23
 MAX_LEAVES = 64
 """Values of a sample that are hashed, at most."""
 READ_SECONDS = 2.0
-"""How long samples are read; those not read by then are not compared."""
+"""Time limit for reading samples; those not read by then are not compared."""
 NUM_READS = 2
 """Reads of a sample, to find the values that are random."""
 NUM_READS_IF_DIFFERENT = 8
@@ -57,7 +57,7 @@ def of_samples(read: Callable[[int], Any], length: int, expected: Mapping[str, l
 
 
 def _of_sample(read: Callable[[], Any], expected: list[str | None] | None, deadline: float) -> list[str | None] | None:
-    """Returns the digests of one sample's values; None where the time is over."""
+    """Returns the digests of one sample's values; None if the time limit is over."""
     digests: list[str | None] | None = None
     num_reads = 0
     while num_reads < NUM_READS or (num_reads < NUM_READS_IF_DIFFERENT and expected is not None and _differ(expected, digests)):

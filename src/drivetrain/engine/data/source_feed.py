@@ -59,7 +59,7 @@ class SourceFeed(Feed):
         self._pass_order, self._epoch = None, epoch
 
     def _collect(self, model: torch.nn.Module) -> Tensors:
-        """Collects the epoch's samples; as one CUDA graph where possible, with the source's state as its input and output."""
+        """Collects the epoch's samples: where possible as one CUDA graph, whose input and output are the source's state."""
         source = self.source
 
         def collect(state: dict[str, Tensor], *_: Any) -> tuple[Tensors, dict[str, Tensor]]:
@@ -75,7 +75,7 @@ class SourceFeed(Feed):
         return data
 
     def _store(self, data: Tensors) -> None:
-        """Copies a collection into the memory of the one before it, where the forms are equal: captured steps read it there."""
+        """Copies a collection into the memory of the previous one if their forms are equal, because captured steps read that memory."""
         if not isinstance(data, Tensors):
             raise Problem(f"collect() gave a {type(data).__name__}: return the samples as Tensors(...)")
         expected = self.num_groups * self.samples_per_group
@@ -142,12 +142,12 @@ class SourceFeed(Feed):
         assert self._data is not None and epoch == self._epoch
         columns, pass_number = self._columns(index), index // self.steps_per_pass
         rows = self._order_in_pass(pass_number)[:, columns.start : columns.stop].reshape(-1)
-        width = len(columns)
-        largest_share = -(-self.source.groups // self.group.size) * width  # of any rank: all take equally many micro-batches
-        count = -(-largest_share // self.micro)
-        first = pass_number * len(self.source) + columns.start * self.source.groups + self.first_group * width
-        for i in range(count):
-            start, end = len(rows) * i // count, len(rows) * (i + 1) // count
+        samples_of_group = len(columns)
+        largest_share = -(-self.source.groups // self.group.size) * samples_of_group  # of any rank: all take equally many micro-batches
+        num_micro_batches = -(-largest_share // self.micro)
+        first = pass_number * len(self.source) + columns.start * self.source.groups + self.first_group * samples_of_group
+        for i in range(num_micro_batches):
+            start, end = len(rows) * i // num_micro_batches, len(rows) * (i + 1) // num_micro_batches
             selected, num_real = (rows[start:end], end - start) if end > start else (rows[:1], 0)
             yield MicroBatch(None, selected + self.first_sample, num_real, first + start)
 
@@ -168,7 +168,7 @@ def _check_source(source: Source, plan: Plan, group: Group) -> None:
 
 
 def _check_memory(source: Source, num_groups: int, plan: Plan, device: torch.device) -> None:
-    """Refuses a collection that no memory of this machine holds, before anything of its size is allocated."""
+    """Refuses a collection that is larger than the memory, before it is allocated."""
     is_cuda = device.type == "cuda"
     local_ranks = 1 if is_cuda else max(1, plan.world_size // plan.nodes)
     available = torch.cuda.get_device_properties(device).total_memory if is_cuda else memory_bytes()

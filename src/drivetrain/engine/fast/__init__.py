@@ -1,7 +1,10 @@
 """How steps run faster.
 
-tuner measures the first steps and chooses; trial runs one micro-batch in each way. graphs: CUDA graphs; compiled: torch.compile of
-the loss, by block where a model has repeated blocks (blocks); stem, parallel_kernels: custom passes and kernels side by side;
-threads: of a CPU. python_state finds what a graph must not take as fixed; rehearsal restores what a trial changed.
-steppers: many quiet steps, or whole epochs by a family's own code.
+- `tuner`: measures the first steps and chooses; `trial` runs one micro-batch eager, captured and compiled
+- `graphs`: CUDA graphs; `parallel_kernels` runs independent kernels of a graph in parallel
+- `compiled`: torch.compile of the loss, or of each repeated block (`blocks`); `stem` replaces first convolutions
+- `threads`: the number of CPU threads
+- `python_state`: reads the Python values that a graph or compiled code assumes constant
+- `rehearsal`: restores what a trial changed, and compares results
+- `steppers`: take one step, many steps, or a whole epoch by the code of a task family
 """

@@ -1,4 +1,4 @@
-"""torch.compile on a task's loss: all of it, or only the repeated blocks of a deep model, so that compiling stays quick."""
+"""Applies torch.compile to a task's loss: to all of it, or only to the repeated blocks of a deep model, which compile faster."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from drivetrain.engine.fast.stem import replace_first_convolutions
 class Compiled:
     """Calls the compiled function for micro-batches of one form, and the eager function for all others.
 
-    Another form (the last partial batch) would be compiled anew, which takes longer than it ever runs."""
+    Compiling for another form (the last partial batch) would take longer than that form runs in total."""
 
     def __init__(self, function: Callable[..., Any], model: nn.Module, form: Hashable, deterministic: bool, custom_passes: bool) -> None:
         self._eager, self._form = function, form
         self.failure: Exception | None = None
-        """What the compiler raised; from then on the eager function is called."""
+        """The compiler's error; after it, every call is eager."""
         self._blocks = repeated_blocks(model)
         self.description = f"its {describe_blocks(self._blocks)}" if self._blocks else "the whole loss"
-        from torch._dynamo import config as dynamo  # these take a second to import
-        from torch._inductor import config
+        from torch._dynamo import config as dynamo_config  # imported here because both take a second
+        from torch._inductor import config as inductor_config
 
-        config.deterministic = deterministic
-        dynamo.recompile_limit = max(dynamo.recompile_limit, 8 + len(self._blocks))  # blocks that know their number
+        inductor_config.deterministic = deterministic
+        # A block that stores its own index compiles once for each index.
+        dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 8 + len(self._blocks))
         backend: Any = _inductor_with_custom_passes if custom_passes else "inductor"
         self._forwards = [torch.compile(block.forward, dynamic=False, backend=backend) for block in self._blocks]
         self._compiled = function if self._blocks else torch.compile(function, dynamic=False, backend=backend)
@@ -48,18 +49,18 @@ class Compiled:
             return self._eager(*args)
 
     def set_enabled(self, enabled: bool) -> None:
-        """Lets blocks run compiled, also in the backward pass, which may run them again; or eager, as in evaluation."""
+        """Switches blocks to compiled code, or back to eager code. The switch holds in the backward pass too, which may run blocks again."""
         if enabled != self._enabled:
             self._enabled = enabled
             for block, forward in zip(self._blocks, self._forwards, strict=True):
                 if enabled:
                     block.forward = forward
                 else:
-                    del block.forward  # uncovers the class's own
+                    del block.forward  # the block then uses its class's forward
 
 
 def _inductor_with_custom_passes(graph: fx.GraphModule, inputs: Any) -> Any:
-    """Compiles with inductor and two passes that it does not do by itself: the im2col stem, and combo kernels (many small ones in one launch)."""
+    """Compiles with inductor and two extra passes: the im2col stem, and combo kernels (many small kernels in one launch)."""
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(replace_first_convolutions(graph), inputs, config_patches={"combo_kernels": True})

@@ -1,8 +1,8 @@
-"""CUDA graphs: pieces of device work, captured once for each form of their inputs and replayed from then on.
+"""CUDA graphs: device work that is captured once for each form of its inputs, and replayed from then on.
 
-A replay is the same kernels in the same order with the same numbers, launched all at once. Code for which the host
-waits cannot be captured: that is found out in an eager call, because a failed capture leaves the process in a state
-that cannot be relied on.
+A replay launches the same kernels in the same order, all at once, so its results are the same. Code in which the host
+waits for the device cannot be captured. An eager call finds this out first, because a failed capture leaves the
+process in an unreliable state.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from drivetrain.engine.fast.python_state import PLAIN_TYPES
 from drivetrain.plan import HOST_SYNC_REASON
 from drivetrain.settings import PACKAGE
 
-WARM_UP_CALLS = 2  # calls of a form that run eager before it is captured
-MAX_GRAPHS = 24
-MAX_FORMS = 1000  # with more, batches have no common form
+WARM_UP_CALLS = 2  # eager calls of a form before it is captured
+MAX_GRAPHS = 24  # graphs in memory; further forms run eager
+MAX_FORMS = 1000  # forms that are counted; with more, forms hardly ever repeat
 
 
 def form_of(inputs: Any) -> Hashable:
-    """Returns the layout of nested tensors, with the values of all leaves that are no tensors; None for None."""
+    """Returns the structure of nested inputs, with shape and type of each tensor and the value of each other leaf; None for None."""
     if inputs is None:
         return None
     leaves, layout = tree_flatten(inputs)
@@ -44,11 +44,11 @@ def form_of(inputs: Any) -> Hashable:
 
 
 def _constant(leaf: Any) -> Hashable:
-    return leaf if isinstance(leaf, PLAIN_TYPES) else object()  # an object is equal to nothing else
+    return leaf if isinstance(leaf, PLAIN_TYPES) else object()  # a new object is equal to no other, so its form never repeats
 
 
 def uncapturable_kind(inputs: Any) -> str:
-    """Returns the kind of something in a batch that cannot be copied into a graph; empty if there is nothing."""
+    """Names the kind of a value in a batch that cannot be copied into a graph's inputs; empty if there is none."""
     for leaf in tree_leaves(inputs):
         if isinstance(leaf, Tensor):
             if leaf.layout is not torch.strided or leaf.is_nested:
@@ -68,16 +68,19 @@ class GraphAction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
+    """A CUDA graph with the tensors that it reads and writes."""
+
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
-    """Where the graph reads its inputs."""
+    """The static tensors into which inputs are copied before a replay."""
     output: Any
 
 
 class Graphs:
-    """Replays a CUDA graph for each call whose form was seen before, and calls all others.
+    """Replays a CUDA graph for each call whose form was captured, and runs all other calls eager.
 
-    With `tight_memory` a form is captured at its first call, in the graphs' own memory, instead of eager beside it.
+    With `tight_memory`, a further form of the same work is captured at its first call: an eager call first would take
+    memory in addition to the graphs' own.
     """
 
     def __init__(self, device: torch.device, notice: Callable[[str], None], tight_memory: bool = False) -> None:
@@ -85,12 +88,12 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[Hashable, CapturedGraph] = {}
         self._num_calls: Counter[Hashable] = Counter()
-        self._has_noticed = False
+        self._has_reported_limit = False
         self._replayed_steps: set[Hashable] = set()
         self.num_eager = 0
-        """Calls that were no replays."""
+        """Number of calls that were no replays."""
         self.disabled_reason = ""
-        """Why nothing is captured any more; empty while graphs are in use."""
+        """Why graphs are not used any more; empty while they are."""
 
     def __call__(self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Any, *constants: Any) -> Any:
         """Returns `function(inputs, *constants)`; a graph's output is overwritten by its next replay."""
@@ -107,40 +110,43 @@ class Graphs:
             except Exception as error:
                 self.disable(f"{key[0]}: {explain_failure(error)}")
                 return function(inputs, *constants)
-        for target, value in zip(captured.inputs, _tensors(inputs), strict=True):
-            target.copy_(value)
+        for static_input, value in zip(captured.inputs, _tensors(inputs), strict=True):
+            static_input.copy_(value)
         captured.graph.replay()
         return captured.output
 
     def has_graph_of(self, kind: str) -> bool:
-        """Returns whether there is a graph of some form of this work, such as "step"."""
+        """Returns whether there is a graph of this kind of work, such as "step"."""
         return any(isinstance(key, tuple) and key[0] == kind for key in self._captured)
 
     def note_step(self, kind: Hashable, num_eager_before: int) -> None:
-        """Notes, after a step of this kind, whether it was all replays: `num_eager` was `num_eager_before` at its begin."""
-        (self._replayed_steps.add if self.num_eager == num_eager_before else self._replayed_steps.discard)(kind)
+        """Records whether a step of this kind was only replays; `num_eager_before` is `num_eager` from before the step."""
+        if self.num_eager == num_eager_before:
+            self._replayed_steps.add(kind)
+        else:
+            self._replayed_steps.discard(kind)
 
     def only_replayed(self, kind: Hashable) -> bool:
-        """Returns whether the last step of this kind was all replays, which need no memory."""
+        """Returns whether the last step of this kind was only replays, which allocate no memory."""
         return kind in self._replayed_steps
 
     def clear(self) -> None:
-        """Drops all graphs, because what was captured no longer holds."""
+        """Drops all graphs, because the values or memory that they assume have changed."""
         self._replayed_steps.clear()
         self._captured.clear()
         self._num_calls.clear()
 
     def disable(self, reason: str) -> None:
-        """Captures nothing from now on."""
+        """Drops all graphs and captures nothing from now on."""
         self.disabled_reason = reason
         self._replayed_steps.clear()
-        self._captured.clear()  # they were captured with the generator's old state
+        self._captured.clear()  # these graphs use the generator state that a failed capture replaces
         self._notice(f"nothing is captured from here on: {reason}")
 
     def _choose(self, key: tuple[Hashable, ...]) -> GraphAction:
         if self.disabled_reason or len(self._num_calls) >= MAX_FORMS or len(self._captured) >= MAX_GRAPHS:
-            if not self.disabled_reason and not self._has_noticed:
-                self._has_noticed = True
+            if not self.disabled_reason and not self._has_reported_limit:
+                self._has_reported_limit = True
                 self._notice("batches come in many forms (shapes, or values that are no tensors): those beyond the first few run eager")
             return GraphAction.EAGER
         self._num_calls[key] += 1
@@ -150,28 +156,29 @@ class Graphs:
         return GraphAction.CHECK if self._num_calls[key] == num_warm_up else GraphAction.EAGER
 
     def _call_and_check(self, key: Hashable, function: Callable[..., Any], inputs: Any, *constants: Any) -> Any:
-        """Calls it eager; if the host waits in it, it is never captured."""
+        """Calls the function eager; if the host waits for the device in it, its form is never captured."""
         with watch_host_syncs() as waits:
             output = function(inputs, *constants)
         if waits:
-            self._num_calls[key] += WARM_UP_CALLS  # beyond the call at which it would be captured
+            self._num_calls[key] += WARM_UP_CALLS  # skips the call at which the form would be captured
             self._notice(f"a part of the work is not captured: {waits[0]}")
         return output
 
     def capture(self, function: Callable[..., Any], inputs: Any, *constants: Any) -> CapturedGraph:
+        """Captures `function(inputs, *constants)` as a graph that reads copies of the input tensors."""
         leaves, layout = tree_flatten(inputs)
-        fixed = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        static_leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         graph = torch.cuda.CUDAGraph()
         try:
             with capturing(graph, self._pool):
-                output = function(tree_unflatten(fixed, layout), *constants)
+                output = function(tree_unflatten(static_leaves, layout), *constants)
         except BaseException:
             self._clean_up_capture()
             raise
-        return CapturedGraph(graph, [f for f in fixed if isinstance(f, Tensor)], output)
+        return CapturedGraph(graph, [leaf for leaf in static_leaves if isinstance(leaf, Tensor)], output)
 
     def _clean_up_capture(self) -> None:
-        """After a failed capture: ends the use of its memory pool, and gives the generator, which believes that the capture goes on, a new state."""
+        """Repairs torch after a failed capture: stops allocating from its memory pool, and resets the generator, which still expects a capture."""
         index = self._device.index or 0
         with contextlib.suppress(Exception):
             torch._C._cuda_endAllocateToPool(index, self._pool)
@@ -181,19 +188,19 @@ class Graphs:
 
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
-    """Inside, work becomes the graph. No garbage is collected meanwhile: with a dead graph among it, the capture would fail."""
-    is_collecting = gc.isenabled()
+    """Captures the device work inside as a graph. Garbage collection is off: if it freed another graph, the capture would fail."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         with torch.cuda.graph(graph, pool, torch.cuda.current_stream(), "thread_local"):
             yield
     finally:
-        if is_collecting:
+        if was_enabled:
             gc.enable()
 
 
 def capture_graph(function: Callable[[], object]) -> Callable[[], None]:
-    """Captures a function without inputs as a graph; returns what replays it."""
+    """Captures a function without inputs as a graph; returns the function that replays it."""
     graph = torch.cuda.CUDAGraph()
     with capturing(graph):
         function()
@@ -201,7 +208,7 @@ def capture_graph(function: Callable[[], object]) -> Callable[[], None]:
 
 
 def _tensors(inputs: Any) -> list[Tensor]:
-    if type(inputs) is tuple and all(part is None for part in inputs):  # the common case, without tree_leaves' time
+    if type(inputs) is tuple and all(part is None for part in inputs):  # a fast path: tree_leaves is slow
         return []
     return [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
 
@@ -211,24 +218,24 @@ def _tensors(inputs: Any) -> list[Tensor]:
 
 @contextlib.contextmanager
 def watch_host_syncs() -> Iterator[list[str]]:
-    """Collects a sentence for each operation inside for which this thread waits for the device.
+    """Yields a list that gets a sentence for each operation inside that makes this thread wait for the device.
 
-    Other threads, such as the one that writes checkpoints, may wait: torch warns of them, too.
+    Waits of other threads, such as the one that writes checkpoints, are left out: torch warns of them, too.
     """
     waits: list[str] = []
     mode_before, thread = torch.cuda.get_sync_debug_mode(), threading.get_ident()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        show = warnings.showwarning
+        show_warning = warnings.showwarning
 
         def collect(
             message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
         ) -> None:
-            if "called a synchronizing" not in str(message):
-                if "Synchronization debug mode" not in str(message):
-                    show(message, category, filename, lineno, file, line)
-            elif threading.get_ident() == thread:
-                waits.append(_sentence(filename, lineno, HOST_SYNC_REASON))
+            if "called a synchronizing" in str(message):
+                if threading.get_ident() == thread:
+                    waits.append(_with_users_line(filename, lineno, HOST_SYNC_REASON))
+            elif "Synchronization debug mode" not in str(message):
+                show_warning(message, category, filename, lineno, file, line)
 
         warnings.showwarning = collect
         torch.cuda.set_sync_debug_mode("warn")
@@ -240,22 +247,23 @@ def watch_host_syncs() -> Iterator[list[str]]:
 
 def explain_failure(error: BaseException) -> str:
     """Returns one sentence about why code could not be captured or compiled, with the user's line where there is one."""
-    while error.__context__ is not None and "capture" in str(error):  # the end of a failed capture hides its cause
+    while error.__context__ is not None and "capture" in str(error):  # ending a failed capture raises a second error
         error = error.__context__
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if "capturing" in text:
         text = "this cannot be done while a graph is captured"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_library_file(f.filename)]
-    return _sentence(frames[-1].filename, frames[-1].lineno or 0, text) if frames else text
+    return _with_users_line(frames[-1].filename, frames[-1].lineno or 0, text) if frames else text
 
 
-def _sentence(filename: str, line: int, text: str) -> str:
+def _with_users_line(filename: str, line: int, text: str) -> str:
+    """Puts the file, number and code of a line before a text, if the line is the user's."""
     code = linecache.getline(filename, line).strip()
     return text if _is_library_file(filename) or not code else f"{os.path.basename(filename)}:{line}, `{code}`: {text}"
 
 
 def _is_library_file(filename: str) -> bool:
-    """Returns whether a file is of Python, an installed library or drivetrain, except its tasks."""
+    """Returns whether a file belongs to Python, an installed library or drivetrain; drivetrain's tasks count as the user's."""
     tasks = os.path.join(str(PACKAGE), "tasks")
     folders = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | {os.path.dirname(torch.__file__)}
     in_library = any(filename.startswith(folder + os.sep) for folder in folders if folder)

@@ -1,7 +1,7 @@
-"""What Python code changes from step to step beside the values of parameters and buffers.
+"""Reads the Python values that a step may depend on, besides the values of parameters and buffers, to detect changes.
 
-A CUDA graph replays what was captured, and a compiler assumes what it saw: what else changes must be known before
-either is used, and again after other code (evaluation, collecting) has run.
+A CUDA graph and compiled code assume that these values stay the same. So they are compared before a graph or compiled
+code is used, and again after other code (evaluation, collection) has run.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor, nn
 PLAIN_TYPES = (int, float, str, bool, bytes, type(None))
 LIBRARIES = ("torch", "numpy", "builtins", "drivetrain", "collections", "random", "functools", "types", "typing")
 CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, deque)
-MAX_DEPTH = 3  # of objects within objects
-MAX_ITEMS = 200  # of a container
-MAX_ATTRIBUTES = 100  # of an object
+MAX_DEPTH = 3  # levels of nested objects that are compared
+MAX_ITEMS = 200  # items of a container that are compared
+MAX_ATTRIBUTES = 100  # attributes of an object that are compared
 
 
 class Identity:
-    """Equal only for the same object, which it keeps alive so that no other can get its address."""
+    """Wraps an object; two are equal only for the same object. It keeps the object alive, so that its address is not reused."""
 
     __slots__ = ("value",)
 
@@ -39,12 +39,12 @@ class Identity:
 
 
 def read_python_state(task: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, object]:
-    """Returns, by name, comparable values of all that Python code may change in a task, a model and a captured optimizer."""
+    """Returns comparable values, by name, of everything that Python code may change in a task, a model and a captured optimizer."""
     owners: dict[str, dict[str, Any]] = {"the task": vars(task)}
     classes: set[type] = {type(task)}
     for name, module in model.named_modules():
-        own = {k: v for k, v in vars(module).items() if k not in _MODULE_INTERNALS or k == "training"}
-        owners[f"module {name or type(module).__name__}"] = own | module._buffers | module._parameters
+        attributes = {k: v for k, v in vars(module).items() if k not in _MODULE_INTERNALS or k == "training"}
+        owners[f"module {name or type(module).__name__}"] = attributes | module._buffers | module._parameters
         classes |= set(type(module).__mro__)
     if optimizer is not None:
         owners["the optimizer"] = {k: v for k, v in vars(optimizer).items() if k not in _OPTIMIZER_INTERNALS}
@@ -52,13 +52,14 @@ def read_python_state(task: Any, model: nn.Module, optimizer: torch.optim.Optimi
             owners[f"parameter group {number}"] = {k: v for k, v in group.items() if k not in ("params", "lr")}
     users_classes = {c for c in classes if not _is_library_class(c)}
     owners |= {f"class {c.__name__}": dict(vars(c)) for c in users_classes}
-    owners |= {f"file {m}": vars(sys.modules[m]) for m in {c.__module__ for c in users_classes} if m in sys.modules}
+    users_files = {c.__module__ for c in users_classes}
+    owners |= {f"file {name}": vars(sys.modules[name]) for name in users_files if name in sys.modules}
     on_gpu = any(p.device.type != "cpu" for p in model.parameters())
     return {
         f"{name} of {owner}": _comparable(value, MAX_DEPTH, on_gpu)
         for owner, values in owners.items()
         for name, value in values.items()
-        if not name.startswith("__") and name != "forward"  # compiled blocks have a forward of the engine's
+        if not name.startswith("__") and name != "forward"  # the engine sets the forward of compiled blocks
     }
 
 
@@ -71,20 +72,25 @@ def _is_library_class(kind: type) -> bool:
 
 
 def _comparable(value: Any, depth: int, on_gpu: bool) -> object:
-    """Returns something that is equal as long as the value is unchanged.
+    """Returns an object that compares equal as long as the value is unchanged.
 
-    It asks types, and calls no overridden method: libraries have mappings, modules and proxies that import when they are read."""
+    It calls no method that a class overrides: in some libraries, reading a mapping, a module or a proxy starts imports."""
     kind = type(value)
     if issubclass(kind, PLAIN_TYPES):
         return value
     if issubclass(kind, Tensor):
-        version = value._version if on_gpu and value.device.type == "cpu" else None  # kernels get a single number by value
-        return Identity(value), value.data_ptr() if value.layout is torch.strided else None, value.requires_grad, version
+        # A GPU kernel receives a CPU scalar by value, so an in-place change of it counts as a change.
+        version = value._version if on_gpu and value.device.type == "cpu" else None
+        address = value.data_ptr() if value.layout is torch.strided else None
+        return Identity(value), address, value.requires_grad, version
     if issubclass(kind, (np.random.Generator, random.Random, torch.Generator)):
         return _generator_state(value)
     container = next((base for base in CONTAINERS if issubclass(kind, base)), None)
     if container is not None and depth:
-        items = [part for pair in dict.items(value) for part in pair] if container is dict else list(container.__iter__(value))
+        if container is dict:
+            items = [key_or_value for pair in dict.items(value) for key_or_value in pair]
+        else:
+            items = list(container.__iter__(value))
         return len(items), [_comparable(item, depth - 1, on_gpu) for item in items[:MAX_ITEMS]]
     attributes = _attributes(value) if depth and _has_users_attributes(kind) else None
     if attributes is not None:
@@ -101,25 +107,28 @@ def _generator_state(generator: np.random.Generator | random.Random | torch.Gene
 
 
 def _has_users_attributes(kind: type) -> bool:
+    """Returns whether objects of a class are compared by their attributes, which only user code changes."""
     if issubclass(kind, (nn.Module, type, ModuleType)):
         return False
     return not _is_library_class(kind) or kind.__name__ == "SimpleNamespace"
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
-    """Returns an object's own attributes; None where it has none, or computes them."""
+    """Returns an object's own attributes; None where it has none, or where its class computes them."""
     descriptor = next((base.__dict__["__dict__"] for base in type(value).__mro__ if "__dict__" in base.__dict__), None)
     return descriptor.__get__(value) if isinstance(descriptor, (GetSetDescriptorType, MemberDescriptorType)) else None
 
 
 def first_change(before: dict[str, object], after: dict[str, object]) -> str:
-    """Returns the name of something that changed; empty if nothing did."""
-    names = [*after, *(name for name in before if name not in after)]
-    return next((name for name in names if name not in before or name not in after or before[name] != after[name]), "")
+    """Returns the name of the first value that changed, appeared or disappeared; empty if none did."""
+    for name in (*after, *before):
+        if name not in before or name not in after or before[name] != after[name]:
+            return name
+    return ""
 
 
 def untrained_tensors(task: Any, model: nn.Module) -> list[Tensor]:
-    """Returns tensors that training itself does not change: frozen parameters, and attributes that are tensors."""
+    """Returns the tensors that no optimizer step changes: frozen parameters, and attributes that are tensors."""
     tensors: list[Tensor] = [p for p in model.parameters() if not p.requires_grad]
     for owner in (task, *model.modules()):
         tensors += [v for k, v in vars(owner).items() if k not in _MODULE_INTERNALS and isinstance(v, Tensor)]

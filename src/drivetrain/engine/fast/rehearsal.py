@@ -1,4 +1,4 @@
-"""Steps that are tried and do not count: what they change is restored, what they compute is compared."""
+"""Tries micro-batches without training on them: restores what they change, and compares what they compute."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import torch
 from drivetrain.engine.fast.python_state import untrained_tensors
 from drivetrain.engine.step import Step
 
-MAX_CLONED_BYTES = 2 << 30  # of tensors beside the trained ones
+MAX_CLONED_BYTES = 2 << 30  # of untrained tensors; more are not copied
 
 
 class Sandbox:
-    """Inside, micro-batches may be tried; at its end, gradients and metrics are cleared and changed tensors restored."""
+    """A context in which micro-batches may be tried. Its end clears gradients and metrics, and restores changed tensors."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
         untrained = untrained_tensors(step.task, step.model)
         if sum(t.nbytes for t in untrained) > MAX_CLONED_BYTES:
-            untrained = []  # a large frozen model, which no forward pass changes
+            untrained = []  # they are a large frozen model, which no forward pass changes
         self._originals = [(t, t.clone()) for t in (*step.strategy.dense_buffers(), *untrained)]
 
     def restore(self) -> None:
@@ -34,13 +34,14 @@ class Sandbox:
         self.step.clear()
 
 
-def relative_difference(one: list[float], two: list[float]) -> float:
+def relative_difference(first: list[float], second: list[float]) -> float:
     """Returns the largest difference, relative to the value or, for small values, to a thousandth of the largest value."""
-    tensors = torch.tensor([one, two], dtype=torch.float64)
-    equal = (tensors[0] == tensors[1]) | tensors.isnan().all(0)
-    magnitude = tensors.abs().amax(0)
+    pairs = torch.tensor([first, second], dtype=torch.float64)
+    is_equal = (pairs[0] == pairs[1]) | pairs.isnan().all(0)
+    magnitude = pairs.abs().amax(0)
     scale = torch.maximum(magnitude, magnitude.nan_to_num(posinf=0.0).max() * 1e-3).clamp_min(1e-30)
-    return float(torch.where(equal, 0.0, (tensors[0] - tensors[1]).abs() / scale).nan_to_num(nan=1e9, posinf=1e9).max())
+    differences = torch.where(is_equal, 0.0, (pairs[0] - pairs[1]).abs() / scale)
+    return float(differences.nan_to_num(nan=1e9, posinf=1e9).max())
 
 
 def describe_metrics(metrics: list[float]) -> str:

@@ -1,4 +1,4 @@
-"""Ways to advance a training: one step, many steps with nothing due between them, or a whole epoch by the `Source`'s own `EpochStepper`."""
+"""Ways to advance a training: by one step, by many steps with nothing due between them, or by an epoch with a `Source`'s own `EpochStepper`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Stepper(Protocol):
     """Advances a training."""
 
     def advance(self, step: int) -> Due:
-        """Takes the steps after `step`, one or more; returns how far it came and what is due then."""
+        """Takes one or more steps after `step`; returns the last step taken and what is due after it."""
         ...
 
 
@@ -38,10 +38,10 @@ class SingleSteps:
 
 
 class UninterruptedSteps:
-    """Takes many steps of one process, until something is due or asked for: the fast path, without any check that can wait."""
+    """Takes many steps in one loop, until something is due or requested. The loop skips all other checks; for a single process only."""
 
-    def __init__(self, single: SingleSteps, rows: RowLog, shows_ticks: bool) -> None:
-        self.single, self.rows, self.shows_ticks = single, rows, shows_ticks
+    def __init__(self, single: SingleSteps, rows: RowLog, updates_progress_line: bool) -> None:
+        self.single, self.rows, self.updates_progress_line = single, rows, updates_progress_line
 
     def advance(self, step: int) -> Due:
         execution, ring = self.single.execution, self.single.execution.step.ring
@@ -49,16 +49,18 @@ class UninterruptedSteps:
         if ring is None or step + 1 >= next_due:  # before the first step there are no metrics yet
             return self.single.advance(step)
         take, stop, reached = execution.take, execution.setup.stop, execution.observer.reached
-        first = step
-        while step < next_due - 1 and not (stop or ring.is_full or (self.shows_ticks and self.rows.is_tick_due())):
+        first_step = step
+        while step < next_due - 1 and not (stop or ring.is_full or (self.updates_progress_line and self.rows.is_tick_due())):
             reached("step")
             take(step, with_norm=False)
             step += 1
-        return Due(step, self.single.cadence.can_save(step)) if step > first else self.single.advance(step)
+        if step == first_step:
+            return self.single.advance(step)
+        return Due(step, self.single.cadence.can_save(step))
 
 
 class WholeEpochs:
-    """Takes the epochs of a `Source` by the `Source`'s own stepper; their metrics are in the ring as if the engine had taken the steps."""
+    """Takes one epoch at a time with a `Source`'s own stepper, which writes the metrics of each step into the engine's metric ring."""
 
     def __init__(self, stepper: EpochStepper, single: SingleSteps, feed: SourceFeed, rows: RowLog) -> None:
         self.stepper, self.single, self.feed, self.rows = stepper, single, feed, rows
@@ -66,16 +68,17 @@ class WholeEpochs:
 
     @property
     def collects(self) -> bool:
-        """Whether it also collects the epoch's samples."""
+        """Whether the `Source`'s stepper also collects the epoch's samples."""
         return self.stepper.collects
 
     def advance(self, step: int) -> Due:
-        cadence, per_epoch, engine_step = self.single.cadence, self.feed.steps_per_epoch, self.single.execution.step
-        end = step + per_epoch
+        cadence, steps_per_epoch, engine_step = self.single.cadence, self.feed.steps_per_epoch, self.single.execution.step
+        end = step + steps_per_epoch
         self._reached("step")
         cadence.request(engine_step.requests, bool(self._stop), end)
         due = cadence.before(step + 1, end)
-        self.stepper(step // per_epoch, step, None if self.stepper.collects else self.feed.collected_batch())
+        batch = None if self.stepper.collects else self.feed.collected_batch()
+        self.stepper(step // steps_per_epoch, step, batch)
         assert engine_step.ring is not None
         for number in range(step, end):
             if number + 1 < end and cadence.log.is_due(number + 1):
@@ -85,7 +88,7 @@ class WholeEpochs:
 
 
 def find_whole_epochs(execution: Execution, single: SingleSteps, rows: RowLog, slots: MetricSlots) -> WholeEpochs | None:
-    """Returns the stepper that the task's `Source` offers for one GPU, if any; `slots` are the metrics of its steps."""
+    """Returns the `Source`'s own stepper for one GPU; None where there is none. `slots` names the metrics of its steps."""
     setup, step, feed = execution.setup, execution.step, execution.setup.feed
     learning_rates = step.rates.device_table()
     is_supported = (

@@ -1,8 +1,8 @@
-"""Chooses how steps run by measuring the first ones: eager, replayed as a CUDA graph, or compiled.
+"""Measures the first steps and chooses how all others run: eager, replayed as a CUDA graph, or compiled.
 
-The measured steps are steps of the training; only what is tried besides is thrown away. A graph replays the same
-kernels, so it may begin at any step. Compiled code rounds differently: the step from which it runs is kept with the
-plan and in every checkpoint, so that a resumed run does the same.
+The measured steps are steps of the training; only trials between them are undone. A graph replays the same kernels, so
+graphs may start at any step. Compiled code rounds differently, so the plan and every checkpoint store the step from
+which it runs, and a resumed run does the same.
 """
 
 from __future__ import annotations
@@ -15,21 +15,25 @@ from torch import nn
 
 from drivetrain.engine.data.loader_feed import LoaderFeed
 from drivetrain.engine.fast.python_state import first_change, read_python_state
-from drivetrain.engine.fast.trial import ExecutionTrial, Findings
+from drivetrain.engine.fast.trial import ExecutionTrial, TrialResults
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.observe import Observer
 from drivetrain.engine.numerics.optim import is_capturable
 from drivetrain.engine.step import Form, Inputs, Step
 from drivetrain.plan import Plan
 
-WARM_UP_STEPS, TIMED_STEPS, REPLAYED_STEPS = 3, 5, 20  # before the timer, under it, and under it after the choice
-MIN_SECONDS_TO_COMPILE = 150.0  # that a run must still take for compiling to be tried: it costs tens of them
-MIN_STEPS_TO_TRY_CONVOLUTIONS = 20_000  # that a run must still take: trying them costs about a second
-MAX_RECAPTURES = 10  # times that steps are captured again because other code changed something between epochs
+WARM_UP_STEPS = 3  # before a timer is started
+TIMED_STEPS = 5  # before the choice
+REPLAYED_STEPS = 20  # timed after the choice
+MIN_SECONDS_TO_COMPILE = 150.0  # left in the run; in a shorter one compiling, which takes tens of seconds, is not tried
+MIN_STEPS_TO_TIME_CONVOLUTIONS = 20_000  # left in the run; in a shorter one the second that timing takes is not regained
+MAX_RECAPTURES = 10  # because other code changed a value between epochs; after that, steps run eager
+LOADER_HEADROOM = 1.25  # times the loader workers that keep up with the step exactly
+NEGLIGIBLE_LOADING_SHARE = 0.1  # of the work's time; on a CPU, faster loading needs no loader worker
 
 
 class StepTimer:
-    """Times steps on the device; pauses while other code runs."""
+    """Measures the time of steps on the device, with pauses while other code runs."""
 
     def __init__(self, step: Step, is_cuda: bool) -> None:
         self.step, self.is_cuda = step, is_cuda
@@ -47,13 +51,13 @@ class StepTimer:
         self._sync()
         self.data_wait_seconds = self.step.feed.wait_seconds if isinstance(self.step.feed, LoaderFeed) else 0.0
         self._num_timed, self._seconds = 0, 0.0
-        self.go_on(step)
+        self.resume(step)
 
-    def go_on(self, step: int) -> None:
+    def resume(self, step: int) -> None:
         self._running_since, self._first_step = time.perf_counter(), step
 
     def pause(self, step: int) -> None:
-        """Stops the timer before other code runs."""
+        """Pauses the timer before other code runs."""
         if self._running_since is not None:
             self._sync()
             self._seconds += time.perf_counter() - self._running_since
@@ -61,7 +65,7 @@ class StepTimer:
             self._running_since = None
 
     def stop(self, step: int) -> float:
-        """Returns the seconds of a step since the timer was started."""
+        """Stops the timer; returns the mean seconds of a step since its start."""
         self._sync()
         assert self._running_since is not None
         seconds = self._seconds + time.perf_counter() - self._running_since
@@ -75,20 +79,22 @@ class StepTimer:
 
 
 class ExecutionTuner:
-    """Attached to a step until the choice is made; asked again after other code ran."""
+    """Follows the first steps through a hook, and makes the choice. After other code has run, it checks that graphs are still valid."""
 
     def __init__(self, step: Step, plan: Plan, group: Group, total_steps: int, observer: Observer, compiled_from: int | None) -> None:
         self.step, self.plan, self.group, self.total_steps, self.observer = step, plan, group, total_steps, observer
         self.is_cuda = group.device.type == "cuda"
         self.compiled_from = compiled_from
         """The step from which compiled code runs; None if it does not."""
-        self.findings = Findings()
+        self.results = TrialResults()
         self.timer = StepTimer(step, self.is_cuda)
-        self._last_step, self._num_steps, self._chosen_at = -1, 0, 0
-        self._marks: dict[str, object] = {}
+        self._current_step = -1  # of the training
+        self._num_steps = 0  # that this tuner has followed
+        self._num_steps_at_choice = 0
+        self._assumed_values: dict[str, object] = {}
         self._input_layouts: set[object] = set()
-        self._impurity = ""
-        self._tried_compiling = self._tries_convolutions = False
+        self._changing_value = ""  # the name of a Python value that changes from step to step
+        self._has_tried_compiling = self._is_timing_convolutions = False
         self._num_recaptures = 0
 
     def attach(self) -> None:
@@ -101,69 +107,70 @@ class ExecutionTuner:
 
     def before_micro_batch(self, seed: int, inputs: Inputs, form: Form) -> None:
         """Acts before the first micro-batch of each step."""
-        if self.step.number == self._last_step:
+        if self.step.number == self._current_step:
             return
-        self._last_step = self.step.number
+        self._current_step = self.step.number
         self._num_steps += 1
-        self._try_convolutions(self._num_steps == 1)
+        self._time_convolutions(self._num_steps == 1)
         if self.timer.is_paused:
-            self.timer.go_on(self._num_steps)
+            self.timer.resume(self._num_steps)
         is_full = form.size == self.plan.global_batch  # the last batch of an epoch is not typical
         if is_full:
-            self._input_layouts.add(form.given)
-            self._start_compiled_code(seed, inputs, form)
-        waits_for_compiled = self.compiled_from is not None and self.step.compiled is None
-        if not self.is_cuda and not waits_for_compiled and (self.compiled_from is not None or self.plan.compile != "auto"):
+            self._input_layouts.add(form.layout)
+            self._compile_if_required(seed, inputs, form)
+        is_to_be_compiled = self.compiled_from is not None and self.step.compiled is None
+        is_compiling_decided = self.compiled_from is not None or self.plan.compile != "auto"
+        if not self.is_cuda and is_compiling_decided and not is_to_be_compiled:
             self._conclude()
-        elif self._chosen_at:
+        elif self._num_steps_at_choice:
             self._time_the_choice()
         elif self._num_steps <= WARM_UP_STEPS + 1:
             self._warm_up()
-        elif self._num_steps > WARM_UP_STEPS + TIMED_STEPS and is_full and not waits_for_compiled:
+        elif self._num_steps > WARM_UP_STEPS + TIMED_STEPS and is_full and not is_to_be_compiled:
             self._measure_and_choose(seed, inputs, form)
 
-    def _start_compiled_code(self, seed: int, inputs: Inputs, form: Form) -> None:
-        """Compiles where the plan or a checkpoint says that this step runs compiled."""
-        if self.compiled_from is not None and self.step.compiled is None and self._last_step >= self.compiled_from:
-            self._compile(self._trial(seed, inputs, form), must=True)
+    def _compile_if_required(self, seed: int, inputs: Inputs, form: Form) -> None:
+        """Compiles where the plan or a checkpoint requires that this step runs compiled."""
+        if self.compiled_from is not None and self.step.compiled is None and self._current_step >= self.compiled_from:
+            self._compile(self._trial(seed, inputs, form), is_required=True)
 
     def _warm_up(self) -> None:
         if self._num_steps == WARM_UP_STEPS - 1:
-            self._marks = self.marks()
+            self._assumed_values = self.assumed_values()
         elif self._num_steps == WARM_UP_STEPS:
-            self._impurity = first_change(self._marks, self.marks())
+            self._changing_value = first_change(self._assumed_values, self.assumed_values())
         elif self._num_steps == WARM_UP_STEPS + 1:
             self.timer.start(self._num_steps)
 
     def _measure_and_choose(self, seed: int, inputs: Inputs, form: Form) -> None:
-        self.findings.step_seconds[self._kind()] = self.timer.stop(self._num_steps)
+        self.results.step_seconds[self._mode()] = self.timer.stop(self._num_steps)
         self._choose(self._trial(seed, inputs, form))
-        self._chosen_at = self._num_steps
+        self._num_steps_at_choice = self._num_steps
         if not self.is_cuda:
             self._conclude()
 
     def _time_the_choice(self) -> None:
-        steps_since = self._num_steps - self._chosen_at
-        if steps_since == WARM_UP_STEPS:
+        num_steps_since = self._num_steps - self._num_steps_at_choice
+        if num_steps_since == WARM_UP_STEPS:
             self.timer.start(self._num_steps)
-        elif steps_since == WARM_UP_STEPS + REPLAYED_STEPS:
-            self.findings.step_seconds[self._kind()] = self.timer.stop(self._num_steps)
+        elif num_steps_since == WARM_UP_STEPS + REPLAYED_STEPS:
+            self.results.step_seconds[self._mode()] = self.timer.stop(self._num_steps)
             self._conclude()
 
     def pause_timer(self) -> None:
-        """Before other code runs, whose time is not that of steps."""
-        self._try_convolutions(False)
+        """Call before other code runs, whose time does not belong to steps."""
+        self._time_convolutions(False)
         self.timer.pause(self._num_steps)
 
-    def recheck(self) -> bool:
-        """After evaluation or collection: returns whether they changed something captured as fixed; steps are then captured again."""
+    def drop_invalid_graphs(self) -> bool:
+        """Call after evaluation or collection: drops the graphs if a value that they assume has changed; returns whether it did."""
         if self.step.graphs is None:
             return False
-        marks = self.marks()
-        name = first_change(self._marks, marks)
+        values = self.assumed_values()
+        name = first_change(self._assumed_values, values)
         if not name:
             return False
-        self._marks = marks
+        self._assumed_values = values
         self._num_recaptures += 1
         self.step.graphs.clear()
         if self._num_recaptures == MAX_RECAPTURES:
@@ -171,98 +178,103 @@ class ExecutionTuner:
             self.observer.notice(f"steps are no longer captured: {name} changed again and again between epochs")
         return True
 
-    def _try_convolutions(self, is_first: bool) -> None:
-        """In the first step of a long run, cuDNN times its algorithms for each convolution and keeps the fastest for these shapes.
+    def _time_convolutions(self, is_first_step: bool) -> None:
+        """Lets cuDNN time its algorithms for each convolution in the first step of a long run, and use the fastest from then on.
 
-        Only in the first step: it would do so for every shape it meets, and it also keeps what it took without timing.
+        Only in the first step: later, cuDNN would time each new shape again. It also remembers algorithms that it chose untimed.
         """
         cudnn = torch.backends.cudnn
-        if is_first and self.is_cuda and not cudnn.benchmark and self._is_long_with_convolutions():
-            cudnn.benchmark = self._tries_convolutions = True
-            self.findings.reasons["convolutions"] = "the fastest of cuDNN's algorithms for each, timed in the first step"
-        elif not is_first and self._tries_convolutions:
-            cudnn.benchmark = self._tries_convolutions = False
-            torch.cuda.reset_peak_memory_stats(self.group.device)  # trying may have taken more memory than steps do
+        if is_first_step and self.is_cuda and not cudnn.benchmark and self._should_time_convolutions():
+            cudnn.benchmark = self._is_timing_convolutions = True
+            self.results.reasons["convolutions"] = "the fastest of cuDNN's algorithms for each, timed in the first step"
+        elif not is_first_step and self._is_timing_convolutions:
+            cudnn.benchmark = self._is_timing_convolutions = False
+            torch.cuda.reset_peak_memory_stats(self.group.device)  # timing may have taken more memory than steps do
 
-    def _is_long_with_convolutions(self) -> bool:
-        steps_left = self.total_steps - self._last_step
-        is_free = self.plan.compile != "off" and not self.plan.deterministic and steps_left >= MIN_STEPS_TO_TRY_CONVOLUTIONS
-        return is_free and any(isinstance(m, nn.modules.conv._ConvNd) for m in self.step.model.modules())
+    def _should_time_convolutions(self) -> bool:
+        steps_left = self.total_steps - self._current_step
+        is_allowed = self.plan.compile != "off" and not self.plan.deterministic
+        has_convolutions = any(isinstance(m, nn.modules.conv._ConvNd) for m in self.step.model.modules())
+        return is_allowed and steps_left >= MIN_STEPS_TO_TIME_CONVOLUTIONS and has_convolutions
 
     # --- the choice ---
 
     def _trial(self, seed: int, inputs: Inputs, form: Form) -> ExecutionTrial:
-        return ExecutionTrial(self.step, self.plan, self.observer, self.findings, seed, inputs, form)
+        return ExecutionTrial(self.step, self.plan, self.observer, self.results, seed, inputs, form)
 
     def _choose(self, trial: ExecutionTrial) -> None:
         if self.step.reached is not None:
             self.step.reached("choose")
-        # All ranks choose the same, since a trial may communicate.
+        # All ranks must choose the same, because a trial may contain collectives.
         self.step.raise_if_any_rank_is_out_of_memory()
         obstacle = next((why for why in self.group.gather_objects(self._obstacle()) if why), "")
         is_off = self.plan.capture == "off" and self._is_pinned("capture")
         captured_seconds = trial.capture("pinned" if is_off else obstacle) if self.is_cuda else None
         if self.compiled_from is None and self._is_compiling_worth_a_trial(captured_seconds, obstacle):
-            self._compile(trial, must=False)
+            self._compile(trial, is_required=False)
         if isinstance(self.step.feed, LoaderFeed):
             self._choose_workers(self.step.feed)
-        self._marks = self.marks()
+        self._assumed_values = self.assumed_values()
 
     def _obstacle(self) -> str:
-        """Returns what neither a graph nor a compiler could follow, if there is such a thing."""
+        """Returns why steps can be neither captured nor compiled; empty if they can."""
         if self.step.strategy.capture_obstacle:
             return self.step.strategy.capture_obstacle
         if self.step.host_random.is_used:
-            return "the loss draws from the host's random generators (Python's, numpy's or torch's for the CPU: draw on the device)"
+            return "the loss draws from the host's random generators (Python's, numpy's or torch's CPU generator): draw on the device"
         if any(isinstance(m, nn.SyncBatchNorm) for m in self.step.model.modules()):
-            return "SyncBatchNorm talks to the other processes in the forward pass"
-        return f"{self._impurity} changes from step to step" if self._impurity else ""
+            return "SyncBatchNorm communicates with the other processes in the forward pass"
+        return f"{self._changing_value} changes from step to step" if self._changing_value else ""
 
     def _is_pinned(self, key: str) -> bool:
         return self.plan.reasons.get(key) == "pinned"
 
     def _is_compiling_worth_a_trial(self, captured_seconds: float | None, obstacle: str) -> bool:
         if self.plan.compile != "auto":  # pinned, or decided in an earlier run
-            self.findings.reasons["compile"] = self.plan.reasons.get("compile", "pinned")
+            self.results.reasons["compile"] = self.plan.reasons.get("compile", "pinned")
             return False
-        eager_seconds = next(iter(self.findings.step_seconds.values()))
+        eager_seconds = next(iter(self.results.step_seconds.values()))
         step_seconds = eager_seconds if captured_seconds is None else captured_seconds * self.plan.accumulation
-        seconds_left = float(self.group.broadcast_object(step_seconds * (self.total_steps - self._last_step)))
+        seconds_left = float(self.group.broadcast_object(step_seconds * (self.total_steps - self._current_step)))
         if seconds_left < MIN_SECONDS_TO_COMPILE:
             obstacle = f"the run takes only {max(1.0, seconds_left):,.0f} s more"
         elif not obstacle and max(self.group.gather_objects(len(self._input_layouts))) > 1:
             obstacle = "batches come in several shapes"
         if obstacle:
-            self.findings.reject("compile=on", f"not tried: {obstacle}")
+            self.results.reject("compile=on", f"not tried: {obstacle}")
         return not obstacle
 
-    def _compile(self, trial: ExecutionTrial, must: bool) -> None:
-        self._tried_compiling = True
-        first = self._last_step if self.compiled_from is None else self.compiled_from
-        self.compiled_from = first if trial.compile(must) else None
+    def _compile(self, trial: ExecutionTrial, is_required: bool) -> None:
+        self._has_tried_compiling = True
+        first_compiled_step = self._current_step if self.compiled_from is None else self.compiled_from
+        self.compiled_from = first_compiled_step if trial.compile(is_required) else None
 
     def _choose_workers(self, feed: LoaderFeed) -> None:
-        """Uses as many loader workers as keep up with the step."""
+        """Sets the number of loader workers so that loading keeps up with the steps."""
         if self.plan.reasons.get("workers", "pinned").startswith(("pinned", "measured")):
             return
         load_seconds = feed.measure_loading_seconds()
         if load_seconds is None:
             return
-        wait_seconds = (feed.wait_seconds - self.timer.data_wait_seconds) / (self._num_steps - WARM_UP_STEPS - 1)
-        micro_seconds = (next(iter(self.findings.step_seconds.values())) - wait_seconds) / self.plan.accumulation
-        work_seconds = min(self.findings.work_seconds.values(), default=micro_seconds)
-        needed = int(1.25 * load_seconds / max(1e-6, work_seconds)) + 1
+        num_timed_steps = self._num_steps - WARM_UP_STEPS - 1
+        wait_seconds = (feed.wait_seconds - self.timer.data_wait_seconds) / num_timed_steps
+        eager_seconds = next(iter(self.results.step_seconds.values()))
+        micro_batch_seconds = (eager_seconds - wait_seconds) / self.plan.accumulation
+        work_seconds = min(self.results.work_seconds.values(), default=micro_batch_seconds)
+        num_needed = int(LOADER_HEADROOM * load_seconds / max(1e-6, work_seconds)) + 1
         if self.is_cuda:
-            workers = max(1, min(needed, self.plan.threads))
-        else:  # workers take their time from the training itself
-            workers = 0 if load_seconds < 0.1 * work_seconds else min(needed, self.plan.threads // 2)
-        self.findings.reasons["workers"] = (
+            num_workers = max(1, min(num_needed, self.plan.threads))
+        elif load_seconds < NEGLIGIBLE_LOADING_SHARE * work_seconds:
+            num_workers = 0
+        else:  # on a CPU, loader workers and the training share the cores
+            num_workers = min(num_needed, self.plan.threads // 2)
+        self.results.reasons["workers"] = (
             f"measured: a micro-batch takes {1e3 * load_seconds:.1f} ms to load and {1e3 * work_seconds:.1f} ms to train on"
         )
-        feed.set_num_workers(workers)
+        feed.set_num_workers(num_workers)
 
-    def marks(self) -> dict[str, object]:
-        """Returns what a graph takes as fixed, in a form that can be compared later."""
+    def assumed_values(self) -> dict[str, object]:
+        """Returns the Python values that a graph assumes constant, in a form that can be compared later."""
         step = self.step
         if step.strategy.capture_obstacle:
             return {}
@@ -275,32 +287,37 @@ class ExecutionTuner:
         graphs = self.step.graphs
         return graphs is not None and (graphs.has_graph_of("step") or graphs.has_graph_of("micro"))
 
-    def _kind(self) -> str:
-        names = [n for n, on in (("compiled", self.step.compiled is not None), ("captured", self._is_captured())) if on]
+    def _mode(self) -> str:
+        """Returns how steps run now, for example "compiled and captured"."""
+        names = ["compiled"] if self.step.compiled is not None else []
+        if self._is_captured():
+            names.append("captured")
         return " and ".join(names) or "eager"
 
     def _conclude(self) -> None:
+        """Reports the choices, and ends the tuning."""
         if self.is_cuda and self.step.graphs is not None and not self._is_captured():
-            self.findings.reject("capture=on", self.step.graphs.disabled_reason or "the host waits within the step")
+            self.results.reject("capture=on", self.step.graphs.disabled_reason or "the host waits within the step")
             self.step.graphs = None
-        pieces = "one graph a step" if self.step.strategy.is_one_piece else "a graph a micro-batch"
-        self.findings.reasons.setdefault(
-            "capture", self.step.strategy.capture_obstacle or (pieces if self.is_cuda else "graphs are a GPU's")
-        )
+        if not self.is_cuda:
+            reason = "graphs are a GPU's"
+        else:
+            reason = "one graph a step" if self.step.strategy.is_one_piece else "a graph a micro-batch"
+        self.results.reasons.setdefault("capture", self.step.strategy.capture_obstacle or reason)
         if self.group.is_main:
             self.observer.planned(self.choices())
         self.step.micro_batch_hooks.remove(self.before_micro_batch)
 
     def choices(self) -> dict[str, Any]:
-        """Returns the plan's keys that were settled here."""
-        findings, feed = self.findings, self.step.feed
+        """Returns the keys of the plan that this tuner has chosen, with their values."""
+        results, feed = self.results, self.step.feed
         choices: dict[str, Any] = {
             "capture": "on" if self._is_captured() else "off",
             "compile": "off" if self.step.compiled is None else "on",
             "compile_from": self.compiled_from,
-            "measured": {"step_seconds": findings.step_seconds, "work_seconds": findings.work_seconds},
-            "reasons": findings.reasons,
-            "rejected": findings.rejected,
+            "measured": {"step_seconds": results.step_seconds, "work_seconds": results.work_seconds},
+            "reasons": results.reasons,
+            "rejected": results.rejected,
             "sentence": self.sentence(),
             "data": "device" if feed.is_resident else "loader",
         }
@@ -310,14 +327,14 @@ class ExecutionTuner:
 
     def sentence(self) -> str:
         """Returns what was chosen and why, in lines for the user; an empty string where there was nothing to choose."""
-        if not self.is_cuda and not self._tried_compiling:
+        if not self.is_cuda and not self._has_tried_compiling:
             return ""
-        reasons = self.findings.reasons
-        speeds = ", ".join(f"{1e3 * seconds:.2f} ms {name}" for name, seconds in self.findings.step_seconds.items())
-        lines = [f"steps run {self._kind()}" + (f": {speeds}" if speeds else "")]
+        reasons = self.results.reasons
+        speeds = ", ".join(f"{1e3 * seconds:.2f} ms {mode}" for mode, seconds in self.results.step_seconds.items())
+        lines = [f"steps run {self._mode()}" + (f": {speeds}" if speeds else "")]
         if self.is_cuda and not self._is_captured() and not self._is_pinned("capture"):
             lines.append(f"not captured: {reasons['capture']}")
-        if self._tried_compiling or (self.is_cuda and self.plan.compile == "auto"):
+        if self._has_tried_compiling or (self.is_cuda and self.plan.compile == "auto"):
             lines.append(("compiled: " if self.step.compiled else "not compiled: ") + reasons["compile"])
         if "convolutions" in reasons:
             lines.append(f"convolutions: {reasons['convolutions']}")

@@ -1,5 +1,8 @@
-"""What can go wrong in a training, and how it is found.
+"""Finds what goes wrong in a training.
 
-out_of_memory: errors that all ranks learn of; nonfinite: the module that a NaN comes from; dependence: results that depend on the
-plan (snapshot restores what that check changed); fingerprint: where two trainings differ; injection: faults on purpose.
+- `out_of_memory`: tells all ranks of one rank's error, and undoes the step
+- `nonfinite`: names the module that a NaN comes from
+- `dependence`: reports results that depend on the plan; `snapshot` restores what this check changed
+- `fingerprint`: shows where two trainings differ
+- `injection`: injects faults for tests
 """

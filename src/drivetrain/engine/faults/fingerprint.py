@@ -1,4 +1,4 @@
-"""Fingerprints of every step, to find where two trainings that should be equal begin to differ."""
+"""Writes a fingerprint of every step, to find the first difference between two trainings that should be equal."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Fingerprint:
         if name_operations:
             self._name_operations()
         self._names = {
-            p: f"{prefix}.{name} ({type(module).__name__}'s backward)".lstrip(".")
-            for prefix, module in step.model.named_modules()
+            p: f"{module_name}.{name} ({type(module).__name__}'s backward)".lstrip(".")
+            for module_name, module in step.model.named_modules()
             for name, p in module.named_parameters(recurse=False)
         }
         step.observe_loss(lambda batch: self.batches.append(digest(batch)), lambda value: None)
@@ -52,23 +52,23 @@ class Fingerprint:
         self.batches, self.outputs = [], {}
 
     def _name_operations(self) -> None:
-        """Writes the name of each operation of which torch warns that it has no deterministic form."""
+        """Writes the name of each operation that has no deterministic form, as torch's warnings name it."""
         torch.use_deterministic_algorithms(True, warn_only=True)
-        show = warnings.showwarning
+        show_warning = warnings.showwarning
 
-        def write_operation(message: Any, *args: Any, **more: Any) -> None:
-            operation, warning, _ = str(message).partition(" does not have a deterministic implementation")
-            if warning:
+        def write_operation(message: Any, *args: Any, **options: Any) -> None:
+            operation, separator, _ = str(message).partition(" does not have a deterministic implementation")
+            if separator:
                 self.file.write(json.dumps({"operation": operation.split()[-1]}) + "\n")
             else:
-                show(message, *args, **more)
+                show_warning(message, *args, **options)
 
         warnings.showwarning = write_operation
         warnings.simplefilter("always")
 
     def _output_hook(self, name: str) -> Any:
-        def note(module: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:
+        def record_output(module: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:
             if module.training:
                 self.outputs[f"{name}:{type(module).__name__}"] = digest(output)
 
-        return note
+        return record_output

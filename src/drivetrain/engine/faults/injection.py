@@ -4,8 +4,8 @@ DRIVETRAIN_FAULTS=die@step:7:rank=1,hang@step:12:rank=0 drivetrain train digits 
 DRIVETRAIN_FAULTS=kill@rename:2 drivetrain train digits           # kill -9 of all processes inside the second rename
 DRIVETRAIN_FAULTS=oom@step:7:rank=2 drivetrain train digits --procs 4    # between forward and backward of step 7
 
-Steps are numbered as in metrics.jsonl. Each fault strikes once in a run, also when the run is restarted. It strikes
-on one rank; `oom` and `kill` strike on all ranks unless a rank is given.
+Steps are numbered as in metrics.jsonl. Each fault is injected once in a run, even if the run is restarted. It happens on
+rank 0; `oom` and `kill` happen on all ranks. `rank=R` chooses another rank.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from drivetrain.runs import Run
 FAULTS_VARIABLE = "DRIVETRAIN_FAULTS"
 SAMPLES_VARIABLE = "DRIVETRAIN_SAMPLES"  # if set, each rank writes the sample ids of every step to the run's logs
 PACE_VARIABLE = "DRIVETRAIN_PACE"  # seconds to sleep before every step
-FRONT_VARIABLE = "_DRIVETRAIN_FRONT"  # the pid of the process that owns the terminal, for workers
+FRONT_VARIABLE = "_DRIVETRAIN_FRONT"  # tells workers the pid of the front end, which owns the terminal
 KILL_POINTS = ("restore", "start", "step", "evaluate", "save", "written", "rename", "published")
 PHASES = {"step": "backward", "update": "update", "evaluation": "metrics", "save": "written"}  # phase of a fault -> observation point
-SLOW_SECONDS = 1.0
-TORN_FILE_BYTES = 7
+SLOW_SECONDS = 1.0  # how long the fault "slow" delays a step
+TORN_FILE_BYTES = 7  # what the fault "torn" leaves of a checkpoint's largest file
 
 
 def _front_pid() -> int:
@@ -66,10 +66,10 @@ def _stop(run: Run | None) -> None:
 
 
 def _tear_checkpoint(run: Run | None) -> None:
-    """Truncates the newest checkpoint, as a power failure does, then dies."""
+    """Truncates the newest checkpoint, as a power failure does, then kills this process."""
     deadline = time.monotonic() + 10
     while run is not None and any(run.checkpoints.glob(".step-*")) and time.monotonic() < deadline:
-        time.sleep(0.01)  # a save in progress is about to become the newest checkpoint
+        time.sleep(0.01)  # wait for a save in progress: it will be the newest checkpoint
     if run is not None and run.checkpoint_steps():
         newest = run.checkpoints / f"step-{run.checkpoint_steps()[-1]:08d}"
         largest = max(newest.iterdir(), key=lambda file: file.stat().st_size)
@@ -84,7 +84,7 @@ def _out_of_memory(run: Run | None) -> None:
 
 
 def _make_next_loss_nan(run: Run | None) -> None:
-    """Replaces the loss of the next backward pass, and only that one, by NaN."""
+    """Replaces the loss of the next backward pass by NaN."""
     from torch import Tensor
 
     original: Any = Tensor.backward
@@ -121,14 +121,15 @@ class KillAt(Observer):
 
 
 class FaultInjector(Observer):
-    """Follows the step number and strikes once: in the chosen phase of the chosen step."""
+    """Injects a fault once: in the chosen phase of the chosen step."""
 
     def __init__(self, text: str, kind: str, phase: str, step: int, micro_batch: int, run: Run | None) -> None:
         self.text, self.action, self.point = text, ACTIONS[kind], PHASES[phase]
         self.step, self.micro_batch, self.run = step, micro_batch, run
-        self.at_step_end = phase == "step" and kind not in ("oom", "nan")  # a CUDA graph replay reaches no point inside the step
-        self.at_next_save = phase == "save"  # saves are written in the background: the first one from `step` on
-        self.has_struck = False
+        # A CUDA graph's replay reaches no observation point within the step.
+        self.may_happen_at_step_end = phase == "step" and kind not in ("oom", "nan")
+        self.at_next_save = phase == "save"  # the first save from `step` on, because saves are written in the background
+        self.is_injected = False
         self._current_step = self._num_reached = 0
 
     def resumed(self, step: int) -> None:
@@ -139,12 +140,12 @@ class FaultInjector(Observer):
             self._current_step += 1
         if name in ("take", "evaluate"):  # a new attempt at the step
             self._num_reached = 0
-        is_replay_end = name == "taken" and self.at_step_end and not self._num_reached
-        if self.has_struck or not self._is_due() or not (name == self.point or is_replay_end):
+        is_replay_end = name == "taken" and self.may_happen_at_step_end and not self._num_reached
+        if self.is_injected or not self._is_due() or not (name == self.point or is_replay_end):
             return
         self._num_reached += 1
         if self._num_reached == self.micro_batch or is_replay_end:
-            self.has_struck = True
+            self.is_injected = True
             if self.run is not None:
                 self.run.log_event("injected", fault=self.text)
             self.action(self.run)
@@ -154,7 +155,7 @@ class FaultInjector(Observer):
 
 
 class FirstStepEvent(Observer):
-    """Writes the event `stepped` when the first step since this start is complete."""
+    """Writes the event `stepped` when the first step of this process is complete."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.num_steps = run, 0
@@ -167,7 +168,7 @@ class FirstStepEvent(Observer):
 
 
 class StepDelay(Observer):
-    """Sleeps before every step, so that faults from outside fall between two steps."""
+    """Sleeps before every step, so that a fault from outside most likely happens between two steps."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -178,7 +179,7 @@ class StepDelay(Observer):
 
 
 class SampleLog:
-    """Writes the sample ids that each step takes on this rank. A repeated step is written again; its last line counts."""
+    """Writes the sample ids of each step on this rank. A repeated step is written again; its last line counts."""
 
     def __init__(self, training: Any, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -209,19 +210,25 @@ def read_fault(text: str, rank: int, run: Run | None = None) -> Observer | None:
 
 
 def injectors(run: Run) -> list[Observer]:
-    """Returns the observers for the faults in this process's environment, without faults that struck before a restart."""
-    words, delay = os.environ.get(FAULTS_VARIABLE, ""), float(os.environ.get(PACE_VARIABLE, 0))
-    if not words and not delay:
+    """Returns the observers for the faults in this process's environment, without those injected before a restart."""
+    faults, delay_seconds = os.environ.get(FAULTS_VARIABLE, ""), float(os.environ.get(PACE_VARIABLE, 0))
+    if not faults and not delay_seconds:
         return []
     rank = int(os.environ.get("RANK", 0))
-    found = (read_fault(fault, rank, run) for fault in _pending(words.split(",") if words else [], run))
-    first_step = [FirstStepEvent(run)] if rank == 0 else []
-    return [*first_step, *([StepDelay(delay)] if delay else []), *(injector for injector in found if injector is not None)]
+    observers: list[Observer] = [FirstStepEvent(run)] if rank == 0 else []
+    if delay_seconds:
+        observers.append(StepDelay(delay_seconds))
+    for fault in _pending(faults.split(",") if faults else [], run):
+        injector = read_fault(fault, rank, run)
+        if injector is not None:
+            observers.append(injector)
+    return observers
 
 
 def _pending(faults: list[str], run: Run) -> list[str]:
-    """Returns the faults that have not struck yet. A fault that struck on several ranks struck once."""
-    num_struck: Counter[str] = Counter()
-    for (fault, _), times in Counter((event["fault"], event["rank"]) for event in run.events() if event["event"] == "injected").items():
-        num_struck[fault] = max(num_struck[fault], times)
-    return list((Counter(faults) - num_struck).elements())
+    """Returns the faults that are not injected yet. A fault that happened on several ranks counts once."""
+    injected = [(event["fault"], event["rank"]) for event in run.events() if event["event"] == "injected"]
+    num_injected: Counter[str] = Counter()
+    for (fault, _), times_on_rank in Counter(injected).items():
+        num_injected[fault] = max(num_injected[fault], times_on_rank)
+    return list((Counter(faults) - num_injected).elements())

@@ -1,4 +1,4 @@
-"""Finds where the first value that is not a finite number comes from: a step is taken again, and every module is checked."""
+"""Names the module that the first non-finite value comes from: takes the step again with a check in every module."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class NonFiniteFinder:
     """Stops a training at the first module whose outputs, or whose gradients, are not finite, and names it."""
 
     def __init__(self, setup: Setup, step: Step, last_step: int) -> None:
-        """`last_step` is the step whose loss was not finite; after it, there is nothing left to find."""
+        """`last_step` is the step whose loss was not finite; after it the search ends."""
         self.setup, self.step, self.last_step = setup, step, last_step
         for name, module in setup.model.named_modules():
             for parameter_name, parameter in module.named_parameters(recurse=False):
-                if parameter.requires_grad and step.loss_scale is None:  # fp16 overflows now and then
+                if parameter.requires_grad and step.loss_scale is None:  # with fp16, some gradients overflow in a healthy training
                     parameter.register_hook(self._gradient_hook(f"{name}.{parameter_name}".lstrip("."), type(module).__name__))
             if not any(module.children()):
                 module.register_forward_hook(self._output_hook(name or "the model"))
@@ -35,7 +35,7 @@ class NonFiniteFinder:
 
     def _check_batch(self, batch: Any) -> None:
         if self.step.number >= self.last_step:
-            raise nothing_found(self.last_step)
+            raise nothing_found_error(self.last_step)
         if _has_nonfinite(batch):
             fault = self.setup.source.fault() if self.setup.source is not None else ""
             raise self._problem(f"the batch itself, as the task's loss() gets it: {fault or 'look at the data, and at augment()'}")
@@ -47,13 +47,13 @@ class NonFiniteFinder:
     def _output_hook(self, name: str) -> Any:
         def check(module: nn.Module, inputs: Any, output: Any) -> None:
             if module.training and _has_nonfinite(output):
-                weights = [n for n, p in module.named_parameters(recurse=False) if _has_nonfinite(p.detach())]
-                cause = (
-                    f"its {' and '.join(weights)} is not: an update went wrong before" if weights else "its inputs and weights are numbers"
-                )
-                largest = max(
-                    (float(t.detach().abs().max()) for t in tensors_in(inputs) if t.is_floating_point() and t.numel()), default=0.0
-                )
+                bad_parameters = [n for n, p in module.named_parameters(recurse=False) if _has_nonfinite(p.detach())]
+                if bad_parameters:
+                    cause = f"its {' and '.join(bad_parameters)} is not: an update went wrong before"
+                else:
+                    cause = "its inputs and weights are numbers"
+                float_inputs = [t.detach() for t in tensors_in(inputs) if t.is_floating_point() and t.numel()]
+                largest = max((float(t.abs().max()) for t in float_inputs), default=0.0)
                 raise self._problem(f"the output of {name} ({type(module).__name__}); {cause} (largest input {largest:.3g})")
 
         return check
@@ -69,30 +69,30 @@ class NonFiniteFinder:
         return Problem(f"the first value that is not a number, at step {self.step.number + 1:,}: {source}", Outcome.NAN)
 
 
-def not_finite(setup: Setup, step: int, writer: CheckpointWriter | None) -> Problem:
+def not_finite_error(setup: Setup, step: int, writer: CheckpointWriter | None) -> Problem:
     """Returns the error that ends a training whose loss or gradient is not finite at a step (from 0)."""
     if writer is not None:
         writer.wait()
-    good_steps = setup.run.checkpoint_steps()
-    where = f"the last good checkpoint is step {good_steps[-1]:,}" if good_steps else "no checkpoint was written before"
+    saved_steps = setup.run.checkpoint_steps()
+    checkpoint = f"the last good checkpoint is step {saved_steps[-1]:,}" if saved_steps else "no checkpoint was written before"
     if setup.group.is_main:
         setup.run.log_event("nan", step=step + 1)
     if setup.source is not None and (fault := setup.source.fault()):
-        return Problem(f"{fault}.\nSo the loss is not a number from step {step + 1:,} on; {where}", Outcome.NAN)
+        return Problem(f"{fault}.\nSo the loss is not a number from step {step + 1:,} on; {checkpoint}", Outcome.NAN)
     return Problem(
         f"the loss or its gradient is not a number at step {step + 1:,} (epoch {step // setup.steps_per_epoch + 1});"
-        f" {where}.\nTry a lower learning_rate, clip=1, a warmup, or precision=fp32;"
+        f" {checkpoint}.\nTry a lower learning_rate, clip=1, a warmup, or precision=fp32;"
         f" drivetrain resume {setup.run.name} --find-nan names the module it comes from",
         Outcome.NAN,
     )
 
 
-def nothing_found(step: int) -> Problem:
+def nothing_found_error(step: int) -> Problem:
     """Returns the error for a search that found nothing; the outcome stays "nan"."""
-    where = f" at step {step:,}" if step < sys.maxsize else ""
+    at_step = f" at step {step:,}" if step < sys.maxsize else ""
     return Problem(
-        f"the loss or its gradient was not a number{where}, but --find-nan found nothing: taken again with every module looked"
-        " at, and without graphs or compiled code, all values are numbers.\nIt does not repeat, or compiled code makes it:"
+        f"the loss or its gradient was not a number{at_step}, but --find-nan found nothing: when the step was taken again,"
+        " without graphs or compiled code, all values were numbers.\nThe error does not repeat, or compiled code causes it:"
         " try plan.capture=off plan.compile=off, deterministic=true, or precision=fp32",
         Outcome.NAN,
     )

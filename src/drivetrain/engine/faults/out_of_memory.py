@@ -1,7 +1,7 @@
-"""Out-of-memory errors: what a step changed before it failed is undone, and all ranks learn of it.
+"""Out-of-memory errors: they are made known to all ranks, and the failed step is undone.
 
-An allocation fails on the host, while work is enqueued, so ranks agree from host to host before they next
-communicate on the device.
+An allocation fails on the host, while it enqueues device work. So the hosts of all ranks exchange whether memory ran out
+before ranks next communicate on the device.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from drivetrain.outcomes import Outcome, Problem
 from drivetrain.plan import Plan
 
 MAX_BUFFER_BYTES = 256 << 20  # a larger buffer holds weights or a table, which no forward pass changes
+# Shown to the user where no smaller micro-batch is possible.
 WAYS_OUT = "plan.activation_checkpointing=on, plan.strategy=fsdp, or more GPUs"
 
 
 class OutOfMemoryOnRanks(Exception):
-    """Memory ran out on these ranks in the forward or backward pass; every rank is told before it communicates again."""
+    """Memory ran out on these ranks in the forward or backward pass. Every rank raises this before it communicates again."""
 
     def __init__(self, ranks: list[int], can_undo: bool = True) -> None:
         super().__init__(f"out of memory on rank {', '.join(map(str, ranks))}")
@@ -28,7 +29,7 @@ class OutOfMemoryOnRanks(Exception):
 
 
 class OutOfMemory(Problem):
-    """Ends this process; `smaller`, where there is one, is the plan with which the run restarts."""
+    """Ends this process. `smaller` describes the smaller plan with which the run restarts; None if there is none."""
 
     def __init__(self, text: str, smaller: dict[str, Any] | None) -> None:
         super().__init__(text, Outcome.OOM)
@@ -36,7 +37,7 @@ class OutOfMemory(Problem):
 
 
 class BufferBackup:
-    """A copy of a model's buffers (BatchNorm's statistics, queues) from before a step; free where there are none."""
+    """A copy of a model's buffers (such as BatchNorm's statistics) from before a step; it costs nothing without buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._owners = [
@@ -49,9 +50,10 @@ class BufferBackup:
         self._copies: list[Tensor] = []
         self._shapes: list[torch.Size] = []
         self.is_current = True
-        """Whether the copy is of the present step's beginning."""
+        """Whether the copy is from the start of the present step."""
 
     def take(self) -> None:
+        """Copies the buffers."""
         self.is_current = True
         if not self._owners:
             return
@@ -63,13 +65,13 @@ class BufferBackup:
             torch._foreach_copy_(self._copies, self._originals)
 
     def skip(self) -> None:
-        """For a step that only replays CUDA graphs, which cannot run out of memory."""
+        """Call instead of `take` for a step that only replays CUDA graphs: it cannot run out of memory."""
         self.is_current = not self._owners
 
     def restore(self) -> None:
         with torch.no_grad():
             for (owner, name), original, copy in zip(self._owners, self._originals, self._copies, strict=True):
-                owner[name] = original  # a forward pass may have put another tensor in its place
+                owner[name] = original  # a forward pass may have replaced the tensor
                 original.copy_(copy)
 
 

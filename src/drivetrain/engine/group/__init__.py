@@ -1,4 +1,4 @@
-"""The process group: joining it, and the collective operations that the engine uses."""
+"""Joins the process group, and offers the collective operations that the engine uses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from drivetrain.engine.group.wire import replace_pickles
 from drivetrain.outcomes import Outcome, Problem
 
-TIMEOUT = timedelta(minutes=10)
+TIMEOUT = timedelta(minutes=10)  # of a collective, after which torch ends the process
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Group:
     size: int
     device: torch.device
     host_group: dist.ProcessGroup | None = None
-    """The group for collectives from host to host; None where the default group already is one."""
+    """The group for collectives on CPU tensors; None if the default group can do that."""
 
     def __post_init__(self) -> None:
         if self.size > 1:
@@ -51,7 +51,7 @@ class Group:
             dist.all_reduce(tensor)
 
     def sum_on_hosts(self, values: Sequence[float]) -> list[float]:
-        """Returns the sums of plain numbers over all ranks, without waiting for a device."""
+        """Returns the sums of Python numbers over all ranks, without waiting for a device."""
         if self.size == 1:
             return list(values)
         sums = torch.tensor(values)
@@ -86,7 +86,7 @@ class Group:
         return values
 
     def shares_folder(self, folder: Path) -> bool:
-        """Returns whether every process sees the same folder; a collective call."""
+        """Returns whether all processes share the folder (a file of rank 0 is visible to all); a collective call."""
         token = folder / self.broadcast_object(f".reach-{uuid.uuid4().hex}")
         if self.is_main:
             folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ class Group:
         return is_seen
 
     def ensure_initialized(self, backend: str) -> None:
-        """Makes a group of this single process, if there is none, for code that works only with a group."""
+        """Makes a group of only this process if there is no group, for code that requires one."""
         if not dist.is_initialized():
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
@@ -108,15 +108,18 @@ class Group:
 
 
 def join_group(device: str, backend: str, own_port: bool = False) -> Group:
-    """Joins the group that RANK, WORLD_SIZE and MASTER_ADDR describe; without them, the process is alone.
+    """Joins the group that RANK, WORLD_SIZE and MASTER_ADDR describe; without these variables, the group is only this process.
 
-    With `own_port` drivetrain chose the port: it is bound at that address only, and if it is in use the user made no mistake."""
-    rank, size, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    `own_port` says that drivetrain chose the port: it is bound at MASTER_ADDR only, and a port in use is not the user's error."""
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if device == "cuda":
-        if local >= torch.cuda.device_count():
-            raise Problem(f"process {local} of this machine has no GPU of its own ({torch.cuda.device_count()} visible): lower --procs")
-        torch.cuda.set_device(local)
-        torch_device = torch.device("cuda", local)
+        if local_rank >= torch.cuda.device_count():
+            raise Problem(
+                f"process {local_rank} of this machine has no GPU of its own ({torch.cuda.device_count()} visible): lower --procs"
+            )
+        torch.cuda.set_device(local_rank)
+        torch_device = torch.device("cuda", local_rank)
     else:
         torch_device = torch.device(device)
     if size > 1 and not dist.is_initialized():
@@ -136,7 +139,7 @@ def join_group(device: str, backend: str, own_port: bool = False) -> Group:
 
 
 def _bound_store(rank: int, size: int) -> TCPStore:
-    """Returns torch's store, bound to MASTER_ADDR only. By itself torch would bind it to all of the machine's interfaces."""
+    """Returns torch's store, bound to MASTER_ADDR only. By default, torch binds it to all network interfaces."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank != 0:
         return TCPStore(address, port, size, is_master=False, timeout=TIMEOUT)

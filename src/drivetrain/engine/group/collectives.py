@@ -1,4 +1,4 @@
-"""Checks each collective before it begins: its operation, shapes and types must agree over the ranks of its group (`--check-collectives`).
+"""Checks before each collective that all ranks of its group use the same operation, shapes and types (`--check-collectives`).
 
 TORCH_DISTRIBUTED_DEBUG=DETAIL also compares them, but names neither the rank that is out of step nor the user's line.
 """
@@ -31,7 +31,7 @@ WITH_UNEQUAL_SHAPES = ("all_gather", "gather", "scatter", "all_to_all")  # one r
 
 
 def check_collectives(group: Group) -> None:
-    """From now on a collective in which the ranks disagree raises on all of them, and names the rank that is out of step."""
+    """From now on, a collective in which ranks differ raises on all of them, and names the rank that differs from the others."""
     if group.size == 1:
         return
     checker = _Checker()
@@ -57,7 +57,7 @@ class _Members:
         self.ranks = dist.get_process_group_ranks(group)
         self.own_rank = dist.get_rank()
         store: Any = dist.distributed_c10d._get_default_store()
-        # Its own connection: on another, the checkpoint's thread would wait for the training's, which waits for another rank.
+        # A separate connection: on a shared one, the checkpoint's thread would wait until the training's thread has its answer.
         self.store = PrefixStore(f"drivetrain/collective/{group.group_name}", store.clone())
         self.count = 0
 
@@ -80,7 +80,7 @@ class _Checker:
         @functools.wraps(unchecked)
         def collective(*args: Any, **options: Any) -> Any:
             group = options.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), dist.group.WORLD)
-            # Not within another collective, and not for a group that this rank is not in.
+            # Calls within another collective, and those of a group without this rank, are not checked.
             if getattr(self.thread, "is_inside", False) or not isinstance(group, dist.ProcessGroup):
                 return unchecked(*args, **options)
             self.thread.is_inside = True
@@ -110,14 +110,14 @@ class _Checker:
 def _disagreement(calls: dict[int, _Call], operations: Counter[str], count: int) -> str:
     usual = operations.most_common(1)[0][0]
     odd = next(rank for rank, call in calls.items() if call.operation != usual)
-    if len(set(operations.values())) == 1:  # no majority: the rank whose collective the user's own code calls
+    if len(set(operations.values())) == 1:  # no majority: name a rank whose collective is called by the user's own code
         odd = next((rank for rank, call in calls.items() if call.line), odd)
         usual = next(call.operation for rank, call in calls.items() if rank != odd)
     line = f" at {calls[odd].line}" if calls[odd].line else ""
-    return f"collective {count:,}: rank {odd} is out of step: it is in {_shown(calls[odd].operation)}{line}, the others in {_shown(usual)}"
+    return f"collective {count:,}: rank {odd} is out of step: it is in {_format_operation(calls[odd].operation)}{line}, the others in {_format_operation(usual)}"
 
 
-def _shown(operation: str) -> str:
+def _format_operation(operation: str) -> str:
     name, shapes = json.loads(operation)
     return f"{name}({', '.join(f'{dtype}{shape}' for shape, dtype in shapes)})"
 

@@ -1,4 +1,4 @@
-"""What any rank requests of all ranks: to stop, to save, to evaluate."""
+"""Requests of any rank to all ranks: to stop, to save, to evaluate."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch import Tensor
 from drivetrain.engine.group import Group
 from drivetrain.engine.log.slots import FIRST_REQUEST
 
-HOST_LEAD_SECONDS = 0.05  # of steps that the host enqueues ahead of a GPU before it reads an answer, so that the GPU never waits for it
-MAX_LAG_STEPS = 8
-RETUNE_AT = (16, 64, 256, 1024)  # answers after which the time of a step is estimated again, then after every 1024
+HOST_LEAD_SECONDS = 0.05  # by which the host runs ahead of a GPU when it reads requests, so that the GPU never waits for the host
+MAX_LAG_STEPS = 8  # between a step and the reading of its requests
+RETUNE_AT = (16, 64, 256, 1024)  # reads after which the time of a step is estimated again, then after every 1024
 
 
 class SupportsBool(Protocol):
@@ -51,7 +51,7 @@ class RequestReader:
         self._unread: deque[tuple[Tensor, Any]] = deque()
         self._ignore_before = [0] * NUM_REQUESTS
         self.lag_steps = MAX_LAG_STEPS
-        """Steps after which a GPU's answer is read; the same on every rank."""
+        """Steps between a step and the reading of its requests from a GPU; the same on every rank."""
         self._num_read, self._read_times = 0, deque[float](maxlen=MAX_LAG_STEPS * 8)
 
     def read(self, step: int, piggyback: Tensor | None, own: Requests) -> Requests:
@@ -61,24 +61,25 @@ class RequestReader:
         flags = piggyback[FIRST_REQUEST : FIRST_REQUEST + NUM_REQUESTS]
         if self.group.device.type != "cuda":
             return Requests(*(value > 0 for value in flags.tolist()))
-        answer = flags.to("cpu", non_blocking=True)
+        copied_flags = flags.to("cpu", non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._unread.append((answer, event))
+        self._unread.append((copied_flags, event))
         requested = [False] * NUM_REQUESTS
         while len(self._unread) > self.lag_steps:
-            answer, event = self._unread.popleft()
+            copied_flags, event = self._unread.popleft()
             event.synchronize()
-            news = [value > 0 and step >= first for value, first in zip(answer.tolist(), self._ignore_before, strict=True)]
-            requested = [a or b for a, b in zip(requested, news, strict=True)]
+            for slot, value in enumerate(copied_flags.tolist()):
+                requested[slot] |= value > 0 and step >= self._ignore_before[slot]
             self._retune()
-        # Unread answers still carry a request that has just been read.
-        next_step = step + self.lag_steps + 1
-        self._ignore_before = [next_step if flag else first for flag, first in zip(requested, self._ignore_before, strict=True)]
+        # The unread flags of later steps still contain a request that has just been read.
+        for slot, is_requested in enumerate(requested):
+            if is_requested:
+                self._ignore_before[slot] = step + self.lag_steps + 1
         return Requests(*requested)
 
     def _retune(self) -> None:
-        """Sets the lag to the steps that the host must be ahead, by rank 0's clock. Answers arrive at the pace of the device."""
+        """Sets the lag to HOST_LEAD_SECONDS in steps, by rank 0's clock: the time between two reads is the device's time of a step."""
         self._num_read += 1
         self._read_times.append(time.perf_counter())
         if self._num_read in RETUNE_AT or self._num_read % RETUNE_AT[-1] == 0:

@@ -1,7 +1,7 @@
-"""Objects sent between processes as JSON and raw tensors. torch sends pickles, by which a stranger on the network could run code.
+"""Sends objects between processes as JSON and raw tensors. torch sends pickles, with which a stranger on the network could run code.
 
-`replace_pickles` replaces the two functions of torch that all its object collectives call: those of the engine, of
-torch's checkpoint writer, of DeepSpeed and of the user's own code.
+`replace_pickles` replaces the two functions that all object collectives of torch call, whether the engine, torch's
+checkpoint writer, DeepSpeed or the user's own code uses them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 LENGTH = struct.Struct("<Q")
-ALIGNMENT = 16  # bytes: where a tensor of any type may begin
-MAX_DEPTH = 200
+ALIGNMENT = 16  # bytes; a tensor of any type may begin at a multiple of it
+MAX_DEPTH = 200  # levels of nested objects
 PLAIN_JSON = (type(None), bool, int, float, str)
 COLLECTIONS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
@@ -42,7 +42,7 @@ CHECKPOINT_CLASSES = {
 
 
 class NotSendable(TypeError):
-    """An object is not sent between processes, or bytes hold none."""
+    """An object cannot be sent between processes, or received bytes cannot be read."""
 
 
 def replace_pickles() -> None:
@@ -57,7 +57,7 @@ def replace_pickles() -> None:
 def _object_to_tensor(value: Any, device: torch.device, *_: Any) -> tuple[Tensor, Tensor]:
     try:
         data = encode(value).to(device)
-    except NotSendable as error:  # the other ranks wait for it in a collective: they receive the reason, and raise it
+    except NotSendable as error:  # other ranks already wait in the collective: they receive this reason and raise it
         data = _text_bytes(json.dumps({"refused": str(error)})).to(device)
     return data, torch.tensor([data.numel()], dtype=torch.long, device=device)
 
@@ -86,7 +86,7 @@ def _text_bytes(text: str) -> Tensor:
 
 
 def _to_json(value: Any, tensors: list[Tensor], depth: int) -> Any:
-    """Returns plain values as they are and all others as {kind: content}; appends tensors to the list."""
+    """Returns plain values unchanged and all others as {kind: content}; appends tensors to the list."""
     if depth > MAX_DEPTH:
         raise NotSendable("an object to be sent to other processes is nested too deeply")
     if type(value) in PLAIN_JSON:
@@ -120,7 +120,7 @@ def _leaf_to_json(value: Any) -> dict[str, Any] | None:
         return {"torch": str(value).removeprefix("torch.")}
     if isinstance(value, BaseException):
         return {"error": [type(value).__name__, [a if type(a) in PLAIN_JSON else str(a) for a in value.args]]}
-    if isinstance(value, traceback.StackSummary):  # of such an error; its lines are of another machine
+    if isinstance(value, traceback.StackSummary):  # of such an error; its lines mean nothing on another machine
         return {"stack": None}
     return None
 
@@ -150,7 +150,7 @@ def _collection_to_json(value: Any, inner: Callable[[Any], Any]) -> dict[str, An
 
 
 def decode(data: Tensor) -> Any:
-    """Returns the value of which `encode` made these bytes."""
+    """Returns the value from the bytes that `encode` returned."""
     raw = data.contiguous()
     size = raw.numel()
     if size < LENGTH.size:
@@ -168,7 +168,7 @@ def decode(data: Tensor) -> Any:
 
 
 class _Decoder:
-    """Makes values of JSON, and reads their tensors from the bytes one after the other."""
+    """Turns JSON into values, and reads their tensors from the bytes one after the other."""
 
     def __init__(self, raw: Tensor, position: int) -> None:
         self._raw, self._position = raw, position
@@ -215,10 +215,10 @@ class _Decoder:
         if name not in CHECKPOINT_CLASSES:
             raise ValueError(f"{name!r} is not exchanged")
         module, _, class_name = name.rpartition(".")
-        made: Any = getattr(importlib.import_module(module), class_name)
-        if isinstance(made, type) and issubclass(made, Enum):
-            return made[values]
-        return made(**{str(field): self.value(item) for field, item in values.items()})
+        checkpoint_class: Any = getattr(importlib.import_module(module), class_name)
+        if isinstance(checkpoint_class, type) and issubclass(checkpoint_class, Enum):
+            return checkpoint_class[values]
+        return checkpoint_class(**{str(field): self.value(item) for field, item in values.items()})
 
 
 def _raise_refused(reason: Any) -> Any:

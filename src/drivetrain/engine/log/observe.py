@@ -1,4 +1,4 @@
-"""What the engine reports: observers are handed to it, and each may ignore what it likes."""
+"""The interface of observers, to which the engine reports what happens in a training."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ T = TypeVar("T")
 
 
 class Observer:
-    """Receives what happens on rank 0 (and `reached` on every rank); each method may do nothing."""
+    """Receives what happens on rank 0 (and `reached` on every rank). By default each method does nothing."""
 
     def resumed(self, step: int) -> None:
-        """Training goes on after this step: rows beyond it are dropped."""
+        """Training resumes after this step; rows of later steps are dropped."""
 
     def started(self, facts: dict[str, Any]) -> None:
         """The model is built: parameters, processes, device, steps."""
@@ -24,7 +24,7 @@ class Observer:
         """One logged row of metrics."""
 
     def planned(self, facts: dict[str, Any]) -> None:
-        """Choices of the plan that the first steps settled; `sentence` tells the user of them."""
+        """Choices of the plan that were made during the first steps; `sentence` describes them for the user."""
 
     def notice(self, text: str) -> None:
         """A sentence for the user."""

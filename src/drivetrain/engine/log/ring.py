@@ -1,4 +1,4 @@
-"""The metrics of the last steps, kept on the device and fetched from time to time without stalling it."""
+"""Stores the metrics of the last steps on the device, and fetches them from time to time without making it wait."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NUM_ROWS, HALF_RING = 256, 128
+NUM_ROWS = 256  # steps whose metrics fit on the device
+HALF_RING = 128  # rows that are fetched at the latest, before their half of the ring is overwritten
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class StepRows:
     first: int
     rows: list[list[float]]
     seconds: float | None = None
-    """From the end of the rows before (or of the pause before) to the end of these steps; None for the first rows of a process."""
+    """Seconds from the end of the previous rows or pause to the end of these steps; None for the first rows of a process."""
 
     @property
     def last(self) -> int:
@@ -36,13 +37,13 @@ class MetricRing:
         self._is_cuda = device.type == "cuda"
         self._first = self._next = -1
         self._fetches: deque[tuple[int, Tensor | None, Any]] = deque()
-        self._last_time: Any = None  # from which the seconds of the next rows count
+        self._last_time: Any = None  # the start of the seconds of the next rows
 
     def slots(self, step: int) -> tuple[Tensor, ...]:
         """Returns a view of each float of a step's row, zero at first."""
         index = step % NUM_ROWS
         if index % HALF_RING == 0:
-            self.tensor[index : index + HALF_RING].zero_()  # fetched before: `is_full` sees to it
+            self.tensor[index : index + HALF_RING].zero_()  # already fetched, because the loop fetches when `is_full`
         slots = self._slots[index]
         if slots is None:
             slots = self._slots[index] = self.tensor[index].unbind(0)
@@ -82,7 +83,7 @@ class MetricRing:
         self._fetches.append((-1, None, self._device_time()))
 
     def _device_time(self) -> Any:
-        """Returns the time when the device reaches this point: the host runs ahead of a GPU, which records an event instead."""
+        """Returns the time at which the device reaches this point: a CUDA event, because the host runs ahead of a GPU."""
         if not self._is_cuda:
             return time.monotonic()
         event = torch.cuda.Event(enable_timing=True)
@@ -90,13 +91,13 @@ class MetricRing:
         return event
 
     def _seconds_until(self, device_time: Any) -> float | None:
-        last, self._last_time = self._last_time, device_time
-        if last is None:
+        start, self._last_time = self._last_time, device_time
+        if start is None:
             return None
-        return float(last.elapsed_time(device_time)) / 1000 if self._is_cuda else float(device_time - last)
+        return float(start.elapsed_time(device_time)) / 1000 if self._is_cuda else float(device_time - start)
 
     def arrived(self, wait: bool) -> list[StepRows]:
-        """Returns the rows that have reached the host, or waits for all of them. (Rows of a CPU must be read before the next step.)"""
+        """Returns the rows that have reached the host; with `wait`, all of them. On a CPU, call it before the next step."""
         arrived = []
         while self._fetches:
             first, rows, device_time = self._fetches[0]

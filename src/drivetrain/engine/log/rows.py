@@ -1,4 +1,4 @@
-"""From the metrics of steps to logged rows: means, speed, sums of the epoch, and the check that losses are finite."""
+"""Makes logged rows of the metrics of steps: means, speed and sums of the epoch; checks that losses are finite."""
 
 from __future__ import annotations
 
@@ -17,12 +17,21 @@ from drivetrain.outcomes import Problem
 
 TICK_SECONDS = 0.5  # between two updates of the progress line
 SPEED_SECONDS = 1.0  # over which speed is averaged: a loader's batches come in bursts, and an epoch's last one may be small
-SPIKE_FACTOR, SPIKE_MIN_ROWS, SPIKE_QUIET_STEPS = 8.0, 30, 500  # times the spread; rows before the first notice; steps between two
-MAX_UNSUMMED = 100  # fetches whose rows are kept before they are added up
+SPIKE_FACTOR = 8.0  # times the spread of the loss: a loss further above its mean is a spike
+SPIKE_MIN_ROWS = 30  # before the first notice
+SPIKE_QUIET_STEPS = 500  # between two notices
+MAX_UNSUMMED = 100  # fetches whose rows wait to be added to the epoch's sums
+
+
+class _Speed(NamedTuple):
+    """Samples that were trained on, and the seconds that they took."""
+
+    samples: int = 0
+    seconds: float = 0.0
 
 
 class SpikeDetector:
-    """Follows the mean and spread of the loss, and notices a loss far above them."""
+    """Follows the mean and spread of the loss, and detects a loss far above them."""
 
     def __init__(self) -> None:
         self.mean = self.spread = 0.0
@@ -47,7 +56,7 @@ class SpikeDetector:
 
 
 class RowState(NamedTuple):
-    """What a checkpoint keeps of the rows, so that a resumed run logs the same."""
+    """The part of the rows that a checkpoint stores, so that a resumed run logs the same."""
 
     epoch_sums: dict[str, Any]
     means: dict[str, float]
@@ -57,7 +66,7 @@ class RowState(NamedTuple):
 
 
 class RowLog:
-    """Builds the rows of a training in order: begun when a step is logged, filled when its metrics arrive, then handed to the observer."""
+    """Builds the rows of a training in order. A row begins when a step is logged, is filled when its metrics arrive, and then goes to the observer."""
 
     def __init__(self, step: Step, observer: Observer, elapsed_seconds: Callable[[], float]) -> None:
         self.step, self.observer, self.elapsed_seconds = step, observer, elapsed_seconds
@@ -65,8 +74,8 @@ class RowLog:
         self._restored_means: dict[str, float] = {}
         self._rows: dict[int, dict[str, Any]] = {}
         self._unsummed: list[StepRows] = []
-        self._last_arrival = time.monotonic()  # or the end of the last pause
-        self._recent, self._older = (0, 0.0), (0, 0.0)  # samples and seconds: of the newest second or so, and of the one before
+        self._last_arrival = time.monotonic()  # of metrics; or the end of the last pause
+        self._recent, self._older = _Speed(), _Speed()  # of about the last second, and of the second before it
         self._is_warming_up = True
         self.spikes = SpikeDetector()
 
@@ -74,7 +83,7 @@ class RowLog:
         return RowState(self.epoch_sums, self.means(), self.waiting_row(step))
 
     def load(self, step: int, state: RowState) -> None:
-        """Goes on after a step with what its checkpoint kept."""
+        """Restores the rows from the checkpoint of a step."""
         self.epoch_sums, self._restored_means = state.epoch_sums, state.means
         if state.waiting_row is not None:
             self._rows[step] = state.waiting_row
@@ -137,13 +146,14 @@ class RowLog:
         """Adds up the metrics of the current epoch, for the summary at the end."""
         feed = self.step.feed
         for arrived in self._unsummed:
-            epoch_start = arrived.last // feed.steps_per_epoch * feed.steps_per_epoch  # of the epoch in which these steps end
+            epoch_start = arrived.last // feed.steps_per_epoch * feed.steps_per_epoch  # the first step of the last row's epoch
             rows = arrived.rows[max(0, epoch_start - arrived.first) :]
             if arrived.first <= epoch_start or not self.epoch_sums:
                 self.epoch_sums = {"figures": [0.0] * len(rows[0]), "samples": 0}
-            self.epoch_sums["figures"] = [a + sum(b) for a, b in zip(self.epoch_sums["figures"], zip(*rows, strict=True), strict=True)]
-            last = arrived.last % feed.steps_per_epoch
-            self.epoch_sums["samples"] += sum(feed.batch_size(i) for i in range(last - len(rows) + 1, last + 1))
+            columns = zip(*rows, strict=True)
+            self.epoch_sums["figures"] = [total + sum(column) for total, column in zip(self.epoch_sums["figures"], columns, strict=True)]
+            last_index = arrived.last % feed.steps_per_epoch
+            self.epoch_sums["samples"] += sum(feed.batch_size(i) for i in range(last_index - len(rows) + 1, last_index + 1))
         self._unsummed.clear()
 
     def means(self) -> dict[str, float]:
@@ -163,34 +173,34 @@ class RowLog:
         row["learning_rate"] = self.step.rates.at(step)
         if self.step.loss_scale is not None:
             row["loss_scale"], row["skipped_steps"] = values[SCALE], int(values[SKIPPED])
-        samples, seconds = (recent + older for recent, older in zip(self._recent, self._older, strict=True))
-        row["samples_per_second"] = speed = samples / max(1e-9, seconds)
-        row |= {f"{name}_per_second": each * speed for name, each in feed.speeds.items()}
+        num_samples, seconds = self._recent.samples + self._older.samples, self._recent.seconds + self._older.seconds
+        row["samples_per_second"] = samples_per_second = num_samples / max(1e-9, seconds)
+        row |= {f"{name}_per_second": units_per_sample * samples_per_second for name, units_per_sample in feed.speeds.items()}
         row["memory_bytes"] = peak_memory(self.step.group.device)
         return row
 
     def _count_speed(self, arrived: StepRows) -> None:
-        """Adds samples and seconds to those that speed is averaged over. The first rows of a process include the warm-up: they count for themselves alone."""
+        """Adds rows to the window that speed is averaged over. The first rows of a process include the warm-up: they never share a window with later ones."""
         feed, now = self.step.feed, time.monotonic()
         num_samples = sum(feed.batch_size(step % feed.steps_per_epoch) for step in range(arrived.first, arrived.last + 1))
         seconds = now - self._last_arrival if arrived.seconds is None else arrived.seconds
         if self._is_warming_up:
-            self._recent, self._older = (0, 0.0), (0, 0.0)
-        elif self._recent[1] >= SPEED_SECONDS:
-            self._recent, self._older = (0, 0.0), self._recent
-        self._recent = self._recent[0] + num_samples, self._recent[1] + seconds
+            self._recent, self._older = _Speed(), _Speed()
+        elif self._recent.seconds >= SPEED_SECONDS:
+            self._recent, self._older = _Speed(), self._recent
+        self._recent = _Speed(self._recent.samples + num_samples, self._recent.seconds + seconds)
         self._is_warming_up, self._last_arrival = arrived.seconds is None, now
 
     def _first_bad_step(self, arrived: StepRows) -> int | None:
         """Returns the first step whose loss or gradient is not finite."""
         assert self.step.slots is not None
-        must_be_finite, counts = self.step.slots.must_be_finite(), self.step.slots.count
+        must_be_finite, count_slots = self.step.slots.must_be_finite(), self.step.slots.count_slots
         for step, row in enumerate(arrived.rows, arrived.first):
-            for name, slot in counts.items():
+            for name, slot in count_slots.items():
                 if not row[slot] >= 0:
                     raise Problem(f"loss() gave counts for {name!r} that sum to {row[slot]:g} at step {step + 1:,}: a count is 0 or more")
             if self.step.loss_scale is not None:
-                is_good = row[SCALE] >= MIN_SCALE  # fp16 overflows now and then; a scale that only falls is a fault
+                is_good = row[SCALE] >= MIN_SCALE  # single overflows are normal in fp16; a scale that keeps falling is a fault
             else:
                 is_good = math.isfinite(sum([row[slot] for slot in must_be_finite]))
             if not is_good:

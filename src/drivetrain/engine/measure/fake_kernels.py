@@ -107,13 +107,7 @@ class _Norm(torch.autograd.Function):
 
 _NUM_SAVED = {"lstm": 5, "gru": 6, "rnn_tanh": 1, "rnn_relu": 1}  # numbers that cuDNN saves for each unit and step
 _SOFTMAX_FUNCTIONS = {F.softmax, F.log_softmax, torch.softmax, torch.log_softmax, Tensor.softmax, Tensor.log_softmax}
-_INPUT_FORMAT_ON_GPU = (
-    "pool",
-    "pad",
-    "interpolate",
-    "upsample",
-)
-# Autocast computes these in fp32 on a CPU and in the input's format on a GPU
+_INPUT_FORMAT_ON_GPU = ("pool", "pad", "interpolate", "upsample")  # autocast computes these in fp32 on a CPU only
 _FP32_ON_GPU = {  # autocast computes these in fp32 on a GPU and in the input's format on a CPU
     F.layer_norm, F.group_norm, F.softmax, F.log_softmax, F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss,
     F.binary_cross_entropy_with_logits, F.kl_div, F.normalize, F.softplus, torch.softmax, torch.log_softmax, torch.exp, torch.log,
@@ -124,7 +118,7 @@ _FP32_ON_GPU = {  # autocast computes these in fp32 on a GPU and in the input's 
 
 
 class FakeGpuKernels(TorchFunctionMode):
-    """Within it, attention, dropout, recurrent layers, norms and autocast behave as on a GPU."""
+    """A context in which attention, dropout, recurrent layers, norms and autocast behave as on a GPU."""
 
     def __init__(self, half: torch.dtype | None, record: RecordWork) -> None:
         super().__init__()
@@ -170,25 +164,27 @@ class FakeGpuKernels(TorchFunctionMode):
     ) -> Tensor:  # fmt: skip
         if self.half is not None and torch.is_autocast_enabled("cpu"):
             query, key, value = (t.to(self.half) if t.is_floating_point() else t for t in (query, key, value))
-        pairs = float(np.prod(query.shape[:-1])) * key.shape[-2]
-        flops = 2.0 * pairs * (query.shape[-1] + value.shape[-1]) * (0.5 if is_causal else 1.0)
+        num_pairs = float(np.prod(query.shape[:-1])) * key.shape[-2]  # of a query and a key
+        flops = 2.0 * num_pairs * (query.shape[-1] + value.shape[-1]) * (0.5 if is_causal else 1.0)
         return _Attention.apply(query, key, value, flops, self.record)  # type: ignore[no-any-return]
 
     def _recurrent(self, name: str, x: Tensor, *args: Any) -> Any:
         if not isinstance(args[1], (list, tuple)):  # packed sequences: (data, sizes, hidden, weights, ...)
             return getattr(torch._VF, name)(x, *args)
         hidden, weights, _bias, layers, _dropout, training, bidirectional, batch_first = args[:8]
-        first = hidden[0] if isinstance(hidden, (list, tuple)) else hidden
-        steps, width = x.numel() // x.shape[-1], first.shape[-1] * (2 if bidirectional else 1)
+        first_hidden = hidden[0] if isinstance(hidden, (list, tuple)) else hidden
+        num_directions = 2 if bidirectional else 1
+        steps, width = x.numel() // x.shape[-1], first_hidden.shape[-1] * num_directions
         if self.half is not None and torch.is_autocast_enabled("cpu"):
             x, weights = x.to(self.half), [w.to(self.half) for w in weights]
         flops = 2.0 * steps * sum(w.numel() for w in weights if w.dim() > 1)
         num_saved = steps * width * (_NUM_SAVED[name] * layers + layers - 1) if training else 0
-        num_workspace = int(1.5 * (2 if bidirectional else 1) * sum(w.numel() for w in weights) + 6.5 * steps * width)
-        sequential_steps = int(x.shape[1 if batch_first and x.dim() > 2 else 0] * layers * (1.6 if bidirectional else 1))
+        num_workspace = int(1.5 * num_directions * sum(w.numel() for w in weights) + 6.5 * steps * width)
+        length = x.shape[1 if batch_first and x.dim() > 2 else 0]
+        sequential_steps = int(length * layers * (1.6 if bidirectional else 1))  # two directions run partly in parallel
         out = _Recurrent.apply(x, num_saved, num_workspace, width, sequential_steps, flops, self.record, *weights)
-        last = first.to(out.dtype).expand_as(first) + out.sum() * 0
-        return (out, last, last) if name == "lstm" else (out, last)
+        last_hidden = first_hidden.to(out.dtype).expand_as(first_hidden) + out.sum() * 0  # depends on `out`, as autograd expects
+        return (out, last_hidden, last_hidden) if name == "lstm" else (out, last_hidden)
 
     def _rms_norm(self, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
         weight = input.new_ones(list(normalized_shape)) if weight is None else weight

@@ -1,4 +1,4 @@
-"""Peak memory of a process, and allocation failures as one kind of error."""
+"""Reads the peak memory of a process, and turns all failed allocations into one kind of error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns the peak bytes of the device, if it has memory of its own, else of this process."""
+    """Returns the peak bytes that were allocated on a GPU; for other devices, the peak bytes of this process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -21,7 +21,7 @@ OUT_OF_MEMORY_MESSAGES = ("DefaultCPUAllocator: ", "CUBLAS_STATUS_ALLOC_FAILED",
 
 
 class _AllocationErrorsAsOom:
-    """Within it, every failed allocation raises torch.OutOfMemoryError: those of host memory, cuBLAS and cuDNN, too."""
+    """A context in which every failed allocation raises torch.OutOfMemoryError, also one of host memory, cuBLAS or cuDNN."""
 
     def __enter__(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Measures steps on one device of this machine: peak memory and time at some micro-batch sizes."""
+"""Measures the peak memory and time of steps on one device of this machine, for some micro-batch sizes."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ EAGER_STEPS = 3
 CAPTURE_BELOW_SECONDS = 0.25
 """A longer step gains little from a CUDA graph: kernel launches are a small part of it."""
 CAPTURED_SECONDS = 0.15
-"""How long captured steps are timed, twice."""
+"""How long captured steps are timed, two times."""
 
 
 class Probe:
-    """A task's model and data on a device; it measures any number of micro-batch sizes."""
+    """Measures micro-batch sizes of one task, whose model and data it holds on a device."""
 
     def __init__(self, task: Task, plan: Plan, device: torch.device) -> None:
         self.task, self.device = task, device
@@ -59,15 +59,15 @@ class Probe:
             try:
                 with torch.device(self.device):  # random weights are made fastest on the device itself
                     return build_model(task, self.plan, Run(Path(folder)), self.group, Observer())
-            except Exception:  # the task mixes in tensors of the host
+            except Exception:  # the task combines new tensors with tensors of the host
                 return build_model(task, self.plan, Run(Path(folder)), self.group, Observer())
 
     def measure(self, micro_batch: int) -> Point:
-        """Measures one micro-batch size; where memory runs out, the point says so."""
+        """Measures one micro-batch size; if memory runs out, the point has `fits=False`."""
         try:
             return self._measure_steps(micro_batch)
         except torch.OutOfMemoryError:
-            pass  # cleaned up below: inside the handler, its traceback would hold the memory
+            pass  # memory is freed below, because in this handler the traceback still holds it
         self.optimizer.zero_grad(set_to_none=True)
         self.free_memory()
         return Point(micro_batch, fits=False)
@@ -78,10 +78,11 @@ class Probe:
         self.free_memory()
         feed = train_feed(self.task, self.data, plan, self.group)
         strategy = make_strategy(self.model, lambda: self.optimizer, self.task, plan, self.group, PIGGYBACK_FLOATS, Path())
-        total = 100_000  # more steps than are taken: the table of their learning rates must be long enough
-        rates = LearningRates(self.optimizer, make_schedule(self.task, total, feed.steps_per_epoch), total, self.group)
+        total_steps = 100_000  # more than are taken, so that the table of learning rates is long enough
+        schedule = make_schedule(self.task, total_steps, feed.steps_per_epoch)
+        rates = LearningRates(self.optimizer, schedule, total_steps, self.group)
         step = Step(self.task, self.model, feed, strategy, rates, self.precision, self.group)
-        step.can_undo = False  # out of memory is a result here
+        step.can_undo = False  # an out-of-memory error is passed on: it is a result
         self.model.train()
         number = -1
 
@@ -103,19 +104,19 @@ class Probe:
             take_step()
             seconds = self._seconds(take_step, EAGER_STEPS)
             peak = self._peak()
-            kind, update = "eager", lambda: strategy.update(None, 0.0, False, False)
+            mode, update = "eager", lambda: strategy.update(None, 0.0, False, False)
             if seconds < CAPTURE_BELOW_SECONDS and self.device.type == "cuda" and plan.capture != "off":
-                ExecutionTuner(step, plan, self.group, total, Observer(), None).attach()
-                for _ in range(
-                    WARM_UP_STEPS + TIMED_STEPS + 1 + WARM_UP_CALLS + 1
-                ):  # the steps of the choice, then those until the graph is captured
+                ExecutionTuner(step, plan, self.group, total_steps, Observer(), None).attach()
+                num_steps_to_choice, num_steps_to_capture = WARM_UP_STEPS + TIMED_STEPS + 1, WARM_UP_CALLS + 1
+                for _ in range(num_steps_to_choice + num_steps_to_capture):
                     take_step()
                 if step.graphs is not None:
                     times = max(EAGER_STEPS, int(CAPTURED_SECONDS / seconds))
-                    seconds, kind = min(self._seconds(take_step, times) for _ in range(2)), "captured"
-                    update = capture_graph(update)  # without the time of the host, as within a captured step
+                    seconds, mode = min(self._seconds(take_step, times) for _ in range(2)), "captured"
+                    update = capture_graph(update)  # as in a captured step, without the time of the host
                     update()
-            return Point(micro_batch, True, peak, seconds, min(0.5 * seconds, self._seconds(update, EAGER_STEPS)), kind)
+            update_seconds = min(0.5 * seconds, self._seconds(update, EAGER_STEPS))
+            return Point(micro_batch, True, peak, seconds, update_seconds, mode)
         finally:
             feed.close()
 
@@ -135,9 +136,9 @@ class Probe:
             torch.cuda.synchronize(self.device)
 
     def free_memory(self) -> None:
-        """Returns the memory that steps and libraries left behind to the device."""
+        """Frees the device memory that earlier steps and libraries still hold."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             gc.collect()  # a step and its graphs refer to each other
-            torch._C._cuda_clearCublasWorkspaces()  # cuBLAS holds one for every stream on which graphs were captured
+            torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps a workspace for every stream on which graphs were captured
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Makes a task's profile: the memory and work of its model, data and loss, found without the machine it will run on."""
+"""Makes a task's profile: the memory and work of its model, data and loss, which do not depend on a machine."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ T = TypeVar("T")
 SIZES = (8, 16)
 """Samples of the two micro-batches that are traced."""
 REAL_SIZES = (1, 2)
-"""The same where tensors must have values, so that the work is really done."""
+"""The same for real tensors, whose operations are really computed."""
 
 
 def survey(
     task: Task, precision: str, on_model_facts: Callable[[dict[str, Any]], None] = lambda facts: None, with_values: bool = False
 ) -> Profile:
-    """Returns the profile of a task in one precision; where its passes cannot be traced, `traced` says why.
+    """Returns the profile of a task in one precision; if its passes cannot be traced, `traced` says why.
 
-    `on_model_facts` gets the facts about the model before passes are traced. `with_values` uses only real tensors; it is for a
-    process that follows one which crashed on fake tensors.
+    `on_model_facts` is called with the facts about the model before passes are traced. `with_values` uses only real tensors;
+    it is for a second process, after the first has crashed on fake tensors.
     """
     task.precision = precision  # type: ignore[assignment]
     data = task.train_data()
@@ -85,7 +85,7 @@ def survey(
 
 
 def _fake_model(task: Task, mode: FakeTensorMode) -> nn.Module:
-    """Returns the model with fake tensors; where it cannot be built with them, they replace its real ones."""
+    """Returns the model with fake tensors; a model that cannot be built with them is built with real ones, which are then replaced."""
     try:
         with mode, _conversions_of_fake_tensors():
             model = task.model()
@@ -93,7 +93,7 @@ def _fake_model(task: Task, mode: FakeTensorMode) -> nn.Module:
             return model
     except Problem:
         raise
-    except Exception:  # it reads weights from a file, or looks at values
+    except Exception:  # model() reads weights from a file, or depends on values
         pass
     model = _real_model(task)
     replace_with_fake_tensors(model, mode)
@@ -109,7 +109,7 @@ def _real_model(task: Task) -> nn.Module:
 
 @contextmanager
 def _conversions_of_fake_tensors() -> Iterator[None]:
-    """Within it, a module's `.to()` replaces tensors: fake tensors cannot be swapped in place."""
+    """A context in which a module's `.to()` replaces its tensors, because fake tensors cannot be swapped in place."""
     converted: dict[tuple[Tensor, torch.dtype, torch.device], nn.Parameter] = {}
     original = nn.Module._apply
 
@@ -120,9 +120,8 @@ def _conversions_of_fake_tensors() -> Iterator[None]:
             if parameter is not None:
                 changed = function(parameter.detach())
                 new = nn.Parameter(changed, parameter.requires_grad)
-                module._parameters[name] = converted.setdefault(
-                    (parameter, changed.dtype, changed.device), new
-                )  # tied parameters stay tied
+                # One replacement for each parameter, so that tied parameters stay tied.
+                module._parameters[name] = converted.setdefault((parameter, changed.dtype, changed.device), new)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = function(buffer)
@@ -146,7 +145,7 @@ def _optimizer_bytes(task: Task, model: nn.Module) -> int:
         return sum(v.nbytes for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim())
     except Problem:
         raise
-    except Exception:  # an optimizer that reads values
+    except Exception:  # the optimizer reads values
         return _adamw_bytes(model)
     finally:
         for parameter in trained:
@@ -221,13 +220,16 @@ def _passes(
     model.train()
 
     def loss(size: int) -> Tensor:
-        batch = batches[size] if mode is None else tree_map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, batches[size])
+        batch = batches[size]
+        if mode is not None:
+            batch = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, batch)
         if overrides(task, "augment"):
             batch = task.augment(batch, _FakeRand(size))
         with precision.forward():
             value = task.loss(model, batch)
         parts, _ = read_loss(value)
-        return torch.stack([(p.value if p.count is None else p.value / max(1, size)).float().reshape(()) for p in parts]).sum()
+        terms = [p.value if p.count is None else p.value / max(1, size) for p in parts]
+        return torch.stack([term.float().reshape(()) for term in terms]).sum()
 
     if mode is None:
         return {"plain": trace(loss, model, half, sizes, [])}
@@ -242,14 +244,14 @@ def _passes(
 
 
 def _start_in_child(work: Callable[[], T]) -> Callable[[], T]:
-    """Starts `work` on another core, in a forked child; returns a function that waits for its result.
+    """Starts `work` in a forked child process; returns a function that waits for the result.
 
-    Where no child can be started, or it fails, that function does the work here.
+    If no child can be started, or it fails, the returned function does the work in this process.
     """
     if sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2:
         return work
-    fork, begin, parent = get_context("fork"), time.monotonic(), os.getpid()
-    receiver, sender = fork.Pipe(duplex=False)
+    context, start, parent = get_context("fork"), time.monotonic(), os.getpid()
+    receiver, sender = context.Pipe(duplex=False)
 
     def run() -> None:
         die_with_parent(parent)
@@ -257,7 +259,7 @@ def _start_in_child(work: Callable[[], T]) -> Callable[[], T]:
         with contextlib.suppress(Exception):
             sender.send(work())
 
-    child = fork.Process(target=run, daemon=True)
+    child = context.Process(target=run, daemon=True)
     try:
         child.start()
     except (AssertionError, OSError):  # a daemonic process may have no children; or there are too many processes
@@ -265,11 +267,11 @@ def _start_in_child(work: Callable[[], T]) -> Callable[[], T]:
     sender.close()
 
     def result() -> T:
-        timeout_seconds = 10 + 3 * (time.monotonic() - begin)
+        timeout_seconds = 10 + 3 * (time.monotonic() - start)  # this process has done similar work since then
         try:
             if receiver.poll(timeout_seconds):
                 return receiver.recv()  # type: ignore[no-any-return]
-        except EOFError:  # the child failed; the work below shows the error
+        except EOFError:  # the child failed; `work()` below raises the same error
             pass
         finally:
             child.kill()

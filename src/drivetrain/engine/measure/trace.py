@@ -1,7 +1,7 @@
-"""Traces a task's memory and work from a pass over fake tensors: they have shapes and no values, so no GPU is needed.
+"""Traces the memory and work of a task with fake tensors, which have shapes but no values, so that no GPU is needed.
 
-A pass is traced for two micro-batch sizes. The shapes of every operation grow linearly with the samples, so the memory
-at each moment is a line over the size, and the peak for any size is the highest of a few lines.
+A pass is traced for two micro-batch sizes. Tensors grow linearly with the number of samples, so the memory after each
+operation is a line over that number, and the peak for any number is the highest of a few lines.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,11 +25,13 @@ from drivetrain.engine.measure.fake_kernels import FakeGpuKernels
 from drivetrain.plan.profile import Line, Pass, Work, reduction_buffer_bytes
 
 ALLOCATION_BYTES = 512
-"""A GPU's allocator gives multiples of it."""
+"""torch's GPU allocator rounds sizes up to a multiple of this."""
 TILE = 128
 """Rows and columns of a matrix product that one multiprocessor of a GPU computes at once."""
+PEAK_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
+"""Numbers of samples for which the operation with the highest memory is determined."""
 _NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "lift_fresh", "_unsafe_view")
-_FACTORS = {  # matrix products: the argument that is the first of the two factors
+_FACTORS = {  # name of a matrix product -> index of the argument that is its first factor
     "mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "_int_mm": 0, "_scaled_mm": 0, "_grouped_mm": 0, "_scaled_grouped_mm": 0, "_sparse_mm": 0,
     "addmm": 1, "baddbmm": 1, "addbmm": 1, "addmv": 1, "_addmm_activation": 1, "_sparse_addmm": 1, "sspaddmm": 1,
 }  # fmt: skip
@@ -52,6 +54,21 @@ _SCATTERED = (
 _CONV = ("convolution", "convolution_backward", "_convolution")
 
 
+class Operation(NamedTuple):
+    """The work of one operation."""
+
+    kind: str
+    """Which speed the plan assumes for it (`Work.kind`)."""
+    dtype: str
+    flops: float
+    bytes: float
+    """Read and written."""
+    tiles: float
+    """Tiles of a matrix product's output; rows of a sum over rows."""
+    depth: float
+    """Length of each sum in a matrix product; for other kinds another length (`_shape_of_work`)."""
+
+
 class ShapesOnly(FakeTensorMode):
     """Makes tensors that have shapes and no values."""
 
@@ -71,9 +88,9 @@ class OperationRecorder(TorchDispatchMode):
         """[birth, death, bytes] of each storage; death is -1 while it lives."""
         self.index_of: dict[int, int] = {}
         """Storage -> its index in `lifetimes`."""
-        self.operations: list[tuple[str, str, float, float, float, float]] = []
+        self.operations: list[Operation] = []
         self.copies: set[int] = set()
-        """Storages that hold a parameter in another number format (made by autocast)."""
+        """Indices of storages that hold a parameter in another number format (made by autocast)."""
         self.has_matrix_product = False
         self.sums: dict[int, tuple[int, int]] = {}
         """(columns, rows) of each sum over rows, by the clock of the operation."""
@@ -82,11 +99,10 @@ class OperationRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function is torch.ops.prim.device.default and isinstance(
-            args[0], FakeTensor
-        ):  # a shortcut, because autograd asks for it in two of three calls
+        # A fast path: two of three calls are autograd's question for the device.
+        if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
-        if torch.is_inference_mode_enabled():  # composite operators arrive here: count those they are made of
+        if torch.is_inference_mode_enabled():  # composite operators arrive here: record the operators they consist of
             with self:
                 result = function.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -94,16 +110,16 @@ class OperationRecorder(TorchDispatchMode):
         result = function(*args, **kwargs)
         self.clock += 1
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        fresh = [t for t in outputs if self._add_storage(t)]
+        new_tensors = [t for t in outputs if self._add_storage(t)]
         name = _name(function)
-        if name == "_to_copy" and fresh and args[0].untyped_storage()._cdata in self._existing:
-            self.copies.add(self.index_of[fresh[0].untyped_storage()._cdata])
+        if name == "_to_copy" and new_tensors and args[0].untyped_storage()._cdata in self._existing:
+            self.copies.add(self.index_of[new_tensors[0].untyped_storage()._cdata])
         if name in ("sum", "prod") and not args[0].is_floating_point() and result.dtype != args[0].dtype:
-            cast = result.new_empty(args[0].shape)  # a GPU first copies its input to that format
+            cast = result.new_empty(args[0].shape)  # a GPU first copies the input to the format of the result
             self._add_storage(cast)
-            self.operations.append(("other", "float32", 0.0, float(args[0].nbytes + cast.nbytes), 0.0, 0.0))
+            self.operations.append(Operation("other", "float32", 0.0, float(args[0].nbytes + cast.nbytes), 0.0, 0.0))
             outputs.append(cast)
-        if (fresh or function._schema.is_mutable) and name not in _NO_KERNEL:
+        if (new_tensors or function._schema.is_mutable) and name not in _NO_KERNEL:
             self._record_operation(function, name, args, kwargs, result, outputs)
         return result
 
@@ -126,52 +142,63 @@ class OperationRecorder(TorchDispatchMode):
 
     def _record_operation(self, function: Any, name: str, args: Any, kwargs: Any, result: Any, outputs: list[Tensor]) -> None:
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        moved = float(sum(t.numel() * t.element_size() for t in {id(t): t for t in (*inputs, *outputs)}.values()))
+        distinct_tensors = {id(t): t for t in (*inputs, *outputs)}.values()
+        num_bytes = float(sum(t.numel() * t.element_size() for t in distinct_tensors))
         flops = _flops(function, name, args, kwargs, result)
-        strided = name in ("clone", "copy_", "_to_copy") and any(not t.is_contiguous() for t in inputs)
-        scattered = strided or name.startswith(_SCATTERED)
-        kind = "gemm" if name in _FACTORS else "conv" if name in _CONV else "scattered" if scattered else "other"
-        if flops and "attention" in name:
-            kind = "attention"
-        if name == "embedding_dense_backward":
-            kind = "embedding"
-        if name.startswith("index"):
-            kind = "added" if name == "index_add" else "picked"
-        if kind == "conv" and _groups(name, args) > 1:
-            images = inputs[0].dim() == 4 and inputs[0].element_size() == 2  # whose channels lie innermost on a GPU
-            kind = "grouped" if images else "grouped_flat"
+        kind = _kind_of_operation(name, args, inputs, flops)
         self.has_matrix_product |= name in _FACTORS
         tiles, depth = _shape_of_work(name, args, outputs)
-        if (summed := _row_sum(name, args, inputs)) is not None:
-            self.sums[self.clock] = summed
+        if (row_sum := _row_sum(name, args, inputs)) is not None:
+            self.sums[self.clock] = row_sum
             if name not in _CONV:
-                kind, tiles, depth = "summed", float(summed[1]), float(summed[0])
+                columns, rows = row_sum
+                kind, tiles, depth = "summed", float(rows), float(columns)
         if name.startswith("native_batch_norm") and inputs[0].dim() in (3, 5) and inputs[0].element_size() == 2:
             kind, depth = "channels", float(inputs[0].shape[1])
         dtype = next((str(t.dtype).removeprefix("torch.") for t in inputs if t.is_floating_point()), "float32")
-        self.operations.append((kind, dtype, flops, moved, tiles, depth))
+        self.operations.append(Operation(kind, dtype, flops, num_bytes, tiles, depth))
 
     def record_work(self, kind: str, flops: float, tensors: list[Tensor], steps: int = 0) -> None:
         """Records the work of a fake kernel."""
-        moved = float(sum(t.nbytes for t in tensors))
-        self.operations.append((kind, str(tensors[0].dtype).removeprefix("torch."), flops, moved, 0.0, float(steps)))
+        num_bytes = float(sum(t.nbytes for t in tensors))
+        self.operations.append(Operation(kind, str(tensors[0].dtype).removeprefix("torch."), flops, num_bytes, 0.0, float(steps)))
 
     def copied_bytes(self) -> float:
-        """Returns the most bytes that copies of parameters in another number format take."""
+        """Returns the peak bytes of parameters' copies in another number format."""
         others = set(range(len(self.lifetimes))) - self.copies
         return float((self.curve(others) - self.curve(others | self.copies)).max())
 
     def curve(self, without: set[int]) -> np.ndarray:
-        """Returns the live bytes after each operation, without some storages."""
+        """Returns the live bytes after each operation, without the storages at some indices."""
         change = np.zeros(self.clock + 2)
         for index, (birth, death, size) in enumerate(self.lifetimes):
             if index not in without:
                 change[birth] += size
-                change[death + 1 if death >= 0 else self.clock + 1] -= size  # it still lives while its last operation runs
+                change[death + 1 if death >= 0 else self.clock + 1] -= size  # it is alive until its last operation ends
         return np.cumsum(change)[: self.clock + 1]
 
 
+def _kind_of_operation(name: str, args: Any, inputs: list[Tensor], flops: float) -> str:
+    """Returns the kind of an operation, which decides at what speed the plan expects it to run."""
+    if name.startswith("index"):
+        return "added" if name == "index_add" else "picked"
+    if name == "embedding_dense_backward":
+        return "embedding"
+    if flops and "attention" in name:
+        return "attention"
+    if name in _FACTORS:
+        return "gemm"
+    if name in _CONV:
+        if _groups(name, args) == 1:
+            return "conv"
+        is_channels_last = inputs[0].dim() == 4 and inputs[0].element_size() == 2  # as the engine stores such images on a GPU
+        return "grouped" if is_channels_last else "grouped_flat"
+    is_strided_copy = name in ("clone", "copy_", "_to_copy") and any(not t.is_contiguous() for t in inputs)
+    return "scattered" if is_strided_copy or name.startswith(_SCATTERED) else "other"
+
+
 def _groups(name: str, args: Any) -> int:
+    """Returns the number of groups of a convolution."""
     return int(args[9] if name == "convolution_backward" else args[8])
 
 
@@ -190,31 +217,36 @@ def _flops(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> flo
         rows = args[0].numel() // args[0].shape[-1]
         return (2.0 if name == "mkldnn_rnn_layer" else 4.0) * float(rows * (args[1].numel() + args[2].numel()))
     if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):  # not counted by torch; arguments: (gradient,) query, key, value
-        backward = name.endswith("backward")
-        query, key, value = args[1:4] if backward else args[:3]
-        pairs = query.numel() // query.shape[-1] * key.shape[-2]
-        return (5.0 if backward else 2.0) * float(pairs * (query.shape[-1] + value.shape[-1]))
+        is_backward = name.endswith("backward")
+        query, key, value = args[1:4] if is_backward else args[:3]
+        num_pairs = query.numel() // query.shape[-1] * key.shape[-2]
+        return (5.0 if is_backward else 2.0) * float(num_pairs * (query.shape[-1] + value.shape[-1]))
     if name == "_trilinear":
-        return 2.0 * float(np.prod(np.broadcast_shapes(*(_with_ones(t.shape, at) for t, at in zip(args[:3], args[3:6], strict=True)))))
-    count = flop_registry.get(function._overloadpacket)
-    if count is None:
+        shapes = [_with_ones(t.shape, positions) for t, positions in zip(args[:3], args[3:6], strict=True)]
+        return 2.0 * float(np.prod(np.broadcast_shapes(*shapes)))
+    formula = flop_registry.get(function._overloadpacket)
+    if formula is None:
         return 0.0
-    if name == "convolution_backward" and _groups(name, args) > 1:  # torch counts as if each weight saw all channels
-        gradient, x, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[-1]
-        return float(2 * (x if transposed else gradient).numel() * weight[0].numel() * sum(wanted[:2]))
-    return float(count(*args, **kwargs, out_val=result))
+    if name == "convolution_backward" and _groups(name, args) > 1:  # torch's formula ignores groups
+        gradient, x, weight, transposed, output_mask = args[0], args[1], args[2], args[7], args[-1]
+        return float(2 * (x if transposed else gradient).numel() * weight[0].numel() * sum(output_mask[:2]))
+    return float(formula(*args, **kwargs, out_val=result))
 
 
-def _with_ones(shape: Sequence[int], at: Sequence[int]) -> list[int]:
+def _with_ones(shape: Sequence[int], positions: Sequence[int]) -> list[int]:
     """Returns a shape with dimensions of size 1 inserted at these positions."""
     sizes = list(shape)
-    for position in sorted(at):
+    for position in sorted(positions):
         sizes.insert(position, 1)
     return sizes
 
 
 def _shape_of_work(name: str, args: Any, outputs: list[Tensor]) -> tuple[float, float]:
-    """Returns (tiles of the output, length of each sum) of a matrix product, (0, input channels) of a convolution."""
+    """Returns `tiles` and `depth` of an operation.
+
+    For a matrix product: tiles of the output, length of each sum; for an embedding's backward: 0, number of indices;
+    for a convolution: 0, input channels; for others: 0, 0.
+    """
     if name in _FACTORS:
         first, out = args[_FACTORS[name]], outputs[0]
         rows, columns = (out.shape[-2], out.shape[-1]) if out.dim() > 1 else (out.numel(), 1)
@@ -242,7 +274,7 @@ def _row_sum(name: str, args: Any, inputs: list[Tensor]) -> tuple[int, int] | No
 
 
 def replace_with_fake_tensors(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Replaces the tensors of a real model by fake ones, which have shapes and no values."""
+    """Replaces the tensors of a real model by fake ones, in place; tied parameters stay tied."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         tables: list[dict[str, Any]] = [module._parameters, module._buffers]
@@ -264,19 +296,19 @@ def replace_with_fake_tensors(model: nn.Module, mode: FakeTensorMode) -> None:
 def trace(
     loss: Callable[[int], Tensor], model: nn.Module, half: torch.dtype | None, sizes: tuple[int, int], recomputed: list[nn.Module]
 ) -> Pass:
-    """Traces forward and backward at two sizes. `loss(samples)` gives the objective of a micro-batch.
+    """Traces forward and backward at two sizes. `loss(num_samples)` returns the objective of a micro-batch.
 
     The modules of `recomputed` save only their inputs (activation checkpointing).
     """
     first, second = (_one_pass(loss, model, half, size, recomputed) for size in sizes)
     if first.clock != second.clock or len(first.operations) != len(second.operations):
         return _line_through_peaks(first, second, model, sizes)
-    curves = [(r.curve(set()), r.curve(r.gradients)) for r in (first, second)]
-    sums = {clock: (width, rows / sizes[0]) for clock, (width, rows) in first.sums.items()}
-    lines = [_hull(a, b, sizes, sums) for a, b in zip(*curves, strict=True)]
+    sums = {clock: (columns, rows / sizes[0]) for clock, (columns, rows) in first.sums.items()}
+    with_gradients = _peak_lines(first.curve(set()), second.curve(set()), sizes, sums)
+    without_gradients = _peak_lines(first.curve(first.gradients), second.curve(second.gradients), sizes, sums)
     return Pass(
-        lines[0],
-        lines[1],
+        with_gradients,
+        without_gradients,
         second.copied_bytes(),
         second.has_matrix_product,
         _count_equal_operations(first.operations, second.operations, sizes),
@@ -296,6 +328,7 @@ def trace_evaluation(loss: Callable[[int], Tensor], model: nn.Module, half: torc
 
 class _Traced(OperationRecorder):
     gradients: set[int]
+    """Indices of the storages that hold parameters' gradients."""
 
 
 def _one_pass(loss: Callable[[int], Tensor], model: nn.Module, half: torch.dtype | None, size: int, recomputed: list[nn.Module]) -> _Traced:
@@ -310,8 +343,8 @@ def _one_pass(loss: Callable[[int], Tensor], model: nn.Module, half: torch.dtype
     finally:
         for module in recomputed:
             del module.forward
-    owned = {p.grad.untyped_storage()._cdata for p in model.parameters() if p.grad is not None}
-    recorder.gradients = {recorder.index_of[key] for key in owned if key in recorder.index_of}
+    gradient_storages = {p.grad.untyped_storage()._cdata for p in model.parameters() if p.grad is not None}
+    recorder.gradients = {recorder.index_of[key] for key in gradient_storages if key in recorder.index_of}
     model.zero_grad(set_to_none=True)
     return recorder
 
@@ -323,28 +356,29 @@ def _checkpointed(forward: Callable[..., Any], mode: FakeGpuKernels) -> Callable
 
 
 def _line_through_peaks(first: _Traced, second: _Traced, model: nn.Module, sizes: tuple[int, int]) -> Pass:
-    """Returns a line through the two peaks, for passes whose operations themselves depend on the batch."""
-    peaks = [(float(r.curve(set()).max()), float(r.curve(r.gradients).max())) for r in (first, second)]
-    lines = [(_line(a, b, sizes),) for a, b in zip(*peaks, strict=True)]
+    """Returns a line through the two peaks, for a pass whose operations differ between the two sizes."""
+    with_gradients = _line(float(first.curve(set()).max()), float(second.curve(set()).max()), sizes)
+    without_gradients = _line(float(first.curve(first.gradients).max()), float(second.curve(second.gradients).max()), sizes)
     work = _count_equal_operations(second.operations, second.operations, sizes)
     per_sample = tuple(w._replace(flops=(0.0, w.flops[0] / sizes[1]), bytes=(0.0, w.bytes[0] / sizes[1])) for w in work)
-    return Pass(lines[0], lines[1], second.copied_bytes(), second.has_matrix_product, per_sample)
+    return Pass((with_gradients,), (without_gradients,), second.copied_bytes(), second.has_matrix_product, per_sample)
 
 
-def _line(a: float, b: float, sizes: tuple[int, int]) -> Line:
-    slope = (b - a) / (sizes[1] - sizes[0])
-    return Line(float(a - slope * sizes[0]), float(slope))
+def _line(first: float, second: float, sizes: tuple[int, int]) -> Line:
+    """Returns the line through the values at two sizes."""
+    slope = (second - first) / (sizes[1] - sizes[0])
+    return Line(float(first - slope * sizes[0]), float(slope))
 
 
-def _hull(a: np.ndarray, b: np.ndarray, sizes: tuple[int, int], sums: dict[int, tuple[int, float]]) -> tuple[Line, ...]:
-    """Returns the lines that are the highest for some number of samples."""
-    slopes = (b - a) / (sizes[1] - sizes[0])
-    fixed = a - slopes * sizes[0]
+def _peak_lines(first: np.ndarray, second: np.ndarray, sizes: tuple[int, int], sums: dict[int, tuple[int, float]]) -> tuple[Line, ...]:
+    """Returns the lines that are the highest for some number of samples, from the memory curves at two sizes."""
+    slopes = (second - first) / (sizes[1] - sizes[0])
+    fixed = first - slopes * sizes[0]
     highest: list[Line] = []
-    for samples in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536):
+    for samples in PEAK_SIZES:
         heights = fixed + slopes * samples
-        for clock, (width, rows) in sums.items():
-            heights[clock] += reduction_buffer_bytes(width, rows * samples)
+        for clock, (columns, rows_per_sample) in sums.items():
+            heights[clock] += reduction_buffer_bytes(columns, rows_per_sample * samples)
         top = int(np.argmax(heights))
         line = Line(float(fixed[top]), float(slopes[top]), *sums.get(top, (0, 0.0)))
         if line not in highest:
@@ -352,12 +386,15 @@ def _hull(a: np.ndarray, b: np.ndarray, sizes: tuple[int, int], sums: dict[int, 
     return tuple(highest)
 
 
-def _count_equal_operations(first: list[Any], second: list[Any], sizes: tuple[int, int]) -> tuple[Work, ...]:
-    same = Counter(zip(first, second, strict=True))
+def _count_equal_operations(first: list[Operation], second: list[Operation], sizes: tuple[int, int]) -> tuple[Work, ...]:
+    """Returns the work of each distinct operation as lines over the samples, with the number of times it runs."""
+
+    def line(at_first: float, at_second: float) -> tuple[float, float]:
+        fitted = _line(at_first, at_second, sizes)
+        return fitted.fixed, fitted.per_sample
+
     works = []
-    for (a, b), count in same.items():
-        flops, moved, tiles, depth = (
-            (line.fixed, line.per_sample) for line in (_line(x, y, sizes) for x, y in zip(a[2:], b[2:], strict=True))
-        )
-        works.append(Work(count, a[0], a[1], flops, moved, tiles, depth))
+    for (a, b), count in Counter(zip(first, second, strict=True)).items():
+        flops, num_bytes = line(a.flops, b.flops), line(a.bytes, b.bytes)
+        works.append(Work(count, a.kind, a.dtype, flops, num_bytes, line(a.tiles, b.tiles), line(a.depth, b.depth)))
     return tuple(works)

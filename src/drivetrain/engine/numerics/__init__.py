@@ -1,1 +1,1 @@
-"""Losses, metrics, optimizers, learning rates and number formats."""
+"""Reads losses and metrics, and makes optimizers, learning rates and number formats."""

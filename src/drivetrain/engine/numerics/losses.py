@@ -17,7 +17,7 @@ from drivetrain.outcomes import Problem
 
 @dataclass(frozen=True, slots=True)
 class LossPart:
-    """One named term of a loss: a mean over the batch's samples, or a total with a count of its own."""
+    """One named term of a loss: a mean over the batch's samples, or a total with its count."""
 
     name: str
     value: Tensor
@@ -25,7 +25,7 @@ class LossPart:
 
 
 def sum_logged_values(value: Any) -> Any:
-    """Returns what `loss` returned, with each logged tensor as (total, count). In compiled code the sums are compiled, too."""
+    """Replaces each logged tensor in the return value of `loss` by (total, count). Compiled code includes these sums."""
     if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)):
         return value
     return value[0], {name: _total_and_count(logged) for name, logged in value[1].items()}
@@ -37,7 +37,7 @@ def _total_and_count(value: Any) -> Any:
 
 
 def read_loss(value: Any) -> tuple[list[LossPart], list[LossPart]]:
-    """Returns (parts to minimise, parts that are only logged) of what `loss` returned."""
+    """Reads the return value of `loss`; returns (parts to minimise, parts that are only logged)."""
     if isinstance(value, Tensor):
         return [_part("loss", value)], []
     logged: list[LossPart] = []
@@ -92,7 +92,7 @@ def read_count(count: Any, origin: str) -> Any:
 
 
 def read_counts(counts: Any) -> dict[str, Any]:
-    """Reads what `counts` returned for a batch."""
+    """Reads the return value of `counts` for a batch."""
     if counts is not None and not isinstance(counts, dict):
         raise Problem(f"counts() gave {describe_value(counts)}: return a dict of the part's name -> count")
     return {name: read_count(count, f"counts() gave for {name!r}") for name, count in (counts or {}).items()}
@@ -118,9 +118,11 @@ def real_number(value: Any) -> Any:
 def describe_value(value: Any) -> str:
     """Describes a value of the wrong form, for an error message."""
     if isinstance(value, Tensor):
-        form = "complex" if value.is_complex() else str(value.layout).removeprefix("torch.") if value.layout is not torch.strided else ""
-        return (
-            f"a {form + ' ' if form else ''}tensor of shape {list(value.shape)}{' without values (device meta)' if value.is_meta else ''}"
-        )
+        form = ""
+        if value.is_complex():
+            form = "complex "
+        elif value.layout is not torch.strided:
+            form = str(value.layout).removeprefix("torch.") + " "
+        return f"a {form}tensor of shape {list(value.shape)}{' without values (device meta)' if value.is_meta else ''}"
     is_plain = value is None or isinstance(value, (numbers.Number, str))
     return repr(value) if is_plain else f"a {type(value).__name__}"

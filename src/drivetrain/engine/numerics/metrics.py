@@ -1,4 +1,4 @@
-"""Metrics of an evaluation: sums over batches and ranks, and the forms that metrics, summary and remarks may take."""
+"""Sums the metrics of an evaluation over batches and ranks, and checks the return values of `metrics`, `summary` and `remarks`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from drivetrain.task import Task, overrides
 
 
 class EvaluationMetrics:
-    """Collects what `metrics` returns for each batch of an evaluation: per-sample values, and totals with their counts."""
+    """Collects the metrics of each batch of an evaluation: per-sample values, and totals with their counts."""
 
     def __init__(self) -> None:
         self.values: dict[str, list[Tensor]] = {}
         self.sums: dict[str, Tensor] = {}
         self._forms: dict[str, str] | None = None
-        """Of the first batch: name -> form of its values. The first name is the main metric."""
+        """In the first batch: name -> form of its values. The first name is the main metric."""
 
     def add(self, metrics: Any, num_real: int, num_samples: int) -> None:
         """Adds a batch's metrics; only the first `num_real` of its samples count."""
@@ -68,22 +68,24 @@ class EvaluationMetrics:
         if any(forms != self._forms for forms, _, _ in gathered):
             raise Problem(f"metrics() gave other names or shapes on other processes: {[forms for forms, _, _ in gathered]}")
         values = {name: torch.cat([v[name] for _, v, _ in gathered]) for name in local}
-        metrics = {
-            n: float(v.double().mean()) for n, v in values.items() if v.dim() == 1 and (v.is_floating_point() or v.dtype == torch.bool)
-        }
+        metrics: dict[str, float] = {}
+        for name, value in values.items():
+            if value.dim() == 1 and (value.is_floating_point() or value.dtype == torch.bool):
+                metrics[name] = float(value.double().mean())
         for name in self.sums:
             total, count = torch.stack([sums[name] for _, _, sums in gathered]).sum(0).tolist()
             if count < 0:
                 raise Problem(f"metrics() gave the count {count:g} for {name!r}: give how many things the total is over")
             metrics[name] = total / count if count else 0.0
         numbers, tensors = read_summary(task.summary(values)) if overrides(task, "summary") else ({}, {})
-        order = list(self._forms or {})
         metrics |= numbers
-        return {n: metrics[n] for n in sorted(metrics, key=lambda n: order.index(n) if n in order else len(order))}, tensors
+        names_in_order = [name for name in self._forms or {} if name in metrics]
+        names_in_order += [name for name in metrics if name not in names_in_order]  # those that only `summary` returned
+        return {name: metrics[name] for name in names_in_order}, tensors
 
 
 def read_summary(summary: Any) -> tuple[dict[str, float], dict[str, Any]]:
-    """Returns (numbers, tensors) of what `summary` returned."""
+    """Splits the return value of `summary` into (numbers, tensors)."""
     if not isinstance(summary, dict):
         raise Problem(f"summary() gave {describe_value(summary)}: return a dict of name -> number or tensor")
     numbers: dict[str, float] = {}
@@ -100,7 +102,7 @@ def read_summary(summary: Any) -> tuple[dict[str, float], dict[str, Any]]:
 
 def read_remarks(remarks: Any) -> list[str]:
     """Returns the lines of text that `remarks` returned."""
-    lines = [remarks] if isinstance(remarks, str) else list(remarks) if isinstance(remarks, (list, tuple)) else None
-    if lines is None or not all(isinstance(line, str) for line in lines):
+    lines = [remarks] if isinstance(remarks, str) else remarks
+    if not isinstance(lines, (list, tuple)) or not all(isinstance(line, str) for line in lines):
         raise Problem(f"remarks() gave {describe_value(remarks)}: return a list of lines of text")
-    return lines
+    return list(lines)

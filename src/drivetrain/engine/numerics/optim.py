@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules: those that settings name, and the task's own."""
+"""Makes optimizers and learning-rate schedules, from the settings or by the task's own hooks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from drivetrain.task import Task, overrides
 
 def make_optimizer(task: Task, model: torch.nn.Module, device: torch.device, captured: bool = True) -> torch.optim.Optimizer:
     """Returns the optimizer of a task's model; with `captured`, one whose step a CUDA graph can capture, where possible."""
-    optimizer = _make(task, model)
+    optimizer = _make_uncaptured(task, model)
     if captured and device.type == "cuda" and is_plain_torch_optimizer(optimizer):
         for group in optimizer.param_groups:
             if "capturable" in group:
@@ -27,11 +27,11 @@ def make_optimizer(task: Task, model: torch.nn.Module, device: torch.device, cap
     return optimizer
 
 
-def _make(task: Task, model: torch.nn.Module) -> torch.optim.Optimizer:
+def _make_uncaptured(task: Task, model: torch.nn.Module) -> torch.optim.Optimizer:
     if overrides(task, "optimizer"):
         optimizer = task.optimizer(model)
         if optimizer is not None:
-            _check(optimizer, task, model)
+            _check_is_usable(optimizer, task, model)
             return optimizer
     parameters = [p for p in model.parameters() if p.requires_grad]
     options: dict[str, Any] = {"lr": task.learning_rate, "weight_decay": task.weight_decay}
@@ -42,12 +42,12 @@ def _make(task: Task, model: torch.nn.Module) -> torch.optim.Optimizer:
     return adam(parameters, **options)
 
 
-def _check(optimizer: Any, task: Task, model: torch.nn.Module) -> None:
-    """Refuses an optimizer of the task that the engine cannot use."""
+def _check_is_usable(optimizer: Any, task: Task, model: torch.nn.Module) -> None:
+    """Raises Problem for an optimizer of the task that the engine cannot use."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise Problem(f"optimizer() gave a {type(optimizer).__name__}: return a torch.optim.Optimizer, or None for {task.optim}")
-    of_model = set(model.parameters())
-    if any(p not in of_model for group in optimizer.param_groups for p in group["params"]):
+    model_parameters = set(model.parameters())
+    if any(p not in model_parameters for group in optimizer.param_groups for p in group["params"]):
         raise Problem("optimizer() has a parameter that the model does not: make it a part of the module that model() gives")
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.SparseAdam):
@@ -66,21 +66,21 @@ def _check(optimizer: Any, task: Task, model: torch.nn.Module) -> None:
 
 
 def is_plain_torch_optimizer(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is one of torch's own optimizers, not derived or wrapped, without hooks around its step."""
+    """Returns whether the optimizer is one of torch's own classes, not derived or wrapped, without hooks around its step."""
     has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return type(optimizer).__module__.startswith("torch.optim.") and not has_hooks
 
 
 def supports_fused_scaling(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's fused kernel divides gradients by a factor and skips overflowed steps."""
+    """Returns whether the optimizer's fused kernel divides gradients by a factor and skips overflowed steps."""
     supports = getattr(optimizer, "_step_supports_amp_scaling", False)
     return is_plain_torch_optimizer(optimizer) and supports and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def prepare_for_skipped_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Gives fused SGD its momentum buffers before a first step that may be skipped.
+    """Creates the momentum buffers of fused SGD before a first step that may be skipped.
 
-    It creates them in its first step and, if that step is skipped, leaves them uninitialized. Zeros give the same first update.
+    SGD creates them in its first step, and leaves them uninitialized if that step is skipped. Zeros give the same first update.
     """
     if isinstance(optimizer, torch.optim.SGD) and supports_fused_scaling(optimizer):
         for group in optimizer.param_groups:
@@ -89,20 +89,19 @@ def prepare_for_skipped_steps(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_capturable(optimizer: torch.optim.Optimizer, has_loss_scale: bool) -> bool:
-    """Whether a CUDA graph can capture the optimizer's step. With a loss scale, its kernel must be able to skip steps."""
-    without_fused_kernel = (
-        not has_loss_scale
-        and is_plain_torch_optimizer(optimizer)
-        and all(group.get("capturable") and group.get("foreach") is not False for group in optimizer.param_groups)
-    )
-    return supports_fused_scaling(optimizer) or without_fused_kernel
+    """Returns whether a CUDA graph can capture the optimizer's step. With a loss scale, its kernel must be able to skip steps."""
+    if supports_fused_scaling(optimizer):
+        return True
+    if has_loss_scale or not is_plain_torch_optimizer(optimizer):
+        return False
+    return all(group.get("capturable") and group.get("foreach") is not False for group in optimizer.param_groups)
 
 
 _FUSED_KERNELS: dict[type, Callable[..., None]] = {torch.optim.Adam: torch._fused_adam_, torch.optim.AdamW: torch._fused_adamw_}
 
 
 def can_call_kernel_directly(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `step_by_direct_kernel_call` equals `step`: torch's fused Adam or AdamW, for plain tensors of one dtype on a CPU."""
+    """Returns whether `step_by_direct_kernel_call` may replace `step`: for torch's fused Adam or AdamW on plain CPU tensors of one dtype."""
     if type(optimizer) not in _FUSED_KERNELS or not supports_fused_scaling(optimizer):
         return False
     groups = optimizer.param_groups
@@ -114,7 +113,7 @@ def can_call_kernel_directly(optimizer: torch.optim.Optimizer) -> bool:
 
 @torch.no_grad()
 def step_by_direct_kernel_call(optimizer: Any) -> None:
-    """Takes a step by calling torch's kernel directly. The Python code of `step` takes longer than the kernel of a small model."""
+    """Takes a step by calling torch's kernel directly, because for a small model the Python code of `step` takes longer than the kernel."""
     kernel, state = _FUSED_KERNELS[type(optimizer)], optimizer.state
     scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     ready = []
@@ -126,12 +125,12 @@ def step_by_direct_kernel_call(optimizer: Any) -> None:
         if parameters:
             ready.append((group, parameters))
     for group, parameters in ready:
-        first, second = group["betas"]
+        beta1, beta2 = group["betas"]
         steps = [state[p]["step"] for p in parameters]
         torch._foreach_add_(steps, 1)
         kernel(
             parameters, [p.grad for p in parameters], [state[p]["exp_avg"] for p in parameters],
-            [state[p]["exp_avg_sq"] for p in parameters], [], steps, lr=group["lr"], beta1=first, beta2=second,
+            [state[p]["exp_avg_sq"] for p in parameters], [], steps, lr=group["lr"], beta1=beta1, beta2=beta2,
             weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=group["maximize"],
             grad_scale=scale, found_inf=overflow,
         )  # fmt: skip
@@ -140,7 +139,7 @@ def step_by_direct_kernel_call(optimizer: Any) -> None:
 
 
 def make_schedule(task: Task, steps: int, steps_per_epoch: int) -> Callable[[int], float]:
-    """Returns a function that gives the factor of the peak learning rate at each step of the run."""
+    """Returns a function from a step of the run to the factor of the peak learning rate."""
     if overrides(task, "schedule") and task.schedule(0, steps) is not None:
         return lambda step: _factor_of_task(task, step, steps)
     warmup = Length.parse(task.warmup).in_steps(steps_per_epoch)
@@ -164,8 +163,8 @@ def _factor_of_settings(decay: str, step: int, steps: int, warmup: int) -> float
         return (step + 1) / warmup
     if decay == "constant":
         return 1.0
-    done = (step - warmup) / max(1, steps - warmup)
-    return 1.0 - done if decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    done_share = (step - warmup) / max(1, steps - warmup)
+    return 1.0 - done_share if decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done_share))
 
 
 class LearningRates:
@@ -179,7 +178,7 @@ class LearningRates:
         self.factor = factor
         self._factors: list[float] = []
         self._tables: list[tuple[Tensor, Tensor]] = []
-        """With device counters, of each group: the rates of all steps, and the tensor from which the optimizer reads the present one."""
+        """With device counters, for each parameter group: (the rates of all steps, the tensor from which the optimizer reads the current rate)."""
         if on_device and group.device_counters and is_capturable(optimizer, False):
             self._factors = [factor(step) for step in range(steps)]
             factors = torch.tensor(self._factors, device=group.device)
@@ -193,7 +192,7 @@ class LearningRates:
         return self._tables[0][0] if len(self._tables) == 1 else None
 
     def set_on_device(self, step: Tensor) -> None:
-        """Sets the rates of a step whose number is a device tensor, without the host."""
+        """Sets the rates of a step whose number is a device tensor; only the device works."""
         for rates, current in self._tables:
             torch.index_select(rates, 0, step, out=current)
 

@@ -1,4 +1,4 @@
-"""Number formats: autocast, and the loss scale of fp16, which lives on the device."""
+"""Number formats: autocast, and the loss scale of fp16, which is stored on the device."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
+GROWTH, GROWTH_INTERVAL = 2.0, 2000  # the factor of the loss scale after so many steps without overflow
+BACKOFF = 0.5  # the factor of the loss scale after an overflow
+FIRST_SCALE = 2.0**16
+MIN_SCALE = 2.0**-14  # with a smaller loss scale, training ends with an error
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-FIRST_SCALE, MIN_SCALE = 2.0**16, 2.0**-14
 
 
 class Precision:

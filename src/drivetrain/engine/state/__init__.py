@@ -1,8 +1,8 @@
-"""The saved state of a training.
+"""Saves and restores the state of a training.
 
-- `tensors`: a training's state as named tensors and JSON
+- `tensors`: reads a training's state as named tensors and JSON, and loads it
 - `checkpoint`: writes, publishes and verifies a checkpoint
-- `shards`: the files of a checkpoint's tensors, by torch.distributed.checkpoint
-- `resume`: what a checkpoint holds of a training, and how a training goes on from one
-- `best`: the best evaluation of a run
+- `shards`: writes and reads a checkpoint's tensors with torch.distributed.checkpoint
+- `resume`: chooses what a checkpoint holds, and resumes a training from it
+- `best`: remembers the best evaluation of a run
 """

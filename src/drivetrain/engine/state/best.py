@@ -1,4 +1,4 @@
-"""The best evaluation of a run."""
+"""Remembers the best evaluation of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from drivetrain.outcomes import Problem
 
 
 class Best:
-    """The best evaluation so far, by the metric that `best` names, and how many evaluations have been no better since."""
+    """The best evaluation so far, by the metric of the setting `best`, and the number of evaluations since then that were no better."""
 
     def __init__(self, setting: str | None, patience: int = 0) -> None:
         self.patience, self._num_worse = patience, 0
@@ -21,11 +21,11 @@ class Best:
         self.step: int | None = None
 
     def update(self, metrics: dict[str, float], step: int) -> bool:
-        """Takes in an evaluation; returns whether it is the best so far."""
+        """Compares an evaluation with the best so far; returns whether it is better."""
         if not self.name:
             return False
         if self.name not in metrics:
-            raise Problem(f"best={self.name}: the evaluation gives {', '.join(metrics)}")
+            raise Problem(f"best={self.name}: the evaluation has no such metric; choose one of {', '.join(metrics)}")
         value = metrics[self.name]
         if math.isnan(value) or (self.value is not None and self.sign * value <= self.sign * self.value):
             self._num_worse += 1
@@ -42,6 +42,6 @@ class Best:
         return {"name": self.name, "value": self.value, "step": self.step, "waited": self._num_worse}
 
     def load(self, values: dict[str, Any]) -> None:
-        """Loads what `to_json` returned, unless the run follows another metric now."""
+        """Loads what `to_json` returned, unless `best` now names another metric."""
         if values["name"] == self.name:
             self.value, self.step, self._num_worse = values["value"], values["step"], values.get("waited", 0)

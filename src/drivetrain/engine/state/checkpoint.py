@@ -1,8 +1,8 @@
-"""Checkpoints that are verified before they are used.
+"""Writes checkpoints, and verifies them before they are used.
 
-A checkpoint is written into a hidden folder, hashed into a manifest, and published by one rename. A torn or changed one
-is reported, and the one before it is used. It holds tensors and JSON only: DCP's pickled index is read through an
-allow-list, so that a run directory of somebody else cannot run code.
+A checkpoint is written into a hidden folder, hashed into a manifest, and published by one rename. If it is incomplete or
+changed, this is reported, and the checkpoint before it is used. It holds only tensors and JSON: the pickled index of
+torch.distributed.checkpoint (DCP) is read through an allow-list, so that a run directory of somebody else cannot run code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from drivetrain.outcomes import Problem
 from drivetrain.runs import FORMAT, Run
 
 MANIFEST = "manifest.json"
-WRITE_TIMEOUT_SECONDS = 7200
+WRITE_TIMEOUT_SECONDS = 7200  # how long a slow save counts as progress
+# Parts of the messages with which torch reports a failed write; the disk is full in practice.
 FULL_DISK_ERRORS = ("No space left", "PytorchStreamWriter", "iostream error", "inline_container", "unexpected pos")
 
 
@@ -37,7 +38,7 @@ class NotEnoughSpace(Exception):
 
 
 class Damaged(Exception):
-    """A checkpoint must not be used; says why."""
+    """A checkpoint must not be used; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Checkpoint:
 
 
 def verify(path: Path) -> Checkpoint:
-    """Returns the checkpoint at a path after checking every byte of it; raises Damaged where one is wrong."""
+    """Returns the checkpoint at a path after checking every byte of it; raises Damaged if one is wrong."""
     manifest = _read_manifest(path)
     for name, expected in manifest["files"].items():
         _verify_file(path / name, expected)
@@ -126,7 +127,7 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 class CheckpointWriter:
-    """Copies tensors to the host's memory, then writes them in a thread while training goes on: one checkpoint at a time.
+    """Copies tensors to the host's memory, then writes them in a background thread: one checkpoint at a time.
 
     With a process group each rank has a writer and writes its own shards; rank 0 hashes and publishes them."""
 
@@ -149,10 +150,10 @@ class CheckpointWriter:
         if is_main:
             self._remove_hidden()
 
-    def _remove_hidden(self, besides: Path | None = None) -> None:
+    def _remove_hidden(self, except_for: Path | None = None) -> None:
         """Removes the folders of saves that were interrupted, or that failed on a read-only disk."""
         for path in self.run.checkpoints.glob(".*"):
-            if path != besides:
+            if path != except_for:
                 shutil.rmtree(path, ignore_errors=True)
 
     def save(self, step: int, tensors: dict[str, Tensor], extra: dict[str, Any], best: int | None) -> None:
@@ -165,7 +166,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until the current save has ended. A slow one is no hang: each second an observation point is reached, for two hours."""
+        """Waits until the current save has ended. Reports an observation point each second, so that a slow save is no hang, for two hours."""
         if self._thread is not None:
             for _ in range(WRITE_TIMEOUT_SECONDS):
                 self._thread.join(1.0)
@@ -179,10 +180,10 @@ class CheckpointWriter:
         hidden = self.run.checkpoints / f".{folder_name(step)}"
         needed = sum(local_tensor(t).nbytes for t in tensors.values())
         if self.is_main:
-            self._remove_hidden(besides=hidden)
+            self._remove_hidden(except_for=hidden)
         try:
             needed, free = self._make_folder(hidden, needed)
-            if free < needed:  # rather than fail in the middle of a file
+            if free < needed:  # better than an error in the middle of a file
                 raise NotEnoughSpace(f"the disk is full: {(needed - free) / 1e6:,.1f} MB are missing ({free / 1e6:,.1f} MB free)")
             from drivetrain.engine.state import shards
 
@@ -196,7 +197,7 @@ class CheckpointWriter:
             self.failure, self.newest = None, step
             self.run.log_event("checkpoint", step=step)
             self._delete_old(best)
-        except BaseException as error:  # DCP's own error is no Exception; and no failed save may end the training
+        except BaseException as error:  # DCP's own error is no Exception, and a failed save must not end the training
             self.failure = _cause(error)
             if not self.is_main:
                 return
@@ -205,7 +206,7 @@ class CheckpointWriter:
             self.notice(f"the checkpoint at step {step:,} ({needed / 1e6:,.1f} MB) was not saved: {self.failure}; training goes on")
 
     def _make_folder(self, hidden: Path, own_bytes: int) -> tuple[int, int]:
-        """Makes the folder; returns the bytes that all ranks will write and the free bytes: the same on each, for all ranks write or none."""
+        """Makes the folder; returns the bytes that all ranks will write and the free bytes, equal on all ranks: all of them write, or none."""
         free, failure = 0, None
         try:
             hidden.mkdir(parents=True, exist_ok=True)
@@ -221,7 +222,7 @@ class CheckpointWriter:
         return needed, free
 
     def _publish(self, hidden: Path, step: int, extra: dict[str, Any]) -> None:
-        """Writes the manifest and gives the folder its name, so that no crash leaves half a checkpoint under it."""
+        """Writes the manifest, then renames the folder, so that a crash never leaves an incomplete checkpoint under the final name."""
         files = {f.name: {"bytes": f.stat().st_size, "sha256": _hash(f)} for f in sorted(hidden.iterdir())}
         manifest: dict[str, Any] = {"format": FORMAT, "step": step, "files": files, "extra": extra}
         text = json.dumps(manifest | {"digest": _digest(json.loads(json.dumps(manifest)))}, indent=1)
@@ -239,13 +240,13 @@ class CheckpointWriter:
         shutil.rmtree(self.run.checkpoints / f".old-{folder_name(step)}", ignore_errors=True)
 
     def _delete_old(self, best: int | None) -> None:
-        """Deletes the oldest beyond `keep`, but not the best and not the newest."""
+        """Deletes the oldest checkpoints, except for the newest `keep` and the best."""
         steps = [s for s in self.run.checkpoint_steps() if s != best]
         for step in steps[: -self.keep]:
             path = self.run.checkpoints / folder_name(step)
-            gone = self.run.checkpoints / f".gone-{folder_name(step)}"
-            os.rename(path, gone)  # so that no published name stands for a half-deleted folder
-            shutil.rmtree(gone, ignore_errors=True)
+            to_delete = self.run.checkpoints / f".gone-{folder_name(step)}"
+            os.rename(path, to_delete)  # a published name must never belong to a partly deleted folder
+            shutil.rmtree(to_delete, ignore_errors=True)
 
 
 def _sync_folder(path: Path) -> None:
@@ -257,13 +258,13 @@ def _sync_folder(path: Path) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    """Returns one line about a failed save; DCP wraps the real error."""
-    for inner in (error, *(getattr(error, "failures", None) or {}).values()):
-        inner = inner[0] if isinstance(inner, tuple) else inner
+    """Returns one line about a failed save. DCP's error holds the real errors of all ranks."""
+    for failure in (error, *(getattr(error, "failures", None) or {}).values()):
+        inner = failure[0] if isinstance(failure, tuple) else failure
         if isinstance(inner, OSError) and inner.errno:
             return "the disk is full" if inner.errno == errno.ENOSPC else f"{inner.strerror} ({inner.filename or ''})"
     text = str(error)
-    if any(sign in text for sign in FULL_DISK_ERRORS):
+    if any(message in text for message in FULL_DISK_ERRORS):
         return "the disk is full"
     lines = [line for line in re.split(r"\n+", text) if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a training, and how a training goes on from one."""
+"""Chooses what a checkpoint holds of a training, and resumes a training from a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from drivetrain.outcomes import Problem
 
 @dataclass
 class Progress:
-    """How far a training has come: what a checkpoint holds beside tensors."""
+    """How far a training has come: the part of a checkpoint that is not tensors."""
 
     best: Best
     step: int = 0
@@ -31,34 +31,35 @@ class Progress:
     seconds: float = 0.0
     """Seconds trained in the processes before this one."""
     metrics: dict[str, float] | None = None
-    """Of the last evaluation."""
+    """Metrics of the last evaluation."""
     metric_slots: dict[str, Any] | None = None
     """The names of the metrics of a step; None before the first step."""
     compiled_from: int | None = None
     """The step from which compiled code runs."""
     num_threads: int | None = None
-    """Threads that the first step has shown to be useful."""
+    """The number of threads that the first step has shown to be useful."""
     rows: RowState | None = None
+    """State of the metric rows."""
 
 
 def gather_tensors(setup: Setup, execution: Execution) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns (tensors, JSON) of model, optimizer and source: a collective call, for rank 0's buffers and every rank's groups."""
+    """Returns (tensors, JSON) of model, optimizer and source. A collective call: ranks send buffers and the states of their groups."""
     strategy, loss_scale = execution.strategy, execution.step.loss_scale
     strategy.broadcast_buffers()
-    in_parts = strategy.checkpoint_group is not None
-    model, aliases = strategy.model_tensors(in_parts)
-    optimizer, optimizer_json = strategy.optimizer_tensors(in_parts)
+    sharded = strategy.checkpoint_group is not None
+    model, aliases = strategy.model_tensors(sharded)
+    optimizer, optimizer_json = strategy.optimizer_tensors(sharded)
     parts = {"model": model, "optimizer": optimizer}
     if loss_scale is not None:
         parts["scale"] = loss_scale.tensors()
     if setup.source is not None:
-        all_ranks = setup.group.gather_objects(_source_state(setup.source))
-        parts["source"] = {k: torch.cat([one[k] for one in all_ranks]) for k in all_ranks[0]}
+        states = setup.group.gather_objects(_source_state(setup.source))  # one of each rank
+        parts["source"] = {name: torch.cat([rank_state[name] for rank_state in states]) for name in states[0]}
     return state.add_prefixes(parts), {"aliases": aliases, "optimizer": optimizer_json}
 
 
 def to_json(progress: Progress, setup: Setup) -> dict[str, Any]:
-    """Returns the progress, and a signature of the data, as a checkpoint holds them."""
+    """Returns the progress and a signature of the data as the JSON of a checkpoint."""
     assert progress.rows is not None
     return {
         "time": progress.seconds,
@@ -76,19 +77,19 @@ def to_json(progress: Progress, setup: Setup) -> dict[str, Any]:
 
 
 def restore(setup: Setup, execution: Execution, report_damage: Callable[[str], None]) -> Progress:
-    """Loads the newest intact checkpoint into model, optimizer and source, if there is one; returns how far it had come."""
+    """Loads the newest good checkpoint into model, optimizer and source, if there is one; returns the training's progress."""
     group, strategy, run = setup.group, execution.strategy, setup.run
     setup.observer.reached("restore")
     checkpoint: Checkpoint | None = newest_good(run, report_damage) if group.is_main else None
-    shared = group.broadcast_object(None if checkpoint is None else (checkpoint.step, checkpoint.extra))
-    setup.observer.resumed(0 if shared is None else shared[0])
+    step_and_extra = group.broadcast_object(None if checkpoint is None else (checkpoint.step, checkpoint.extra))
+    setup.observer.resumed(0 if step_and_extra is None else step_and_extra[0])
     best = Best(setup.task.best, setup.task.patience)
-    if shared is None:
+    if step_and_extra is None:
         strategy.broadcast_weights()
         return Progress(best, compiled_from=execution.plan.first_compiled_step(0, None))
-    step, extra = shared
+    step, extra = step_and_extra
     if step > setup.total_steps:
-        raise Problem(f"the run is at step {step:,} already; {setup.total_steps:,} steps were asked for (epochs or steps)")
+        raise Problem(f"the run is already at step {step:,}, beyond its {setup.total_steps:,} steps: raise epochs or steps")
     if strategy.checkpoint_group is not None:
         from drivetrain.engine.state.shards import StoredShards
 
@@ -118,9 +119,9 @@ def _load_tensors(setup: Setup, execution: Execution, stored: state.StoredTensor
             loss_scale.tensors()[name].copy_(scale.load(name))
     if setup.source is not None:
         assert isinstance(setup.feed, SourceFeed)
-        rows = slice(setup.feed.first_group, setup.feed.end_group)  # of this rank's groups
+        own_groups = slice(setup.feed.first_group, setup.feed.end_group)
         source = stored.subset("source")
-        setup.source.load({name: source.load(name)[rows].to(setup.group.device) for name in source.layout})
+        setup.source.load({name: source.load(name)[own_groups].to(setup.group.device) for name in source.layout})
 
 
 def _feeds(setup: Setup) -> list[tuple[str, Feed]]:
@@ -129,8 +130,8 @@ def _feeds(setup: Setup) -> list[tuple[str, Feed]]:
 
 
 def _check_data(setup: Setup, step: int, saved: dict[str, Any]) -> None:
-    """Refuses data of another length, whose order of samples differs. Other values are only reported: the samples that were
-    compared may also come from another version of a library, and no run should stop at night for that."""
+    """Refuses data of another length, because its order of samples differs. Changed values are only reported: another version
+    of a library may have changed them, which is no reason to stop a run."""
     run = setup.run
     for hook, feed in _feeds(setup):
         expected = saved.get(hook)
@@ -138,14 +139,14 @@ def _check_data(setup: Setup, step: int, saved: dict[str, Any]) -> None:
             continue
         if expected["length"] != feed.length:
             raise Problem(
-                f"{hook} gives {feed.length:,} samples now, and gave {expected['length']:,} when {run.name} was saved: such a run cannot go on exactly."
+                f"{hook} gives {feed.length:,} samples now, and gave {expected['length']:,} when {run.name} was saved: the run cannot continue exactly."
                 f"\nBring the old data back, or begin a new run from its weights: start={run.name} --name NEW"
             )
 
         def report(difference: str, hook: str = hook) -> None:
             run.log_event("data-changed", step=step, data=hook, what=difference)
             setup.observer.notice(
-                f"{hook} is not what it was when {run.name} was saved ({difference} differ): the run goes on, but not exactly"
+                f"{hook} is not what it was when {run.name} was saved ({difference} differ): the run continues, but not exactly"
             )
 
         feed.expected_signature, feed.on_data_changed = expected, report

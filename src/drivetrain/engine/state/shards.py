@@ -1,7 +1,7 @@
-"""The files of a checkpoint's tensors: written and read by torch.distributed.checkpoint (DCP), without trusting them.
+"""Writes and reads the tensors of a checkpoint with torch.distributed.checkpoint (DCP), without trusting the files.
 
-Import it in the function that needs it: importing DCP takes most of a second, for which a run should not wait
-before its first step.
+Import this module inside the function that needs it: importing DCP takes most of a second, which would delay a run's
+first step.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _ALLOWED_CLASSES = {
 
 
 class Refused(Exception):
-    """The index is none, or names a class that no checkpoint needs."""
+    """The file is not a valid index, or names a class that no checkpoint needs."""
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED_CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
-        raise Refused(f"its index asks for {module}.{name}, which no checkpoint needs: it was refused, not run")
+        raise Refused(f"its index names {module}.{name}, which no checkpoint needs: it was refused, not run")
 
 
 def read_index(path: Path) -> Metadata:
@@ -64,18 +64,18 @@ def read_index(path: Path) -> Metadata:
     except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError, TypeError, KeyError) as error:
         raise Refused(f"its index cannot be read ({error})") from None
     if not isinstance(index, Metadata):
-        raise Refused("its index is not one")
+        raise Refused("its index has another format")
     for name, entry in index.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
-            raise Refused(f"{name} in it is no tensor")
+            raise Refused(f"{name} in its index is not a tensor")
     for storage in (index.storage_data or {}).values():
         if os.sep in storage.relative_path:
-            raise Refused(f"its index points outside of it, to {storage.relative_path}")
+            raise Refused(f"its index points to a file outside of the checkpoint: {storage.relative_path}")
     return index
 
 
 class _Reader(FileSystemReader):
-    """Reads with an index that is read already."""
+    """Reads files with an index that `read_index` has read."""
 
     def __init__(self, path: Path, index: Metadata) -> None:
         super().__init__(path)
@@ -99,14 +99,14 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def _read_into(targets: Mapping[str, Tensor], path: Path, index: Metadata) -> None:
-    """Fills tensors from the files; of a sharded one, this rank reads its own shard."""
+    """Fills tensors from the files; for a sharded tensor, this rank reads its own shard."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns of a single process, which is meant
+        warnings.simplefilter("ignore")  # DCP warns that it runs in a single process, as intended
         load(dict(targets), storage_reader=_Reader(path, index), no_dist=True)
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Writes tensors from one process, or from each rank of a group its shards: a collective call, which fails on all or none."""
+    """Writes tensors from one process, or each rank's shards in a group. A collective call, which fails on all ranks or on none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         writer = FileSystemWriter(path, sync_files=True)

@@ -1,4 +1,4 @@
-"""The state of a training as named tensors and JSON: read from a model and its optimizer, and loaded into them."""
+"""Reads the state of a model and its optimizer as named tensors and JSON, and loads it into them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from drivetrain.engine.group import Group
 from drivetrain.outcomes import Problem
 
-_DEVICE_OPTIONS = ("fused", "foreach", "capturable")  # how an optimizer computes, not what
+_DEVICE_OPTIONS = ("fused", "foreach", "capturable")  # they change an optimizer's kernels, not its results, so they are not saved
 
 Layout = dict[str, tuple[torch.Size, torch.dtype]]
-"""Shape and type of each tensor, by name."""
+"""Name of a tensor -> its shape and type."""
 T = TypeVar("T")
 
 
 class StoredTensors:
-    """Named tensors that rank 0 holds and broadcasts one at a time: together they may not fit on a device.
+    """Named tensors that rank 0 holds and broadcasts one at a time, because together they may not fit on a device.
 
     Loading one is a collective call: all ranks load the same tensors in the same order."""
 
@@ -47,7 +47,7 @@ class StoredTensors:
 
     def load_like(self, name: str, like: Tensor) -> Tensor:
         """Returns the tensor, sharded as `like` is."""
-        return shard_like(like, self.load(name))
+        return shard_like(self.load(name), like)
 
     def subset(self, prefix: str) -> StoredTensors:
         """Returns the tensors whose names begin with `prefix/`, under their names without it."""
@@ -62,7 +62,7 @@ class StoredTensors:
 
 
 def model_tensors(model: nn.Module, read: Callable[[Tensor], Tensor] = Tensor.detach) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns the model's tensors by name, each once, and its aliases: other name of a tied tensor -> name it is stored under."""
+    """Returns the model's tensors by name, each once, and its aliases: further name of a tied tensor -> name under which it is stored."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     names: dict[tuple[Any, ...], str] = {}
@@ -74,9 +74,10 @@ def model_tensors(model: nn.Module, read: Callable[[Tensor], Tensor] = Tensor.de
                 f"model() has a {form} tensor {name!r}, which cannot be saved: make it with register_buffer(..., persistent=False),"
                 f" or keep what it is made of as dense buffers"
             )
-        sharded = is_sharded(value) or hasattr(value, "ds_id")  # this rank's shard may be empty: only the object identifies the tensor
-        identity = (id(value),) if sharded else (value.data_ptr(), value.shape, value.stride(), value.dtype)
-        if (sharded or value.numel()) and identity in names:
+        has_shards = is_sharded(value) or hasattr(value, "ds_id")  # `ds_id`: sharded by DeepSpeed
+        # This rank's shard may be empty, so its memory does not identify a sharded tensor.
+        identity = (id(value),) if has_shards else (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if (has_shards or value.numel()) and identity in names:
             aliases[name] = names[identity]
         else:
             names[identity], tensors[name] = name, read(value)
@@ -93,7 +94,7 @@ def unsavable_form(tensor: Tensor) -> str:
 
 
 def load_model(model: nn.Module, tensors: StoredTensors | Mapping[str, Tensor], aliases: dict[str, str], origin: str) -> None:
-    """Loads stored tensors into a model. `origin` says in errors where they come from."""
+    """Loads stored tensors into a model. `origin` names their file or checkpoint in error messages."""
     stored = tensors if isinstance(tensors, StoredTensors) else StoredTensors(tensors)
     own = model.state_dict()
     check_model_fits({n: t.shape for n, t in own.items()}, stored, aliases, origin)
@@ -102,21 +103,20 @@ def load_model(model: nn.Module, tensors: StoredTensors | Mapping[str, Tensor], 
 
 
 def check_model_fits(shapes: Mapping[str, torch.Size], stored: StoredTensors, aliases: dict[str, str], origin: str) -> None:
-    """Raises Problem unless the stored tensors have the names and shapes of the model's."""
+    """Raises Problem if the stored tensors do not have the same names and shapes as the model's."""
     layout = stored.layout | {alias: stored.layout[name] for alias, name in aliases.items() if name in stored.layout}
     missing, extra = sorted(shapes.keys() - layout.keys()), sorted(layout.keys() - shapes.keys())
     other_shapes = sorted(n for n in shapes.keys() & layout.keys() if shapes[n] != layout[n][0])
     if missing or extra or other_shapes:
-        detail = "; ".join(
-            f"{difference} {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
-            for difference, names in (("it lacks", missing), ("it also has", extra), ("other shapes:", other_shapes))
-            if names
-        )
-        raise Problem(f"{origin} does not fit this model: {detail}")
+        details = []
+        for difference, names in (("it lacks", missing), ("it also has", extra), ("other shapes:", other_shapes)):
+            if names:
+                details.append(f"{difference} {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}")
+        raise Problem(f"{origin} does not fit this model: {'; '.join(details)}")
 
 
 def all_finite(parameters: Iterable[Tensor]) -> bool:
-    """Returns whether all numbers of these parameters (of a sharded one, this rank's) are finite; waits for the device once."""
+    """Returns whether all numbers of these parameters are finite (for sharded ones: this rank's numbers). Waits for the device once."""
     results = [torch.isfinite(local_tensor(p)).all() for p in parameters if p.is_floating_point()]
     return not results or bool(torch.stack([r.to(results[0].device) for r in results]).all())
 
@@ -135,7 +135,7 @@ def optimizer_tensors(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns the optimizer's state: tensors named PARAMETER/ENTRY, and JSON for all other values.
 
-    `read(value, parameter)` returns the tensor to save for a tensor of the state."""
+    `read(value, parameter)` converts a tensor of the state to the tensor that is saved."""
     names = {p: n for n, p in parameters.items()}
     tensors, values = param_group_tensors(optimizer)
     for parameter, state in optimizer.state.items():
@@ -152,9 +152,9 @@ def optimizer_tensors(
 
 
 def param_group_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns what the optimizer's parameter groups hold beside parameters: tensors named #GROUP/KEY, and JSON.
+    """Returns the options of the optimizer's parameter groups: tensors named #GROUP/KEY, and JSON for all other values.
 
-    Learning rates are left out: they follow from the schedule."""
+    Learning rates are left out, because they follow from the schedule."""
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {"groups": []}
     for number, group in enumerate(optimizer.param_groups):
@@ -189,7 +189,7 @@ def load_optimizer(
     values: dict[str, Any],
     load: Callable[[str, Tensor], Tensor] | None = None,
 ) -> None:
-    """Loads what `optimizer_tensors` returned. `load(name, parameter)` returns the value to keep for a stored tensor."""
+    """Loads what `optimizer_tensors` returned. `load(name, parameter)` returns the optimizer's value for a stored tensor."""
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     on_cpu = set(values.get("on_cpu", ()))
     optimizer.state.clear()
@@ -201,18 +201,18 @@ def load_optimizer(
             optimizer.param_groups[int(owner[1:])][entry] = stored.load(name)
             continue
         if owner not in parameters:
-            raise Problem(f"the checkpoint's optimizer knows a parameter {owner!r} that this model does not have")
+            raise Problem(f"the checkpoint's optimizer has a parameter {owner!r} that this model does not have")
         parameter = parameters[owner]
         if name not in stored.layout:
             optimizer.state[parameter][entry] = values["values"][name]
             continue
         value = stored.load(name) if load is None else load(name, parameter)
         on_host = belongs_on_host(value, groups.get(parameter, {}), name in on_cpu)
-        optimizer.state[parameter][entry] = _place_beside(parameter, value, on_host)
+        optimizer.state[parameter][entry] = _with_format_of(parameter, value, on_host)
 
 
-def _place_beside(parameter: Tensor, value: Tensor, on_host: bool) -> Tensor:
-    """Returns a value of the optimizer's state on the right device, in the parameter's memory format."""
+def _with_format_of(parameter: Tensor, value: Tensor, on_host: bool) -> Tensor:
+    """Returns a value of the optimizer's state on the host or the parameter's device, in the parameter's memory format."""
     value = value.to("cpu" if on_host else parameter.device)
     if value.shape == parameter.shape and not on_host:
         value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
@@ -220,7 +220,7 @@ def _place_beside(parameter: Tensor, value: Tensor, on_host: bool) -> Tensor:
 
 
 def belongs_on_host(value: Tensor, group: dict[str, Any], was_on_host: bool) -> bool:
-    """Returns whether a value belongs in the host's memory. For step counts torch's own optimizers decide, else it is as it was."""
+    """Returns whether a value belongs in host memory: torch's own optimizers decide for step counts; others stay where they were."""
     if value.dim() == 0 and "capturable" in group:
         return not (group.get("fused") or group["capturable"])
     return was_on_host
@@ -254,8 +254,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return local
 
 
-def shard_like(like: Any, value: Tensor) -> Tensor:
-    """Returns a full tensor, which every rank has, sharded as another tensor is; one of another shape is replicated."""
+def shard_like(value: Tensor, like: Any) -> Tensor:
+    """Shards a full tensor, which every rank holds, in the same way as `like`; a tensor of another shape is replicated."""
     if not is_sharded(like) or is_sharded(value):
         return value
     from torch.distributed.tensor import Replicate, distribute_tensor
@@ -268,16 +268,16 @@ def shard_like(like: Any, value: Tensor) -> Tensor:
 
 
 def write_weights(path: Path, tensors: dict[str, Tensor], aliases: dict[str, str]) -> None:
-    """Writes final weights as safetensors; tied names become metadata, as safetensors' own loader has them."""
+    """Writes final weights as safetensors; aliases become metadata, in the form that safetensors' own loader reads."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    hidden = path.with_name(f".{path.name}")
-    save_file({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, hidden, {"format": "pt"} | aliases)
-    _sort_metadata(hidden)
-    hidden.replace(path)
+    temporary = path.with_name(f".{path.name}")
+    save_file({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, temporary, {"format": "pt"} | aliases)
+    _sort_metadata(temporary)
+    temporary.replace(path)
 
 
 def _sort_metadata(path: Path) -> None:
-    """Sorts the metadata of a safetensors file, whose order changes from run to run: equal weights become equal files."""
+    """Sorts the metadata of a safetensors file, so that equal weights give equal files: its order changes from run to run."""
     with open(path, "r+b") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -295,5 +295,5 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             names = list(file.keys())
             aliases = {k: v for k, v in (file.metadata() or {}).items() if v in names}
             return {name: file.get_tensor(name) for name in names}, aliases
-    except Exception as error:  # safetensors raises its own class for a file that is none
-        raise Problem(f"{path} is no safetensors file: {error}") from None
+    except Exception as error:  # safetensors has its own error class for files of another format
+        raise Problem(f"{path} is not a safetensors file: {error}") from None

@@ -1,4 +1,4 @@
-"""What the engine asks of a strategy, and how it is done where every process holds the full model."""
+"""The interface of a strategy, with the code for strategies in which every process holds the full model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from drivetrain.engine.state import tensors as state
 
 
 class Strategy:
-    """How a model is distributed over processes. Step and loop use nothing else of it."""
+    """Distributes a model over processes. Step and loop use only this interface."""
 
     is_one_piece = False
-    """Whether nothing lies between a step's backward and its update."""
+    """Whether a step's update directly follows its only backward pass, so that one CUDA graph can hold the step."""
     capture_obstacle = ""
     """Why steps can be neither captured nor compiled; empty if they can."""
     piggyback: Tensor | None
@@ -27,16 +27,19 @@ class Strategy:
     optimizer: torch.optim.Optimizer
     checkpoint_group: dist.ProcessGroup | None = None
     """The group in which each rank writes its own shards of a checkpoint; None where rank 0 writes all of it."""
-    _optimizer_scales = _has_short_step = False
+    _optimizer_scales = False
+    """Whether the optimizer's kernel multiplies gradients by a factor and skips steps."""
+    _calls_kernel_directly = False
 
     def __init__(self, model: nn.Module, group: Group) -> None:
         self.model, self.group = model, group
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Uses an optimizer that was made for the model as it is distributed now."""
+        """Sets the optimizer, which was made after the model was distributed."""
         self.optimizer = optimizer
-        self._optimizer_scales, self._has_short_step = supports_fused_scaling(optimizer), can_call_kernel_directly(optimizer)
+        self._optimizer_scales = supports_fused_scaling(optimizer)
+        self._calls_kernel_directly = can_call_kernel_directly(optimizer)
 
     # --- forward and backward ---
 
@@ -45,11 +48,11 @@ class Strategy:
         return function(*args)
 
     def call_unevenly(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function that may use the model more often on one rank than on another."""
+        """Calls a function that may use the model a different number of times on each rank."""
         return function(*args)
 
     def backward(self, objective: Tensor) -> None:
-        """Adds this micro-batch's gradients."""
+        """Adds this micro-batch's gradients to the parameters' gradients."""
         objective.backward()
 
     # --- gradients ---
@@ -89,14 +92,14 @@ class Strategy:
             self._hand_to_optimizer(factor, skip)
         else:
             if skip is not None and skip.item():
-                return norm  # an optimizer that cannot skip by itself: this costs a host sync
+                return norm  # this optimizer's kernel cannot skip a step, so the host reads `skip`, which costs a sync
             if factor is not None:
                 self.scale_gradients(factor)
         self._optimizer_step()
         return norm
 
     def _hand_to_optimizer(self, factor: Tensor | None, skip: Tensor | None) -> None:
-        """Lets the optimizer's own kernel multiply gradients and skip the step."""
+        """Tells the optimizer's kernel the factor of the gradients and whether to skip the step."""
         optimizer: Any = self.optimizer
         if factor is not None:
             optimizer.grad_scale = 1.0 / factor
@@ -104,7 +107,7 @@ class Strategy:
             optimizer.found_inf = skip
 
     def _optimizer_step(self) -> None:
-        if self._has_short_step:
+        if self._calls_kernel_directly:
             step_by_direct_kernel_call(self.optimizer)
         else:
             with parallel_optimizer_kernels(self.group.device):
@@ -113,19 +116,19 @@ class Strategy:
     # --- state ---
 
     def broadcast_weights(self) -> None:
-        """Gives every rank rank 0's weights, before the first step of a new run."""
+        """Copies the weights of rank 0 to every rank, before the first step of a new run."""
         self.group.broadcast([*self.model.parameters(), *self.dense_buffers()])
 
     def broadcast_buffers(self) -> None:
-        """Gives every rank rank 0's buffers (BatchNorm statistics), before an evaluation or a save."""
+        """Copies the buffers of rank 0 (BatchNorm statistics) to every rank, before an evaluation or a save."""
         self.group.broadcast(self.dense_buffers())
 
     def dense_buffers(self) -> list[Tensor]:
-        """Returns the buffers of plain numbers: others (sparse ones) are not saved either, and every rank has made its own."""
+        """Returns the dense buffers. Others (sparse ones) are neither saved nor broadcast: every rank makes its own."""
         return [b for b in self.model.buffers() if not state.unsavable_form(b)]
 
     def weights_are_finite(self) -> bool:
-        """Returns whether all numbers of trained parameters are finite; waits for the device once."""
+        """Returns whether all trained parameters are finite; waits for the device once."""
         return state.all_finite(self.parameters)
 
     def model_tensors(self, sharded: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -144,9 +147,9 @@ class Strategy:
 
 
 def norm_of(parameters: list[nn.Parameter]) -> Tensor:
-    """Returns the norm over all gradients, from each tensor's norm, so that it is the same in every strategy.
+    """Returns the norm of all gradients. It is computed from each tensor's norm, so that it is the same in every strategy.
 
-    torch.nn.utils.get_total_norm would keep half precision, and group tensors by type, which adds host time to each step."""
+    torch.nn.utils.get_total_norm would stay in half precision, and grouping tensors by type costs host time in each step."""
     norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
     total: Tensor = torch.linalg.vector_norm(torch.stack([n.float() for n in norms]))
     return total

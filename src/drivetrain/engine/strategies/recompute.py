@@ -1,4 +1,4 @@
-"""Activation checkpointing: a block keeps only its inputs, and runs again in the backward pass."""
+"""Activation checkpointing: a block stores only its inputs, and its forward runs again in the backward pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def recompute_blocks(model: nn.Module, observer: Observer, is_main: bool) -> Non
     if not blocks and is_main:
         observer.notice("activation checkpointing is left out: this model has no repeated blocks")
     for block in blocks:
-        # By its class: names, hooks and attributes of the block stay as they are.
+        # A new class instead of a wrapper: names, hooks and attributes of the block stay the same.
         kind = type(block)
         block.__class__ = _RECOMPUTED_CLASSES.get(kind) or _RECOMPUTED_CLASSES.setdefault(kind, _make_recomputed_class(kind))
 
@@ -40,13 +40,13 @@ def _make_recomputed_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Returns the contexts of a block's first and second run."""
+    """Returns the contexts of a block's first forward and of its recomputation."""
     return nullcontext(), _unchanged_statistics(block)
 
 
 @contextmanager
 def _unchanged_statistics(block: nn.Module) -> Iterator[None]:
-    """Inside, running statistics are copies: the second run of a block must not count its batch again."""
+    """A context in which running statistics are temporary copies, because a recomputation must not count its batch again."""
     norms = [m for m in block.modules() if isinstance(m, _NormBase)]
     originals = [dict(m._buffers) for m in norms]
     for norm in norms:

@@ -1,11 +1,13 @@
-"""Every process holds the full model; gradients are summed over micro-batches and ranks.
+"""Data parallelism: every process holds the full model, and gradients are summed over micro-batches and ranks.
 
-Gradients live in flat buffers with a fixed layout, so that a resumed run sums in the same order (torch's DDP rebuilds
-its buckets after the first step). The last buffer ends with the piggyback: the step's metrics and requests, which
-therefore need no all-reduce of their own.
+Gradients are views of flat buffers with a fixed layout, so that a resumed run sums in the same order (torch's DDP
+rebuilds its buckets after the first step). The last buffer ends with the piggyback: the step's metrics and requests,
+which need no separate all-reduce that way.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from drivetrain.engine.group import Group
 from drivetrain.engine.strategies.base import Strategy
 
-ALIGNMENT = 32  # elements: kernels read vectors
+ALIGNMENT = 32  # elements; kernels read aligned memory faster
 
 
 class Replicated(Strategy):
@@ -30,13 +32,13 @@ class Replicated(Strategy):
         self.piggyback = self._make_flat_gradient(torch.float32, piggyback_size)
 
     def _make_flat_gradient(self, dtype: torch.dtype, num_extra: int) -> Tensor:
-        """Makes the flat buffer of one type, of which the gradients become views; returns the extra elements at its end."""
-        members = [p for p in self.parameters if p.dtype == dtype]
-        sizes = [-(-p.numel() // ALIGNMENT) * ALIGNMENT for p in members]
-        flat = torch.zeros(sum(sizes) + num_extra, dtype=dtype, device=self.group.device)
+        """Makes a flat buffer, whose views become the gradients of all parameters of one type; returns the extra elements at its end."""
+        parameters = [p for p in self.parameters if p.dtype == dtype]
+        aligned_sizes = [math.ceil(p.numel() / ALIGNMENT) * ALIGNMENT for p in parameters]
+        flat = torch.zeros(sum(aligned_sizes) + num_extra, dtype=dtype, device=self.group.device)
         self._flat_gradients.append(flat)
         offset = 0
-        for parameter, size in zip(members, sizes, strict=True):
+        for parameter, size in zip(parameters, aligned_sizes, strict=True):
             parameter.grad = _view_like(parameter, flat, offset)
             offset += size
         return flat[offset:]
@@ -58,7 +60,7 @@ class Replicated(Strategy):
 
 
 def _view_like(parameter: nn.Parameter, flat: Tensor, offset: int) -> Tensor:
-    """Returns a view of a flat buffer in the parameter's shape and, where its elements lie without gaps, its strides."""
+    """Returns a view of a flat buffer with the parameter's shape, and with its strides if its elements have no gaps between them."""
     view = flat[offset : offset + parameter.numel()]
     if parameter.is_contiguous():
         return view.view(parameter.shape)

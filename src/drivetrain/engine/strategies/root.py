@@ -1,4 +1,4 @@
-"""What the strategies that shard share: the module around the task's own, and the preparation of a model."""
+"""Code that FSDP and DeepSpeed share: the module around the task's model, and the preparation of a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drivetrain.engine.group import Group
 
 
 class Root(nn.Module):
-    """The module around the task's own: its forward pass is a call of any function that uses the model."""
+    """A module around the task's model. Its forward pass calls any function that uses the model, such as the loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -24,14 +24,14 @@ class Root(nn.Module):
 
 
 def use_dense_gradients(model: nn.Module) -> None:
-    """Lets embeddings give dense gradients, which are the same numbers: sparse ones cannot be scattered."""
+    """Switches embeddings from sparse to dense gradients, because sparse ones cannot be reduce-scattered."""
     for module in model.modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             module.sparse = False
 
 
 def broadcast_model(model: nn.Module, group: Group) -> None:
-    """Gives every rank rank 0's weights, one tensor at a time: together they may not fit on the device."""
+    """Copies the weights of rank 0 to every rank, one tensor at a time, because together they may not fit on the device."""
     if group.size == 1:
         return
     with torch.no_grad():

@@ -1,11 +1,12 @@
-"""Every process holds a shard of each parameter, of its gradient and of its optimizer state (torch's fully_shard).
+"""FSDP: every process holds a shard of each parameter, its gradient and its optimizer state (torch's fully_shard).
 
-Parameters outside of blocks are gathered for the call of the loss, not for the model's forward: so the task may use its
-module as it likes, its methods and attributes included.
+Parameters outside of blocks are gathered for the call of the loss, not only for the model's forward. So the loss may use
+all methods and attributes of the model.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ ELEMENTWISE_OPTIMIZERS = (
 
 
 class Sharded(Strategy):
-    """torch's FSDP2. DTensors are called sharded, and parameters that it leaves out are called replicated."""
+    """torch's FSDP2. "Sharded" parameters are DTensors; "replicated" ones are those that FSDP2 leaves out."""
 
     capture_obstacle = "parameters come and go under fsdp"
     piggyback: Tensor
@@ -49,11 +50,11 @@ class Sharded(Strategy):
         super().__init__(model, group)
         self._replicated = [p for p in self.parameters if not state.is_sharded(p)]
         self._sharded = [p for p in self.parameters if state.is_sharded(p)]
-        # What all ranks sum in one all-reduce: the piggyback, and the sum of squares of this rank's gradients.
-        self._message = torch.zeros(piggyback_size + 1, device=group.device)
-        self.piggyback = self._message[:-1]
+        # One all-reduce sums the piggyback and, in the last element, the sum of squares of this rank's gradients.
+        self._reduce_buffer = torch.zeros(piggyback_size + 1, device=group.device)
+        self.piggyback = self._reduce_buffer[:-1]
         self._local_parameters: dict[nn.Parameter, nn.Parameter] = {}
-        """Sharded parameter -> this rank's shard of it, where the optimizer holds that."""
+        """Sharded parameter -> this rank's shard, if the optimizer holds shards."""
 
     def _shard(self, plan: Plan, group: Group) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -66,20 +67,20 @@ class Sharded(Strategy):
         mesh = init_device_mesh(group.device.type, (group.size,))
         options: dict[str, Any] = {"mesh": mesh, "ignored_params": replicated}
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=group.device_counters) if plan.offload == "all" else OffloadPolicy()
-        # Blocks' matrices are gathered in the format that autocast multiplies them in; norms stay replicated, in full precision.
-        # Outside of blocks all is gathered in full: an embedding would else hand on, and blocks add up, in half precision.
+        # Matrices of blocks are gathered in the number format in which autocast multiplies them; norms are replicated in full precision.
+        # Other parameters are gathered in full precision: from a half-precision embedding, blocks would add their outputs in half precision.
         policy = MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False) if half else MixedPrecisionPolicy()
         for block in self._blocks:
             fully_shard(block, reshard_after_forward=self._reshards, mp_policy=policy, **options)
         fully_shard(self._root, reshard_after_forward=False, **options)
         for module in (*self._blocks, self._root):
-            module.set_gradient_divide_factor(1.0)  # the objective is divided by global counts: gradients are summed
+            module.set_gradient_divide_factor(1.0)  # gradients are summed: the objective is already divided by global counts
             module.set_force_sum_reduction_for_comms(True)
             if hasattr(module, "set_reduce_scatter_unused_params"):
                 module.set_reduce_scatter_unused_params(True, recurse=False)  # ranks' samples may use different parameters
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hands elementwise optimizers this rank's shards as plain tensors, which all their kernels take; others keep the DTensors."""
+        """Gives elementwise optimizers this rank's shards as plain tensors, which all their kernels accept; others keep the DTensors."""
         self.optimizer = optimizer
         if not (is_plain_torch_optimizer(optimizer) and type(optimizer).__name__ in ELEMENTWISE_OPTIMIZERS):
             return
@@ -92,20 +93,20 @@ class Sharded(Strategy):
             values = optimizer.state.pop(parameter, None)
             if values:
                 optimizer.state[local] = {k: state.local_tensor(v) if isinstance(v, Tensor) else v for k, v in values.items()}
-        # A kernel on the host would read a factor of the device before it has come.
-        offloaded = any(p.device != self.group.device for p in self.parameters)
-        self._optimizer_scales = supports_fused_scaling(optimizer) and not offloaded
+        # With offloading, a kernel on the host could read the factor before its copy from the device has arrived.
+        is_offloaded = any(p.device != self.group.device for p in self.parameters)
+        self._optimizer_scales = supports_fused_scaling(optimizer) and not is_offloaded
 
     # --- forward and backward ---
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         result = self._root(function, *args)
         if not torch.is_grad_enabled():
-            self._root.reshard()  # no backward pass will
+            self._root.reshard()  # otherwise the backward pass does it
         return result
 
     def call_unevenly(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Gathers the full model once, because ranks may call it unequally often."""
+        """Gathers the full model once, because ranks may call it a different number of times."""
         return self.call(self._with_gathered_blocks, function, *args)
 
     def _with_gathered_blocks(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -122,17 +123,17 @@ class Sharded(Strategy):
     # --- gradients ---
 
     def zero_gradients(self) -> None:
-        self._message.zero_()
+        self._reduce_buffer.zero_()
         for parameter in self.parameters:
             parameter.grad = None
 
     def reduce_gradients(self) -> None:
-        """Sums replicated parameters' gradients, the piggyback and the norm; each backward pass has summed the shards' gradients."""
+        """Sums the gradients of replicated parameters, the piggyback and the squared norm. FSDP sums the shards' gradients in backward."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        self._message[-1:].copy_(self._sum_of_squares(self._sharded))
-        self.group.all_reduce(self._message)
+        self._reduce_buffer[-1:].copy_(self._sum_of_squares(self._sharded))
+        self.group.all_reduce(self._reduce_buffer)
         if self.group.size > 1:
             for dtype in {p.dtype for p in self._replicated}:
                 gradients = [p.grad for p in self._replicated if p.dtype == dtype and p.grad is not None]
@@ -148,7 +149,7 @@ class Sharded(Strategy):
         return torch.stack([n.float() for n in norms]).square().sum().to(self.group.device)
 
     def gradient_norm(self) -> Tensor:
-        return (self._message[-1] + self._sum_of_squares(self._replicated)).sqrt()
+        return (self._reduce_buffer[-1] + self._sum_of_squares(self._replicated)).sqrt()
 
     def scale_gradients(self, factor: Tensor) -> None:
         for device in {p.device for p in self.parameters}:
@@ -166,7 +167,7 @@ class Sharded(Strategy):
     # --- state ---
 
     def broadcast_weights(self) -> None:
-        """Weights were broadcast before they were sharded."""
+        """Does nothing: weights were broadcast before they were sharded."""
 
     def weights_are_finite(self) -> bool:
         return all(self.group.gather_objects(state.all_finite(self.parameters)))
@@ -175,7 +176,7 @@ class Sharded(Strategy):
         return state.model_tensors(self.model, Tensor.detach if sharded else self._full)
 
     def optimizer_tensors(self, sharded: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        owners = self._owners()
+        owners = self._sharded_parameters()
 
         def read(value: Tensor, parameter: Tensor) -> Tensor:
             owner = owners.get(parameter)
@@ -186,26 +187,28 @@ class Sharded(Strategy):
         return state.optimizer_tensors(self._optimizer_parameters(), self.optimizer, read)
 
     def load_optimizer(self, stored: state.StoredTensors, values: dict[str, Any]) -> None:
-        owners = self._owners()
+        owners = self._sharded_parameters()
 
         def load(name: str, parameter: Tensor) -> Tensor:
             owner, (shape, _) = owners.get(parameter), stored.layout[name]
             if not shape or (owner is not None and shape != owner.shape):
                 return stored.load(name)
-            return stored.load_like(name, parameter) if owner is None else state.local_tensor(stored.load_like(name, owner))
+            if owner is None:
+                return stored.load_like(name, parameter)
+            return state.local_tensor(stored.load_like(name, owner))
 
         state.load_optimizer(self._optimizer_parameters(), self.optimizer, stored, values, load)
 
     def _optimizer_parameters(self) -> dict[str, Tensor]:
-        """Returns by name the tensor that the optimizer holds for each parameter."""
+        """Returns the tensor that the optimizer holds for each parameter, by the parameter's name."""
         return {name: self._local_parameters.get(p, p) for name, p in self.model.named_parameters()}
 
-    def _owners(self) -> dict[Tensor, nn.Parameter]:
-        """Returns the sharded parameter of each shard that the optimizer holds."""
+    def _sharded_parameters(self) -> dict[Tensor, nn.Parameter]:
+        """Returns the sharded parameter for each shard that the optimizer holds."""
         return {local: parameter for parameter, local in self._local_parameters.items()}
 
     def _full(self, tensor: Tensor) -> Tensor:
-        """Returns on rank 0 the full tensor, in the host's memory; a collective call, one tensor at a time."""
+        """Returns the full tensor in the host's memory on rank 0, an empty one on other ranks; a collective call."""
         tensor = tensor.detach()
         if not state.is_sharded(tensor):
             return tensor
@@ -218,7 +221,7 @@ def _local_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
 
 
 def _as_dtensor(local: Tensor, like: Any) -> Tensor:
-    """Returns the sharded tensor of which `local` is this rank's shard."""
+    """Returns the DTensor whose shard on this rank is `local`."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
@@ -228,29 +231,32 @@ def _as_dtensor(local: Tensor, like: Any) -> Tensor:
 
 
 def _unshardable(model: nn.Module) -> set[nn.Parameter]:
-    """Returns parameters that stay replicated: single numbers, and trained ones of another type than most."""
-    dtypes = [p.dtype for p in model.parameters() if p.requires_grad]
-    usual = max(set(dtypes), key=lambda dtype: sum(p.numel() for p in model.parameters() if p.requires_grad and p.dtype == dtype))
-    return {p for p in model.parameters() if p.dim() == 0 or (p.requires_grad and p.dtype != usual)}
+    """Returns parameters that cannot be sharded: single numbers, and trained ones whose type is not the most common one."""
+    num_trained: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            num_trained[parameter.dtype] += parameter.numel()
+    most_common_dtype = max(num_trained, key=lambda dtype: num_trained[dtype])
+    return {p for p in model.parameters() if p.dim() == 0 or (p.requires_grad and p.dtype != most_common_dtype)}
 
 
 def _unshared_blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns the repeated blocks; none if they share parameters with each other or the rest, for then only the full model can be gathered."""
+    """Returns the repeated blocks; none if a block shares a parameter with other modules: then only the full model can be gathered."""
     blocks = repeated_blocks(model)
-    owners: dict[nn.Parameter, set[int]] = {}
+    users: dict[nn.Parameter, set[int]] = {}  # parameter -> numbers of the blocks that use it; -1 for modules outside of blocks
     for number, block in enumerate(blocks):
         for module in block.modules():
             for parameter in module.parameters(recurse=False):
-                owners.setdefault(parameter, set()).add(number)
-    inside = {module for block in blocks for module in block.modules()}
+                users.setdefault(parameter, set()).add(number)
+    modules_in_blocks = {module for block in blocks for module in block.modules()}
     for module in model.modules():
-        if module not in inside:
+        if module not in modules_in_blocks:
             for parameter in module.parameters(recurse=False):
-                owners.get(parameter, set()).add(-1)
-    return blocks if all(len(users) == 1 for users in owners.values()) else []
+                users.get(parameter, set()).add(-1)
+    return blocks if all(len(numbers) == 1 for numbers in users.values()) else []
 
 
 def _norm_parameters(blocks: list[Any]) -> set[nn.Parameter]:
-    """Returns the parameters of blocks' normalisations: small, and autocast computes with them in full precision."""
+    """Returns the parameters of the blocks' norm layers: they are small, and autocast computes with them in full precision."""
     kinds = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
     return {p for block in blocks for m in block.modules() if isinstance(m, kinds) for p in m.parameters(recurse=False)}

@@ -1,4 +1,4 @@
-"""One process: gradients stay where autograd puts them."""
+"""One process with one micro-batch: gradients stay in the tensors that autograd creates."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from drivetrain.engine.strategies.base import Strategy
 
 
 class Single(Strategy):
-    """One process that takes a whole global batch at once; `Replicated` does the same for several micro-batches or ranks."""
+    """One process that takes the global batch as one micro-batch; `Replicated` takes several micro-batches or ranks."""
 
     is_one_piece = True
 
     def __init__(self, model: nn.Module, group: Group, piggyback_size: int) -> None:
         super().__init__(model, group)
-        # No rank receives these metrics; but a captured step needs one fixed place for them.
+        # There is no all-reduce, but a captured step must write metrics to a fixed address.
         self.piggyback = torch.zeros(piggyback_size, device=group.device) if group.device_counters else None
 
     def zero_gradients(self) -> None:
         if self.piggyback is not None:
             self.piggyback.zero_()
         for parameter in self.parameters:
-            parameter.grad = None  # then backward need not add to zeros
+            parameter.grad = None  # backward then writes gradients instead of adding to zeros
 
     def reduce_gradients(self) -> None:
-        """Gives a dense gradient to each parameter: zeros where backward made none, whatever the plan."""
+        """Gives each parameter a dense gradient, of zeros where backward made none, as every strategy does."""
         for parameter in self.parameters:
             gradient = parameter.grad
             if gradient is None:
@@ -38,4 +38,4 @@ class Single(Strategy):
         torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
 
     def broadcast_buffers(self) -> None:
-        """There is no other rank."""
+        """Does nothing: there is no other rank."""

@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO: optimizer state (stage 1), gradients (2) and parameters (3) in flat partitions, one per rank.
 
-DeepSpeed's engine reduces, clips and steps. Gradients have to be multiplied by three factors to be those of the global
-mean: the number of ranks, by which DeepSpeed divides; a count that is known only after the forward pass; fp16's scale.
-DeepSpeed gets them as the loss scale, by which it divides at the step.
+DeepSpeed's engine reduces and clips gradients and takes the step. For the gradients of the global mean, three factors are
+still missing: the number of ranks, by which DeepSpeed divides; a count that is known only after the forward pass; and the
+scale of fp16. They are passed to DeepSpeed as its loss scale, by which it divides gradients in the step.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from drivetrain.plan import Plan
 from drivetrain.plan.deepspeed import configuration
 from drivetrain.task import Task
 
-MATRIX_OPTIMIZERS = ("Adafactor", "LBFGS", "Muon")  # torch's optimizers that need more than a flat part of a parameter
+MATRIX_OPTIMIZERS = ("Adafactor", "LBFGS", "Muon")  # torch's optimizers that need full parameters, not flat parts of them
 
 
 class Fragment(NamedTuple):
-    """The part of a parameter that lies in this rank's flat partition."""
+    """The part of a parameter that is stored in this rank's flat partition."""
 
     name: str
     shape: torch.Size
     begin: int
-    """Where it begins in the flattened parameter."""
+    """Offset in the flattened parameter."""
     flat_begin: int
-    """Where it begins in the partition."""
+    """Offset in the partition."""
     length: int
 
     def in_parameter(self, parameter: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Fragment(NamedTuple):
 
 
 class Zero(Strategy):
-    """DeepSpeed's engine behind the interface of a strategy."""
+    """Implements the interface of a strategy with DeepSpeed's engine."""
 
     capture_obstacle = "parameters come and go under deepspeed"
     piggyback: Tensor
@@ -77,7 +77,7 @@ class Zero(Strategy):
         self._names = {id(p): name for name, p in model.named_parameters()}
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = self.zero_optimizer.optimizer  # the same, or what DeepSpeed made of it
+        self.optimizer = self.zero_optimizer.optimizer  # DeepSpeed may have replaced it
 
     # --- forward and backward ---
 
@@ -86,7 +86,7 @@ class Zero(Strategy):
 
     def call_unevenly(self, function: Callable[..., Any], *args: Any) -> Any:
         if self.stage == 3:
-            raise Problem("a Source uses the model on its own, which plan.zero_stage=3 cannot give it: use stage 1 or 2, or fsdp")
+            raise Problem("a Source calls the model itself, which plan.zero_stage=3 does not support: use stage 1 or 2, or fsdp")
         return function(*args)
 
     def backward(self, objective: Tensor) -> None:
@@ -95,7 +95,7 @@ class Zero(Strategy):
     # --- gradients ---
 
     def zero_gradients(self) -> None:
-        self.piggyback.zero_()  # DeepSpeed's step clears gradients
+        self.piggyback.zero_()  # gradients are already cleared, by DeepSpeed's step
 
     def reduce_gradients(self) -> None:
         """Sums the piggyback; DeepSpeed sums gradients."""
@@ -104,7 +104,7 @@ class Zero(Strategy):
     def update(
         self, factor: Tensor | None, clip: float, with_norm: bool, skip_nonfinite: bool, skip: Tensor | None = None
     ) -> Tensor | None:
-        """Lets DeepSpeed take the step. It waits for the device here anyway, so the factor may pass through the host."""
+        """Lets DeepSpeed take the step. DeepSpeed waits for the device here anyway, so reading the factor costs nothing."""
         if skip is not None:
             raise Problem("DeepSpeed takes every step, so a source's limits cannot end an epoch: plan.strategy=fsdp or ddp")
         scale = self.group.size * (1.0 if factor is None else float(factor))
@@ -117,10 +117,10 @@ class Zero(Strategy):
     # --- state ---
 
     def broadcast_weights(self) -> None:
-        """Weights were broadcast before they were partitioned."""
+        """Does nothing: weights were broadcast before they were partitioned."""
 
     def weights_are_finite(self) -> bool:
-        # Fragment by fragment: the padding of a partition may hold anything.
+        # Only the fragments are checked, because the padding of a partition may hold any number.
         fragments = [fragment.in_partition(flat) for flat, fragments in self._partitions() for fragment in fragments]
         return all(self.group.gather_objects(state.all_finite(fragments)))
 
@@ -141,7 +141,7 @@ class Zero(Strategy):
         self.zero_optimizer.refresh_fp32_params()
 
     def _gathered(self, tensor: Tensor, changes: bool = False) -> Any:
-        """Inside, the tensor is full; with `changes`, what rank 0 writes into it reaches all ranks."""
+        """A context in which the tensor is full. With `changes`, the values that rank 0 writes are copied to all ranks."""
         from deepspeed import zero
 
         partitioned = [tensor] if hasattr(tensor, "ds_id") else []
@@ -164,7 +164,7 @@ class Zero(Strategy):
         return tensors, values
 
     def _full(self, flat: Tensor, fragment: Fragment) -> Tensor:
-        """Returns on rank 0 the full tensor of a parameter's entry, in the host's memory; a collective call."""
+        """Returns a full tensor of the optimizer's state in the host's memory on rank 0, an empty one elsewhere; a collective call."""
         full = torch.zeros(fragment.shape.numel(), dtype=flat.dtype, device=self.group.device)
         fragment.in_parameter(full).copy_(fragment.in_partition(flat))
         self.group.all_reduce(full)
@@ -174,7 +174,7 @@ class Zero(Strategy):
         for group, saved in zip(self.optimizer.param_groups, values["groups"], strict=True):
             group |= saved
         self.optimizer.state.clear()
-        homes: dict[str, tuple[Tensor, Fragment]] = {f.name: (flat, f) for flat, fragments in self._partitions() for f in fragments}
+        locations: dict[str, tuple[Tensor, Fragment]] = {f.name: (flat, f) for flat, fragments in self._partitions() for f in fragments}
         groups = {id(flat): self.optimizer.param_groups[number] for number, flat in self._numbered_partitions()}
         elementwise = {n.rpartition("/")[2] for n, (shape, _) in stored.layout.items() if len(shape)}
         on_cpu = set(values.get("on_cpu", ()))
@@ -184,9 +184,9 @@ class Zero(Strategy):
             if owner.startswith("#"):
                 self.optimizer.param_groups[int(owner[1:])][entry] = value
                 continue
-            if owner not in homes:
-                raise Problem(f"the checkpoint's optimizer knows a parameter {owner!r} that this model does not train")
-            flat, fragment = homes[owner]
+            if owner not in locations:
+                raise Problem(f"the checkpoint's optimizer has a parameter {owner!r} that this model does not train")
+            flat, fragment = locations[owner]
             entries = self.optimizer.state[flat]
             if not isinstance(value, Tensor):
                 entries[entry] = value
@@ -237,25 +237,26 @@ def _check_supported(model: nn.Module, trained: list[nn.Parameter], optimizer: t
     if scalars:
         raise Problem(f"DeepSpeed cannot hold a parameter of a single number ({scalars[0]}): give it the shape [1], or use fsdp")
     if type(optimizer).__name__ in MATRIX_OPTIMIZERS:
-        raise Problem(f"{type(optimizer).__name__} needs whole matrices, and DeepSpeed hands out flat parts: use plan.strategy=fsdp")
+        raise Problem(f"{type(optimizer).__name__} needs full matrices, but DeepSpeed splits them into flat parts: use plan.strategy=fsdp")
 
 
 def _start(root: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], group: Group) -> Any:
-    os.environ["DS_ACCELERATOR"] = group.device.type  # by itself it takes a GPU where there is one
+    os.environ["DS_ACCELERATOR"] = group.device.type  # by default DeepSpeed takes a GPU if there is one
     import deepspeed
 
-    deepspeed.utils.logger.setLevel(logging.ERROR)  # it warns of every optimizer that is not its own
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # CPU processes have gloo: no compiler is needed
-    warnings.filterwarnings("ignore", r".*(all_gather_into|reduce_scatter)_tensor.* is deprecated", FutureWarning)  # not the user's
+    deepspeed.utils.logger.setLevel(logging.ERROR)  # it warns of every optimizer that is not DeepSpeed's
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # CPU processes use gloo; this op would need a compiler
+    # Users cannot act on this warning about DeepSpeed's code.
+    warnings.filterwarnings("ignore", r".*(all_gather_into|reduce_scatter)_tensor.* is deprecated", FutureWarning)
     engine, *_ = deepspeed.initialize(model=root, optimizer=optimizer, config=config, dist_init_required=False)
     return engine
 
 
 def _hide_empty_groups(optimizer: Any) -> None:
-    """Lets an optimizer step without the parameter groups that are empty.
+    """Makes an optimizer's step skip empty parameter groups.
 
-    At stage 3 DeepSpeed steps one group at a time and leaves the others empty, which an optimizer with state in its
-    groups must not count."""
+    At stage 3, DeepSpeed steps one group at a time and leaves the others empty. An optimizer that counts steps in its
+    groups must not count those."""
     original_step = optimizer.step
 
     def step(closure: Any = None) -> Any:
