@@ -334,7 +334,7 @@ def test_layers_that_carry_one_document_into_the_next_are_not_packed(place: Path
 
 def test_attention_that_takes_no_mask_is_not_packed(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(place / "bloom", kind="bloom")
-    with pytest.raises(Problem, match=r"BloomForCausalLM cannot keep documents of a row apart: say packing=false"):
+    with pytest.raises(Problem, match=r"BloomForCausalLM cannot keep documents of a row apart: set packing=false"):
         small(base="bloom").model()
     assert small(base="bloom", packing=False).model()
     assert "no fused attention for BloomForCausalLM" in capsys.readouterr().err
