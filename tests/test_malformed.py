@@ -132,7 +132,7 @@ PLANS: list[tuple[Any, str]] = [
     (None, "holds a NoneType"),
     (5, "holds a int"),
     ({}, "is no file that --plan knows"),
-    ({"plan": {}}, "is no whole plan"),
+    ({"plan": {}}, "is no complete plan"),
     ({"plan": []}, "is no file that --plan knows"),
     ({"env": {"PYTHONPATH": "/tmp/x"}}, "'PYTHONPATH' is no variable that a plan may set"),
     ({"env": {"OMP_NUM_THREADS": 3}}, "OMP_NUM_THREADS: '3' does not fit"),

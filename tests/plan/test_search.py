@@ -228,7 +228,11 @@ def test_a_candidate_that_is_not_faster_enough_says_by_how_much() -> None:
     rater = Rater(profile("135M", "bf16"), MachineCapacity.of(parse("8xH100-80GB"), "cuda", 8), 512, 8, 1)
     best = rater.rate(Candidate("ddp", 8, 8, 8), 8)
     sharded = Candidate("fsdp", 8, 8, 8, zero_stage=2)
-    for faster, words in ((1.19, "19 % faster, less than the 25 % from which"), (1.0, "as fast, and more laborious"), (0.8, "20 % slower")):
+    for faster, words in (
+        (1.19, "19 % faster, but a less simple plan must be 25 % faster"),
+        (1.0, "as fast, but less simple"),
+        (0.8, "20 % slower"),
+    ):
         found = replace(best, candidate=sharded, seconds={"work": best.step_seconds / faster})
         assert why_lost(rater, sharded, found, best)["why"].startswith(words)
 
