@@ -301,7 +301,7 @@ def test_product_names_are_found_in_the_table() -> None:
 def test_the_report_says_how_much_memory_unequal_gpus_waste() -> None:
     mixed = Hardware(16, 2**36, (Gpu(0, "NVIDIA L4", 24 * 2**30, (8, 9)), Gpu(1, "Tesla T4", 16 * 2**30, (7, 5))), "", "535.1", (12, 2))
     text = report.text(mixed, {"cards": [None, None]})
-    assert "the smallest 16 GiB" in text and "8.0 GiB of the others stay empty (--gpus" in text
+    assert "the smallest 16 GiB" in text and "8.0 GiB of the others stay unused (choose equal ones with --gpus" in text
     assert "16 GiB (the smallest of unequal ones)" in mixed.sentence()
     equal = report.text(FOUR_L4, {"cards": [None] * 4})
     assert "0-3" in equal and "unequal" not in equal

@@ -103,7 +103,7 @@ def test_all_project_modules_that_a_task_imports_are_copied(layout: str, folder:
 def test_the_number_and_size_of_copied_modules_are_limited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write({"task.py": "import a, b, c", "a.py": "", "b.py": "", "c.py": "x = 1" * 100})
     monkeypatch.setattr(project, "MAX_FILES", 3)
-    with pytest.raises(Problem, match="imports more of its project than a run keeps"):
+    with pytest.raises(Problem, match="imports more of its project than a run copies"):
         copied_modules("task.py")
     monkeypatch.setattr(project, "MAX_FILES", 4)
     assert len(copied_modules("task.py")) == 4

@@ -29,7 +29,7 @@ _MODULE_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name on first use, so that importing the package (and starting the command line) is fast."""
+    """Imports a public name on first use, so that the package imports (and the command line starts) fast."""
     if name == "datasets":
         return importlib.import_module("drivetrain.tasks.datasets")
     if name in _MODULE_OF:

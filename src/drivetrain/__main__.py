@@ -5,7 +5,7 @@ import sys
 
 if __name__ == "__main__":
     if sys.path and sys.path[0] in ("", os.getcwd()):
-        sys.path.pop(0)  # python -m puts it there; no module of the current folder shall shadow another's
+        sys.path.pop(0)  # `python -m` adds the current folder, whose modules could shadow installed ones
 
     from drivetrain.cli import main
 

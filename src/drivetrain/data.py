@@ -1,4 +1,4 @@
-"""The data that a task may return: `Tensors`, or a `Source` for on-policy learning."""
+"""Data that a task may return: `Tensors`, or a `Source` for on-policy learning."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Rand(Protocol):
     """Random numbers keyed by (seed, epoch, sample index): the same for any rank, loader worker and micro-batch."""
 
     def uniform(self, k: int = 1) -> Tensor:
-        """[samples, k] numbers in [0, 1)."""
+        """Returns [samples, k] numbers in [0, 1)."""
         ...
 
     def normal(self, k: int = 1) -> Tensor:
-        """[samples, k] numbers from the standard normal distribution."""
+        """Returns [samples, k] numbers from the standard normal distribution."""
         ...
 
     def __len__(self) -> int:
-        """The number of samples (for a `Source`: of this rank's groups)."""
+        """Returns the number of samples (for a `Source`: of this rank's groups)."""
         ...
 
     @property
@@ -64,57 +64,56 @@ class Tensors:
 
 
 class Source:
-    """Data that the model itself makes, for on-policy learning.
+    """Training data that the model itself produces, for on-policy learning.
 
-    An epoch has `len(source)` samples, from `groups` equal groups (environments). At the start of each epoch the engine calls
-    `collect` and then goes `passes` times over the collected samples. The samples of a group are consecutive: sample `t` of
-    group `g` is row `g * (len / groups) + t` of this rank's rows.
+    An epoch has `len(source)` samples, from `groups` groups (environments) of equal size. At the start of each epoch the engine
+    calls `collect`; then it trains `passes` times on the collected samples. The samples of a group are consecutive: sample `t`
+    of group `g` is row `g * (len / groups) + t` of this rank's rows.
     """
 
     groups: int = 1
-    """Equal groups of samples, over all ranks: environments, for example."""
+    """Number of groups over all ranks, for example environments."""
     passes: int = 1
     """Passes over the collected samples in an epoch."""
     pure: bool = False
-    """Whether `collect` depends on the model, `rand` and `state` alone and only computes with tensors: a GPU then replays it as one
-    CUDA graph. Its `state` is empty before the first collection."""
+    """Whether `collect` depends only on the model, `rand` and `state`, and only computes with tensors: a GPU then replays it as one
+    CUDA graph. `state` must be empty before the first collection."""
     limits: Mapping[str, float] = MappingProxyType({})
-    """Metric of the loss -> limit. A step whose mean of that metric is above the limit changes nothing, nor does any later step of the epoch."""
+    """Metric of the loss -> limit. Once a step's mean of the metric is above the limit, this and all later steps of the epoch change nothing."""
     group_bytes: int = 0
-    """The least memory that a group takes in a collection; 0 where it is not known before."""
+    """Bytes that a collection needs at least for each group; 0 if unknown."""
 
     @property
     def speeds(self) -> dict[str, float]:
-        """Further speeds to log: NAME -> how many of it one sample stands for. `NAME_per_second` is that many times
-        `samples_per_second`."""
+        """Further speeds to log: NAME -> units per sample. `NAME_per_second` is this number times `samples_per_second`."""
         return {}
 
     def __len__(self) -> int:
         raise NotImplementedError
 
     def collect(self, model: nn.Module, rand: Rand, total: Callable[[Tensor], Tensor]) -> Tensors:
-        """Returns the samples of this rank's groups, whose numbers are `rand.ids`; `total` sums a tensor over the ranks."""
+        """Returns the samples of this rank's groups (numbers `rand.ids`); `total` sums a tensor over the ranks."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Tensor]:
-        """Returns all that the next `collect` needs, as tensors whose rows are this rank's groups."""
+        """Returns the state that the next `collect` needs: tensors with a row for each of this rank's groups."""
         return {}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Restores what `state` returned, with the rows of this rank's groups."""
+        """Restores a state of `state()`; its rows are this rank's groups."""
 
     def fault(self) -> str:
-        """Returns why the collected samples are not all finite, where that is known. Called when a loss is not a number."""
+        """Returns why collected samples are not finite; empty if unknown. Called when a loss is NaN."""
         return ""
 
     def stepper(self, model: nn.Module, context: StepperContext) -> EpochStepper | None:
-        """Returns code that takes whole epochs by itself, if the family has any. If it has none, it may pass the reason to `context.notice`."""
+        """Returns the family's own code for the steps of an epoch, or None. It may pass the reason for None to `context.notice`."""
         return None
 
 
 @dataclass(frozen=True)
 class StepperContext:
-    """What the engine hands to an `EpochStepper`."""
+    """What the engine passes to an `EpochStepper`."""
 
     device: torch.device
     optimizer: torch.optim.Optimizer
@@ -123,23 +122,23 @@ class StepperContext:
     metric_ring: Tensor
     """Where a step writes its metrics: in row (step number modulo the number of rows), the gradient norm in column 0."""
     first_metric: int
-    """The column of the first metric: sums as `loss` gives them, then their counts."""
+    """The column of the first metric. The sums of all metrics come first, as `loss` returns them; then their counts."""
     random_keys: Callable[[int], list[int]]
     """The keys of an epoch's random numbers: of the first `rand.uniform` of its collection, then of the order in each pass."""
     record: Callable[[Callable[[], object]], Callable[[], None]]
     """Captures device work as a CUDA graph and returns the function that replays it."""
     host_waits: Callable[[], AbstractContextManager[list[str]]]
-    """Lists the code lines inside the `with` block where the host waits for the device, which a CUDA graph cannot do."""
+    """Lists the code lines inside the `with` block where the host waits for the device: a CUDA graph cannot contain them."""
     notice: Callable[[str], None]
-    """Tells the user a sentence."""
+    """Prints a sentence for the user."""
 
 
 class EpochStepper(Protocol):
-    """Takes all optimizer steps of an epoch of a `Source` on one GPU, with the same results as the engine's own steps."""
+    """Takes all optimizer steps of a `Source`'s epoch on one GPU, with the same results as the engine's own steps."""
 
     collects: bool
     """Whether it also collects the epoch's samples."""
 
     def __call__(self, epoch: int, first_step: int, samples: Any) -> None:
-        """Takes the steps of an epoch on its samples (None where it collects them itself)."""
+        """Takes the steps of an epoch on its samples (None if it collects them itself)."""
         ...

@@ -1,6 +1,6 @@
-"""A task's settings, and what it states for `tune`: from its source text, or from a child process that imports its file.
+"""Reads a task's settings and its options for `tune`: from its source text, or in a child process that imports its file.
 
-The child (`python -m drivetrain.describe FILE:CLASS`) is slower but sees everything, such as defaults that are computed.
+The child (`python -m drivetrain.describe FILE:CLASS`) is slower, but also reads computed defaults.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def task_settings(task: TaskRef) -> dict[str, Setting]:
 
 @dataclass(frozen=True)
 class TuneFacts:
-    """What a task states for `tune`."""
+    """A task's options for `tune`."""
 
     search: dict[str, str]
     """setting -> range or choices"""
@@ -42,7 +42,7 @@ class TuneFacts:
 
 
 def tune_facts(task: TaskRef) -> TuneFacts:
-    """Returns what a task states for `tune`."""
+    """Returns a task's options for `tune`."""
     declared = task.declaration().tune_facts
     if UNKNOWN in declared.values():
         facts = TuneFacts(**describe_in_child(task)["tune_facts"])
@@ -55,7 +55,7 @@ def tune_facts(task: TaskRef) -> TuneFacts:
 
 
 def describe_in_child(task: TaskRef) -> dict[str, Any]:
-    """Returns what a child process that imports the task's file reports: its `settings` and `tune_facts`."""
+    """Returns the task's `settings` and `tune_facts`, which a child process reads by importing the task's file."""
     command = [sys.executable, "-P", "-m", "drivetrain.describe", f"{task.path}:{task.class_name}"]
     with tempfile.TemporaryFile("w+") as output:
         errors = []
@@ -79,7 +79,7 @@ def describe_in_child(task: TaskRef) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The child: imports the task's file, and prints its settings and `tune_facts` as one line of JSON."""
+    """Imports the task's file and prints its settings and `tune_facts` as one line of JSON. Runs in the child process."""
     path, _, name = sys.argv[1].rpartition(":")
     try:
         cls = load_class(TaskRef(path, path, name, package=package_of(Path(path))))

@@ -10,15 +10,15 @@ HOOKS = {
     "loss": "the loss of a batch",
     "counts": "the counts of a loss with several parts",
     "metrics": "the metrics of a batch in evaluation",
-    "summary": "metrics of the whole evaluation data",
+    "summary": "metrics of all evaluation data",
     "remarks": "lines for the log after an evaluation",
     "augment": "changes a training batch on the device",
     "optimizer": "an optimizer of the task's own",
     "schedule": "the factor of the peak learning rate at a step",
-    "predict": "what the model makes of an input",
+    "predict": "the model's output for an input",
     "exports": "the graphs that `export` writes",
     "summary_fields": "lines of `summary.txt`",
-    "model_files": "writes the weights as files that other programs know",
+    "model_files": "writes the weights in a format of other programs",
 }
 TUNE_FACTS = {
     "search": "what `tune` searches: assign a dict to it without an annotation",
@@ -35,4 +35,4 @@ RESERVED = {
     "plan": "a key of recipes",
     "stages": "a key of recipes",
 }
-"""Names that mean something else, so that no setting may have them."""
+"""Names with another meaning: no setting may have them."""

@@ -16,11 +16,11 @@ from drivetrain.outcomes import Problem
 from drivetrain.project import import_root, import_roots, is_users, module_name, modules_of
 
 ORIGINS = "origins.json"
-"""A file beside a run's copies of modules, which says of which file each is a copy."""
+"""A file in the folder of a run's copies: it maps each copy to the user's own file."""
 
 
 def read_origins(folder: Path) -> dict[Path, str]:
-    """Returns a run's copies of modules: copy -> the user's own file."""
+    """Returns the user's own file for each copy of a module in a run's folder."""
     try:
         files = json.loads((folder / ORIGINS).read_text())["files"]
         return {folder / path: str(file) for path, file in files.items()}
@@ -31,8 +31,8 @@ def read_origins(folder: Path) -> dict[Path, str]:
 def import_module(file: Path, package: str, is_copy: bool) -> ModuleType:
     """Imports a task's file as a module of its package, so that its relative imports and its imports of the project work.
 
-    `is_copy`: the file is a run's copy. Modules of the same names that were imported from elsewhere, by a notebook or from
-    another run's copies, stay in `sys.modules` for their own importers.
+    `is_copy`: the file is a run's copy. Modules of the same names may be imported already: by a notebook, or from another run's
+    copies. They are taken out of `sys.modules` during the import and put back afterwards.
     """
     root, name = import_root(file, package), module_name(file, package)
     near, far = ([root], []) if is_copy else import_roots(file, package)
@@ -40,7 +40,7 @@ def import_module(file: Path, package: str, is_copy: bool) -> ModuleType:
     displaced = _modules_from_elsewhere(_with_packages(names), near)
     if package and (installed := displaced.get(name.split(".")[0])) and not is_users(_origin_of(installed)):
         raise Problem(
-            f"{file}: its package {installed.__name__} has the name of an installed one ({_origin_of(installed)}): rename the folder"
+            f"{file}: its package {installed.__name__} has the same name as an installed package ({_origin_of(installed)}): rename the folder"
         )
     displaced = {n: m for n, m in displaced.items() if is_users(_origin_of(m)) and n not in sys.stdlib_module_names}
     for displaced_name in displaced:
@@ -61,16 +61,17 @@ def import_module(file: Path, package: str, is_copy: bool) -> ModuleType:
 
 
 def _modules_from_elsewhere(names: Iterable[str], folders: Sequence[Path]) -> dict[str, ModuleType]:
-    """Returns the imported modules of these names that do not come from these folders."""
+    """Returns the modules of these names that were imported from other folders than these."""
     modules = {name: module for name in names if (module := sys.modules.get(name)) is not None}
     return {name: module for name, module in modules.items() if not _is_from(module, folders)}
 
 
 def _import_script(file: Path, name: str, displaced: dict[str, ModuleType]) -> ModuleType:
-    """Imports a file that is in no package, under its own name if that is free."""
+    """Imports a file that is in no package, under its own name if no other module has it."""
     if name in displaced or name in sys.modules or name in sys.stdlib_module_names:
         name = f"task_{name}"
-    spec = next((s for finder in sys.meta_path[:1] if isinstance(finder, _CopyFinder) and (s := finder.script_spec(name, file))), None)
+    finder = sys.meta_path[0]
+    spec = finder.script_spec(name, file) if isinstance(finder, _CopyFinder) else None
     spec = spec or importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise Problem(f"{file} cannot be imported")
@@ -81,12 +82,12 @@ def _import_script(file: Path, name: str, displaced: dict[str, ModuleType]) -> M
 
 
 def _with_packages(names: Iterable[str]) -> list[str]:
-    """Returns these modules and their packages, which may have no file."""
+    """Returns the names of these modules and of all packages that contain them."""
     return list(dict.fromkeys(".".join(name.split(".")[: i + 1]) for name in names for i in range(name.count(".") + 1)))
 
 
 def _origin_of(module: ModuleType) -> str:
-    """Returns a module's file, or the folder of a package without one."""
+    """Returns a module's file, or the folder of a package without a file."""
     spec = getattr(module, "__spec__", None)
     if spec and spec.has_location and spec.origin:
         return str(spec.origin)
@@ -99,7 +100,7 @@ def _is_from(module: ModuleType, folders: Sequence[Path]) -> bool:
 
 
 class _CopyFinder(MetaPathFinder):
-    """Finds a run's copies of modules. Their `__file__` is the user's own file, so that code finds the data files beside it."""
+    """Finds a run's copies of modules. Their `__file__` is the user's own file, so that code finds data files in its folder."""
 
     def __init__(self, root: Path, names: set[str], origins: dict[str, str]) -> None:
         self.root, self.names, self.origins = root, names, origins
@@ -120,7 +121,7 @@ class _CopyFinder(MetaPathFinder):
 
 
 class _CopyLoader(SourceFileLoader):
-    """Loads a run's copy of a module, and gives it the `__file__` of the user's own."""
+    """Loads a run's copy of a module, and sets its `__file__` to the user's own file."""
 
     def __init__(self, name: str, path: str, origin: str) -> None:
         super().__init__(name, path)

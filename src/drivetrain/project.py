@@ -1,4 +1,4 @@
-"""The user's project: which of its modules a task's file imports, as their text says, and the folders they are imported from."""
+"""The user's project: finds the modules that a task's file imports, and their folders, by reading source text."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from drivetrain.outcomes import Problem
 from drivetrain.settings import PACKAGE
 
 PROJECT_MARKERS = (".git", "pyproject.toml", "setup.py", "setup.cfg")
-"""Files of a project's top folder."""
+"""Files that mark a project's top folder."""
 MAX_FILES, MAX_BYTES = 500, 50_000_000
 """Limits of the modules that are copied into a run."""
 MODULE_SUFFIXES = (".py", *EXTENSION_SUFFIXES)
 
 
 def is_users(filename: str) -> bool:
-    """Whether a file is the user's own: not this package's, not installed, not Python's."""
+    """Whether a file belongs to the user: not to this package, an installed package or Python."""
     library_folders: list[str | Path] = [PACKAGE, *(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))]
     path = Path(filename)
     if filename.startswith(("<frozen", "<string")) or {"site-packages", "dist-packages"} & set(path.parts):
@@ -32,9 +32,9 @@ def is_users(filename: str) -> bool:
 
 
 def package_of(file: Path) -> str:
-    """Returns the dotted name of a file's package; empty where it is in none.
+    """Returns the dotted name of the package that contains a file; empty if there is none.
 
-    A folder belongs to the package if it has an `__init__.py`, or if the file's relative imports reach it.
+    A folder belongs to the package if it has an `__init__.py`, or if a relative import of the file refers to it.
     """
     parts: list[str] = []
     folder = file.parent
@@ -56,14 +56,14 @@ def import_root(file: Path, package: str) -> Path:
 
 
 def import_roots(file: Path, package: str) -> tuple[list[Path], list[Path]]:
-    """Returns the folders where a file's absolute imports are looked up: those before installed packages, and those after them.
+    """Returns the folders to search for a file's absolute imports: those before installed packages, and those after them.
 
-    Before: the folder that holds its package, and its own folder, as for a script. After: the folders above, up to the project's
-    top folder, and their `src`.
+    Before: the folder that contains its package, and its own folder, as for a script. After: the parent folders up to the
+    project's top folder, and their `src`.
     """
     base = import_root(file, package)
     near = list(dict.fromkeys([base, file.parent]))
-    if not is_users(str(file)):  # an installed task: its project is not all of site-packages
+    if not is_users(str(file)):  # for an installed task, the parent folder is site-packages
         return near, []
     marked = [folder for folder in (base, *base.parents) if any((folder / marker).exists() for marker in PROJECT_MARKERS)][:1]
     current = [folder for folder in (base, *base.parents) if folder == Path.cwd()]
@@ -73,7 +73,7 @@ def import_roots(file: Path, package: str) -> tuple[list[Path], list[Path]]:
 
 
 def find_module(name: str, folder: Path) -> Path | None:
-    """Returns the file of a module named as in an import statement, looked up from a folder; None where there is none."""
+    """Returns the file of a module, as an import statement in a file of this folder would find it; None if there is none."""
     near, far = import_roots(folder / "_.py", "")
     top = name.split(".")[0]
     for root in (*near, *far, *_installed_roots(top)):
@@ -90,7 +90,7 @@ def _installed_roots(top: str) -> tuple[Path, ...]:
 
 @cache
 def _search_path(top: str, current_folder: str, python_path: tuple[str, ...]) -> tuple[Path, ...]:
-    """Searches Python's path; the other arguments are only keys of the cache, because the result depends on them."""
+    """Searches Python's path. The other arguments only make the cache's key complete: the result depends on them."""
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError, AttributeError):
@@ -100,12 +100,12 @@ def _search_path(top: str, current_folder: str, python_path: tuple[str, ...]) ->
 
 
 def _is_installed(top: str) -> bool:
-    """Whether an import of this name finds something that is not the user's own."""
+    """Whether an import of this name finds a module that is not the user's."""
     return top in sys.stdlib_module_names or any(not is_users(str(root / top)) for root in _installed_roots(top))
 
 
 def _files_of_module(root: Path, name: str) -> list[Path]:
-    """Returns the files below a folder that an import of a dotted name reads: `__init__.py` of its packages, then the module."""
+    """Returns the files below a folder that Python reads to import a dotted name: each package's `__init__.py`, then the module."""
     files: list[Path] = []
     folder = root
     for part in name.split("."):
@@ -124,7 +124,7 @@ def _files_of_module(root: Path, name: str) -> list[Path]:
 def modules_of(file: Path, package: str, is_copy: bool = False) -> dict[str, Path]:
     """Returns a task's file and all modules of its project that it imports, directly or not: path below the import root -> file.
 
-    `is_copy`: the file is a run's copy, and all of its project is beside it.
+    `is_copy`: the file is a run's copy, in the same folder as copies of its project's modules.
     """
     base = import_root(file, package)
     near, far = ([base], []) if is_copy else import_roots(file, package)
@@ -140,8 +140,8 @@ def modules_of(file: Path, package: str, is_copy: bool = False) -> dict[str, Pat
         size += module.stat().st_size
         if len(modules) > MAX_FILES or size > MAX_BYTES:
             raise Problem(
-                f"{file.name} imports more of its project than a run keeps ({MAX_FILES} modules, {MAX_BYTES / 1e6:.0f} MB):"
-                f" install what changes seldom as a package (pip install), or import less (the last one was {module})"
+                f"{file.name} imports more of its project than a run copies ({MAX_FILES} modules, {MAX_BYTES / 1e6:.0f} MB):"
+                f" install stable parts as a package (pip install), or import less (the last module was {module})"
             )
         for level, name in _imports(module):
             to_visit += _resolve_import(level, name, module, root, near, far)
@@ -186,8 +186,10 @@ def _import_folders(top: str, file: Path, root: Path, near: list[Path], far: lis
 
 
 def _imports(file: Path) -> Iterator[tuple[int, str]]:
-    """Yields (level, dotted name) of each import statement and each call of `import_module` in a file. After a name that is computed
-    at run time stands *: any module that begins with it may be meant."""
+    """Yields (level, dotted name) of each import statement and each call of `import_module` in a file.
+
+    `package.*` stands for a name that is computed at run time: any module of the package.
+    """
     if file.suffix != ".py":
         return
     try:
@@ -209,10 +211,14 @@ def _imports(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def _name_or_prefix(node: ast.expr) -> str:
-    """Returns the name that a call imports; of one that is computed at run time, what is before its last known dot, and *."""
+    """Returns the name that a call imports; for a name that is computed at run time, its constant packages and *."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
-    first = node.values[0] if isinstance(node, ast.JoinedStr) and node.values else node.left if isinstance(node, ast.BinOp) else None
-    known = first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else ""
-    dots = len(known) - len(known.lstrip("."))
-    return "." * dots + known.lstrip(".").rpartition(".")[0] + "*"
+    first: ast.expr | None = None
+    if isinstance(node, ast.JoinedStr) and node.values:
+        first = node.values[0]
+    elif isinstance(node, ast.BinOp):
+        first = node.left
+    constant_part = first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else ""
+    num_dots = len(constant_part) - len(constant_part.lstrip("."))
+    return "." * num_dots + constant_part.lstrip(".").rpartition(".")[0] + "*"

@@ -17,11 +17,11 @@ from drivetrain.structured import parse_yaml, read_text
 from drivetrain.task_ref import TaskRef, find_task
 
 NOT_SETTINGS = ("task", "name", "plan", "stages")
-"""Keys of a recipe file that are no settings."""
+"""Keys of a recipe file that are not settings."""
 ENVIRONMENT_PREFIX = "DRIVETRAIN_"
 NOT_SETTINGS_IN_ENVIRONMENT = ("OFFLINE", "FAULTS")
 MAY_CHANGE = ("epochs", "steps", "log_every", "eval_every", "eval_first", "save_every", "keep", "best", "patience")
-"""Settings that a later resume may change: none alters a step already taken."""
+"""Settings that a resume may change: they do not affect steps already taken."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Recipe:
     pins: dict[str, Any] = field(default_factory=dict)
     """Keys of the plan that the user chose."""
     name: str | None = None
-    """The run's name, where the recipe gives one."""
+    """The run's name, if the recipe gives one."""
     notices: tuple[str, ...] = ()
 
     def identity(self) -> dict[str, Any]:
-        """Returns what two recipes have in common if they are the same training."""
+        """Returns what must be equal for two recipes to be the same training."""
         task = self.task.label if self.task.built_in else self.task.class_name
         code = "" if self.task.built_in else self.task.digest()
         return {"task": task, "code": code, "settings": self.settings}
@@ -50,7 +50,7 @@ def is_recipe_file(text: str) -> bool:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Returns a recipe file's mapping, its keys checked for form (settings are checked against the task later)."""
+    """Returns the content of a recipe file. Checks the types of its keys; settings are checked against the task later."""
     values = parse_yaml(read_text(path, "the recipe"), path)
     if not isinstance(values, dict) or not isinstance(values.get("task"), str):
         raise Problem(f"{path} is no recipe: it needs a line such as `task: digits`, then `setting: value` lines")
@@ -66,7 +66,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _check_keys(mapping: dict[Any, Any], path: Path) -> None:
-    """Raises Problem where the keys of a recipe, or of one of its stages, have not the form they should have."""
+    """Raises Problem if a recipe or a stage has a key that is not text, or a `task`, `plan` or `name` of the wrong type."""
     for key in mapping:
         if not isinstance(key, str):
             raise Problem(f"{path}: the key {str(key)[:80]!r} is no name of a setting: write `setting: value` lines")
@@ -79,7 +79,7 @@ def _check_keys(mapping: dict[Any, Any], path: Path) -> None:
 
 
 def split_words(words: list[str]) -> dict[str, str]:
-    """Returns the settings that `key=value` words of a command line give."""
+    """Returns the settings of a command line's `key=value` words."""
     settings: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -97,16 +97,17 @@ def load(text: str, words: list[str], environment: Mapping[str, str] = os.enviro
     path = Path(text).expanduser()
     if not path.is_file():
         raise Problem(f"there is no file {text} (looked in {path.absolute().parent})")
-    top = read_file(path)
-    name = top.get("name")
-    if "stages" in top and name is None:
+    content = read_file(path)
+    name = content.get("name")
+    if "stages" in content and name is None:
         name = check_name(path.stem, "the name of the recipe's file,")
     recipes = []
-    for number, stage in enumerate(top.get("stages", [{}]), 1):
-        task = find_task(stage.get("task", top["task"]), path.parent)
-        values = {k: v for k, v in (top | stage).items() if k not in NOT_SETTINGS}
-        values |= {f"plan.{k}": v for k, v in {**top.get("plan", {}), **stage.get("plan", {})}.items()}
-        run_name = f"{name}/{number}-{stage.get('name', 'stage')}" if "stages" in top else name
+    for number, stage in enumerate(content.get("stages", [{}]), 1):
+        task = find_task(stage.get("task", content["task"]), path.parent)
+        values = {k: v for k, v in (content | stage).items() if k not in NOT_SETTINGS}
+        pins = content.get("plan", {}) | stage.get("plan", {})
+        values |= {f"plan.{k}": v for k, v in pins.items()}
+        run_name = f"{name}/{number}-{stage.get('name', 'stage')}" if "stages" in content else name
         recipes.append(make(task, values, from_command_line, environment, run_name))
     return recipes
 
@@ -119,7 +120,7 @@ def make(
     name: str | None = None,
     known: dict[str, Setting] | None = None,
 ) -> Recipe:
-    """Returns one recipe: the command line wins over the environment, that over the recipe's file, that over the defaults."""
+    """Returns one recipe. The command line wins over the environment, the environment over the recipe's file, the file over defaults."""
     known = known if known is not None else task_settings(task)
     from_environment, notices = _read_environment(environment, known, task.label)
     values: dict[str, object] = {}
@@ -137,7 +138,7 @@ def make(
 
 
 def _read_environment(environment: Mapping[str, str], known: Mapping[str, Setting], label: str) -> tuple[dict[str, str], list[str]]:
-    """Returns the settings that DRIVETRAIN_* variables give, and a notice of each variable that is no setting."""
+    """Returns the settings of DRIVETRAIN_* variables, and a notice for each such variable that names no setting."""
     values, notices = {}, []
     for variable, value in environment.items():
         name = variable.removeprefix(ENVIRONMENT_PREFIX)
@@ -151,9 +152,9 @@ def _read_environment(environment: Mapping[str, str], known: Mapping[str, Settin
 
 
 def check_agreement(settings: Mapping[str, Any]) -> None:
-    """Raises Problem where two settings of a task do not go together."""
+    """Raises Problem if two settings of a task contradict each other."""
     if settings["patience"] and not settings["best"]:
-        raise Problem(f"patience={settings['patience']} needs a metric that gets better: say best=NAME of one the evaluation gives")
-    with contextlib.suppress(ValueError):  # a task may give it a type of its own
+        raise Problem(f"patience={settings['patience']} needs a metric to watch: give best=NAME of an evaluation metric")
+    with contextlib.suppress(ValueError):  # a task may declare `warmup` with another type
         if Length.parse(settings["warmup"]).unit == "seconds":
             raise Problem(f"warmup={settings['warmup']}: give steps or epochs (1ep), not a time")

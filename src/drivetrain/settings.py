@@ -1,4 +1,4 @@
-"""Settings: the types that a task's annotated fields may have, and how text becomes their values."""
+"""Settings: the types that a task's annotated fields may have, and the conversion of text to their values."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Length:
 
     @staticmethod
     def parse(text: object) -> Length:
-        """Reads `10`, `2ep` or `10min`; raises ValueError that says which forms fit."""
+        """Reads `10`, `2ep` or `10min`; otherwise raises a ValueError that describes valid text."""
         match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*(ep|epochs?|s|sec|min|h|d)?", str(text)[:80].strip())
         if match is None:
             raise ValueError("a number of steps, of epochs (2ep) or a time (30s, 10min, 4h)")
@@ -62,6 +62,8 @@ class Length:
 
 
 class _DurationMark:
+    """Marks the annotation of a duration."""
+
     def __repr__(self) -> str:
         return "Duration"
 
@@ -69,7 +71,7 @@ class _DurationMark:
 Duration = Annotated[int | str, _DurationMark()]
 """The type of a setting that `Length` reads: steps, epochs or a time."""
 MISSING = inspect.Parameter.empty
-"""The default of a setting that has none."""
+"""The default of a setting without a default."""
 _NAMES_IN_ANNOTATIONS: dict[str, Any] = {
     **{t.__name__: t for t in (int, float, str, bool, list, Range)},
     "Literal": Literal,
@@ -103,10 +105,11 @@ class Setting:
         return type_text(self.type)
 
     def coerce(self, value: object) -> Any:
-        """Returns a value in the setting's type; text is read as on a command line. Raises Problem where it does not fit."""
+        """Returns a value converted to the setting's type; text is read as on a command line. Raises Problem if it does not fit."""
         try:
-            if isinstance(self.default, float) and math.isinf(self.default) and str(value).strip().lower() in ("inf", "infinity"):
-                return math.inf  # the task's own default
+            has_infinite_default = isinstance(self.default, float) and math.isinf(self.default)
+            if has_infinite_default and str(value).strip().lower() in ("inf", "infinity"):
+                return math.inf  # allowed only here: `coerce` refuses infinite numbers
             return coerce(self.type, value)
         except ValueError as error:
             doc = f" ({self.doc.splitlines()[0]})" if self.doc else ""
@@ -114,29 +117,29 @@ class Setting:
 
 
 def shortened(text: str, length: int = 80) -> str:
-    """Returns text for an error message; only its beginning if it is long."""
+    """Returns text for an error message; if it is long, only its beginning."""
     return text if len(text) <= length else f"{text[:length]}... ({len(text):,} characters)"
 
 
 def brief(value: object) -> str:
-    """Returns a value as Python writes it, for an error message."""
+    """Returns a value's repr, shortened for an error message."""
     return shortened(repr(value))
 
 
 def nearest(name: str, names: typing.Iterable[str]) -> str:
-    """Returns a question that names the most similar of some names; empty where none is similar."""
+    """Returns "; did you mean NAME?" with the most similar name; empty if none is similar."""
     close = difflib.get_close_matches(name[:80], list(names), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def resolve(settings: Mapping[str, Setting], values: Mapping[str, object], owner: str) -> dict[str, Any]:
-    """Returns the value of every setting: the one in `values`, checked, or the default. `owner` names the task in errors."""
+    """Returns the value of every setting: the checked one of `values`, or the default. `owner` names the task in errors."""
     for name in values:
         if name not in settings:
             raise Problem(f"{owner} has no setting {brief(name)}{nearest(name, settings)} (all: --help)")
     missing = [s.name for s in settings.values() if s.required and s.name not in values]
     if missing:
-        raise Problem(f"{owner} needs a value for {', '.join(missing)}: say {missing[0]}=VALUE")
+        raise Problem(f"{owner} needs a value for {', '.join(missing)}: give {missing[0]}=VALUE")
     return {s.name: s.coerce(values[s.name]) if s.name in values else s.default for s in settings.values()}
 
 
@@ -144,7 +147,7 @@ def resolve(settings: Mapping[str, Setting], values: Mapping[str, object], owner
 
 
 def coerce(kind: Any, value: object) -> Any:
-    """Returns a value as a setting's type; text is read as on a command line. Raises ValueError that says which values fit."""
+    """Returns a value converted to a setting's type; text is read as on a command line. A ValueError describes the values that fit."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _coerce_annotated(args, value)
@@ -235,7 +238,7 @@ def _coerce_number(kind: type[int] | type[float], value: object) -> int | float:
 
 
 def _type_in_words(kind: Any) -> str:
-    """Returns what an error message calls a type's values."""
+    """Returns the words for a type's values in an error message."""
     return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(kind, type_text(kind))
 
 
@@ -258,7 +261,7 @@ def type_text(kind: Any) -> str:
 
 
 class _PlainNames(ast.NodeTransformer):
-    """Turns `typing.Literal` and `drivetrain.Range` into plain names; refuses whatever a type has no use for."""
+    """Turns `typing.Literal` and `drivetrain.Range` into plain names; refuses syntax that no type needs."""
 
     allowed = (ast.Expression, ast.Name, ast.Subscript, ast.Constant, ast.Tuple, ast.List, ast.BinOp, ast.BitOr,
                ast.Call, ast.Load, ast.UnaryOp, ast.USub, ast.keyword, ast.Add, ast.Sub, ast.Mult, ast.Pow)  # fmt: skip
@@ -274,12 +277,12 @@ class _PlainNames(ast.NodeTransformer):
 
 
 class UnknownName(ValueError):
-    """An annotation uses a name of the file's own, such as an alias of a type."""
+    """An annotation uses a name that only its file defines, such as an alias of a type."""
 
 
 @cache
 def read_type(text: str) -> Any:
-    """Returns the type that an annotation's text names; raises ValueError where no setting can have it."""
+    """Returns the type that an annotation's text names; raises ValueError if no setting can have it."""
     tree = ast.fix_missing_locations(_PlainNames().visit(ast.parse(text, mode="eval")))
     if isinstance(tree.body, ast.Constant) and isinstance(tree.body.value, str):
         return read_type(tree.body.value)
@@ -295,7 +298,7 @@ def read_type(text: str) -> Any:
 
 
 def _check_type(kind: Any, text: str) -> None:
-    """Raises ValueError where no setting can have this type."""
+    """Raises ValueError if no setting can have this type."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType, list):
         for arg in args:

@@ -25,9 +25,9 @@ class Task:
     epochs: Annotated[int, Range(1)] = 10
     """Passes over the training data."""
     steps: Annotated[int, Range(1)] | None = None
-    """Optimizer steps; given, it wins over epochs."""
+    """Optimizer steps; if set, `epochs` is ignored."""
     global_batch: Annotated[int, Range(1)] = 64
-    """Samples in one optimizer step, over all processes: the plan keeps it, whatever the hardware."""
+    """Samples in one optimizer step, over all processes: the same on any hardware."""
     learning_rate: Annotated[float, Range(0)] = 1e-3
     """The optimizer's peak learning rate."""
     weight_decay: Annotated[float, Range(0)] = 0.01
@@ -43,9 +43,9 @@ class Task:
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls after the warm-up."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
-    """Every random choice follows from it: initial weights, order, augmentation, dropout."""
+    """The seed of all random numbers: initial weights, data order, augmentation, dropout."""
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
-    """Number format of the arithmetic; auto lets the plan choose, and it stays so on resume."""
+    """Number format of the arithmetic; with auto the plan chooses, and a resumed run keeps its choice."""
     deterministic: bool = False
     """Only kernels whose results repeat bit for bit (slower on a GPU)."""
     sync_batchnorm: bool = False
@@ -53,30 +53,30 @@ class Task:
     start: str | None = None
     """Begin from the weights of this run or .safetensors file."""
     best: str | None = None
-    """Keep the checkpoint with the best value of this metric (max:NAME or min:NAME; without max: or min:, names with loss, perplexity or error fall, all others rise)."""
+    """Keep the checkpoint with the best value of this metric: max:NAME, min:NAME or NAME (then smaller is better for names with loss, perplexity or error)."""
     patience: Annotated[int, Range(0)] = 0
-    """Evaluations in a row without a better value of `best` after which the run ends; 0 goes on to the end."""
+    """End the run after so many evaluations in a row without a better value of `best`; 0 never ends it early."""
     log_every: Duration = 50
     """Steps (or 1ep, 10min) between logged rows."""
     eval_every: Duration = "1ep"
     """Steps (or 1ep, 10min) between evaluations; the end always evaluates."""
     eval_first: bool = False
-    """Also evaluate before the first step."""
+    """Evaluate before the first step, too."""
     save_every: Duration = "1ep"
     """Steps (or 1ep, 10min) between checkpoints; the end always saves."""
     keep: Annotated[int, Range(1)] = 2
-    """Checkpoints kept, besides the best one."""
+    """Number of checkpoints to keep, besides the best one."""
 
     search: ClassVar[dict[str, str]] = {}
     """What `drivetrain tune` searches: setting -> `LOW..HIGH`, `LOW..HIGH,log` or `A|B|C`."""
     tune_metric: ClassVar[str] = "loss"
     """The metric that `tune` judges trials by, if neither `best` nor --metric names one."""
     tune_population: ClassVar[str] = ""
-    """The module that trains many trials of this task at once as one program, for `drivetrain tune --population`; empty: none.
-    It has what `drivetrain.processes.population.PopulationRules` describes."""
+    """The module that trains many trials of this task as one program, for `drivetrain tune --population`; empty: none.
+    It implements `drivetrain.processes.population.PopulationRules`."""
 
     def __init__(self, **settings: Any) -> None:
-        self._given = frozenset(settings)
+        self._passed = frozenset(settings)
         for name, value in resolve(settings_of_class(type(self)), settings, type(self).__name__).items():
             setattr(self, name, value)
 
@@ -85,14 +85,14 @@ class Task:
         return {name: getattr(self, name) for name in settings_of_class(type(self))}
 
     def chosen_settings(self) -> dict[str, Any]:
-        """Returns the settings that were given, or changed since, with their values."""
-        known = settings_of_class(type(self))
-        return {name: value for name, value in self.settings().items() if name in self._given or value != known[name].default}
+        """Returns the settings that were passed to the constructor, or whose values are not the defaults."""
+        declared = settings_of_class(type(self))
+        return {name: value for name, value in self.settings().items() if name in self._passed or value != declared[name].default}
 
     # --- hooks every task needs ---
 
     def model(self) -> nn.Module:
-        """Returns the network. Nothing in it knows ranks or devices."""
+        """Returns the network. It must not depend on ranks or devices."""
         raise Problem(f"{type(self).__name__} has no model(): return the nn.Module to train")
 
     def train_data(self) -> Any:
@@ -115,25 +115,25 @@ class Task:
         return default_collate(samples)
 
     def augment(self, batch: Any, rand: Rand) -> Any:
-        """Returns a changed training batch, computed on the device; its random numbers come from `rand` alone."""
+        """Returns the training batch with random changes. Runs on the device; take random numbers from `rand` only."""
         return batch
 
     def counts(self, batch: Any) -> dict[str, Any] | None:
-        """Returns name -> count. Only for a loss of several parts whose counts differ."""
+        """Returns the count of each part: name -> count. Only for a loss with several parts whose counts differ."""
         return None
 
     def optimizer(self, model: Any) -> torch.optim.Optimizer | None:
-        """Returns an optimizer of your own, whose learning rates are the peak; None takes the one that `optim` names."""
+        """Returns your own optimizer, whose learning rates are the peak rates; None uses the one that `optim` names."""
         return None
 
     def schedule(self, step: int, steps: int) -> float | None:
-        """Returns the factor of the peak learning rate at a step; None takes `warmup` and `decay`."""
+        """Returns the factor of the peak learning rate at a step; None uses `warmup` and `decay`."""
         return None
 
     # --- hooks of evaluation ---
 
     def eval_data(self) -> Any:
-        """Returns `Tensors(...)` or a Dataset, as `train_data` does; None evaluates nothing."""
+        """Returns `Tensors(...)` or a Dataset; None: no evaluation."""
         return None
 
     def metrics(self, model: Any, batch: Any) -> dict[str, Any]:
@@ -147,23 +147,23 @@ class Task:
         return dict(value) if isinstance(value, dict) else {"loss": value}
 
     def summary(self, values: dict[str, Tensor]) -> dict[str, Any]:
-        """Returns further metrics, from the per-sample values of all evaluation data, in its order.
+        """Returns further metrics, computed from the per-sample values of all evaluation data, in the order of the data.
 
-        Numbers are logged. `eval` draws a square matrix called `confusion`, with the names in the attribute `classes`, if there is one.
+        Numbers are logged. `eval` draws a square matrix called `confusion`; the attribute `classes`, if the task has it, gives the names.
         """
         return {}
 
     def remarks(self, model: Any) -> list[str]:
         """Returns lines for the log after an evaluation: samples of what the model generates, for example.
 
-        Called on rank 0. A sharded model's is called on every rank, and must call the model equally often on each.
+        Runs on rank 0; with a sharded model on every rank, where all ranks must call the model equally often.
         """
         return []
 
     # --- hooks of a trained model ---
 
     def summary_fields(self) -> dict[str, Any]:
-        """Returns lines that describe the task in the run's `summary.txt`: name -> value, such as {"Classes": 10}."""
+        """Returns further lines of the run's `summary.txt`: name -> value, such as {"Classes": 10}."""
         return {}
 
     def predict(self, model: Any, given: str) -> Iterator[str]:
@@ -173,21 +173,21 @@ class Task:
     def exports(self, model: Any) -> dict[str, tuple[nn.Module, dict[str, Tensor]]]:
         """Returns the graphs that `export` writes: name -> (a module that returns named tensors, example inputs by name).
 
-        By default the model, with the inputs that `metrics` calls it with. The number of rows stays free.
+        By default: the model, with the inputs that `metrics` passes to it. The exported graphs accept any number of rows.
         """
         return {}
 
     def model_files(
         self, tensors: dict[str, Tensor], folder: Path, facts: dict[str, Any], merge: nn.Module | None = None
     ) -> list[str] | None:
-        """Writes the weights as files that other programs know, and returns the files' names; None: this task has no such form.
+        """Writes the weights in a format of other programs and returns the files' names; None: this task has no such format.
 
-        Called when a run finishes, for files beside its weights, and by `export`, which writes graphs where this returns None.
-        `facts` describe the run: name, steps, metrics. With `export --merge`, `merge` is the model to write whole.
+        Called when a run finishes, to add files to its weights, and by `export`, which writes graphs if this returns None.
+        `facts` describe the run: name, steps, metrics. With `export --merge`, `merge` is the model to write.
         """
         return None
 
 
 def overrides(task: Task, hook: str) -> bool:
-    """Whether a task defines a hook itself."""
+    """Whether a task or its class replaces a hook of `Task`."""
     return hook in vars(task) or getattr(type(task), hook) is not getattr(Task, hook)

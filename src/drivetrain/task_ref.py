@@ -1,4 +1,4 @@
-"""Which class a task is: finds it by the words of a command line, and imports it."""
+"""Finds the class of a task by its name on the command line, and imports it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BUILT_IN = {
     "lora": "lora/lora.py:Lora",
 }
 STILL_IMPORTING = "still importing"
-"""What a notice about a slow import begins with."""
+"""The first words of a notice about a slow import."""
 SLOW_IMPORT_SECONDS = 10.0
 
 
@@ -50,16 +50,16 @@ class TaskRef:
     pickled: bool = False
     """Whether the file is a pickled instance: its class was defined in a notebook or a script."""
     code: str = ""
-    """Of a pickled one: the digest of its source."""
+    """The digest of a pickled instance's source."""
     origin: str = ""
-    """The user's own file, where `path` is the run's copy of it."""
+    """The user's own file, if `path` is the run's copy of it."""
     package: str = ""
-    """The package that its file is a module of."""
+    """The package that contains the file."""
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> TaskRef:
-        known = {f.name for f in fields(TaskRef)}
-        return TaskRef(**{k: v for k, v in values.items() if k in known})
+        names = {f.name for f in fields(TaskRef)}
+        return TaskRef(**{k: v for k, v in values.items() if k in names})
 
     @property
     def built_in(self) -> bool:
@@ -74,7 +74,9 @@ class TaskRef:
         if self.pickled:
             return self.code
         digests = {path: hashlib.sha256(file.read_bytes()).hexdigest() for path, file in self.modules().items()}
-        return next(iter(digests.values())) if len(digests) == 1 else hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+        if len(digests) == 1:
+            return next(iter(digests.values()))
+        return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
     def modules(self) -> dict[str, Path]:
         """Returns its file and the modules of its project that it imports: path in the run's `task/` -> file."""
@@ -87,7 +89,7 @@ class TaskRef:
 
 
 def find_task(text: str, folder: Path | None = None) -> TaskRef:
-    """Returns the task that a word names: a built-in, `file.py`, `file.py:Class`, or `package.module:Class`."""
+    """Returns the task that a command line names: a built-in, `file.py`, `file.py:Class`, or `package.module:Class`."""
     folder = folder or Path.cwd()
     if text in BUILT_IN:
         file, class_name = BUILT_IN[text].split(":")
@@ -139,17 +141,17 @@ def instantiate(task: TaskRef, settings: Mapping[str, Any]) -> Task:
 
 @contextlib.contextmanager
 def _notice_of_slow_import(path: Path) -> Iterator[None]:
-    """Tells on stderr which line of a file is running while its import takes long. A loop at the top of a task file would
-    otherwise never end, silently."""
-    thread, done = threading.get_ident(), threading.Event()
+    """Prints on stderr which line of a file is running while its import is slow: a task file may contain an endless loop."""
+    importing_thread, done = threading.get_ident(), threading.Event()
 
     def report() -> None:
         elapsed = pause = SLOW_IMPORT_SECONDS
         while not done.wait(pause):
-            frames = [f for f, _ in traceback.walk_stack(sys._current_frames().get(thread)) if f.f_code.co_filename == str(path)]
-            line = f" (line {frames[0].f_lineno})" if frames else ""
+            stack = traceback.walk_stack(sys._current_frames().get(importing_thread))
+            frames_of_file = [frame for frame, _ in stack if frame.f_code.co_filename == str(path)]
+            line = f" (line {frames_of_file[0].f_lineno})" if frames_of_file else ""
             print(f"{STILL_IMPORTING} {path.name}{line}, for {elapsed:.0f} s so far", file=sys.stderr, flush=True)
-            pause = elapsed
+            pause = elapsed  # so each notice comes after twice the time
             elapsed += pause
 
     threading.Thread(target=report, daemon=True).start()

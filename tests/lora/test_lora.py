@@ -342,7 +342,7 @@ def test_packing_is_refused_for_layers_that_mix_documents(workspace: Path) -> No
 
 def test_packing_is_refused_for_attention_without_masks(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(workspace / "bloom", kind="bloom")
-    with pytest.raises(Problem, match=r"BloomForCausalLM cannot keep documents of a row apart: say packing=false"):
+    with pytest.raises(Problem, match=r"BloomForCausalLM cannot keep documents of a row apart: set packing=false"):
         lora_task(base="bloom").model()
     assert lora_task(base="bloom", packing=False).model()
     assert "no fused attention for BloomForCausalLM" in capsys.readouterr().err

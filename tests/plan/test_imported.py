@@ -368,7 +368,7 @@ def test_a_key_of_a_later_version_is_listed_as_unused(tmp_path: Path) -> None:
         ({"env": 3}, r"plan.env: 3 does not fit: it is an object"),
         ({"accumulation": 3}, r"do not make global_batch 64: accumulation must be 4"),
         ({"nodes": 3}, r"2 processes do not divide by 3 machines"),
-        ({"format": 2}, r"a plan of format 2, and this version reads 1: make it anew"),
+        ({"format": 2}, r"a plan of format 2, and this version reads 1: create a new one"),
     ],
 )
 def test_a_malformed_plan_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -390,7 +390,7 @@ def test_a_malformed_plan_is_refused(tmp_path: Path, change: dict[str, Any], mes
         ("a.yaml", "colour: red", "is no file that --plan knows: it takes a plan"),
         ("a.yaml", "task: digits\nepochs: 3", "is a recipe: drivetrain train"),
         ("a.yaml", "task: digits\nplan: {micro_batch: 8}", "is a recipe: drivetrain train"),
-        ("a.json", '{"plan": {"strategy": "ddp"}}', "is no whole plan, it lacks device, world_size"),
+        ("a.json", '{"plan": {"strategy": "ddp"}}', "is no complete plan, it lacks device, world_size"),
         ("a.yaml", "distributed_type: FSPD", r"distributed_type: 'FSPD' does not fit: it is one of NO, MULTI_CPU"),
         ("a.yaml", "distributed_type: MULTI_GPU\nnum_processes: many", "num_processes: 'many' does not fit: it is a whole number"),
         ("a.yaml", "distributed_type: MULTI_GPU\nnum_machines: 0\nnum_processes: 3", "num_machines: 0 does not fit: it is a whole number of 1 or more"),

@@ -228,8 +228,8 @@ def test_the_reason_of_a_rejected_candidate_has_its_relative_speed() -> None:
     best = rater.rate(Candidate("ddp", 8, 8, 8), 8)
     sharded = Candidate("fsdp", 8, 8, 8, zero_stage=2)
     for faster, reason in (
-        (1.19, "19 % faster, less than the 25 % from which"),
-        (1.0, "as fast, and more laborious"),
+        (1.19, "19 % faster, but a less simple plan must be 25 % faster"),
+        (1.0, "as fast, but less simple"),
         (0.8, "20 % slower"),
     ):
         rating = replace(best, candidate=sharded, seconds={"work": best.step_seconds / faster})

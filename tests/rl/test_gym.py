@@ -36,8 +36,8 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(folder: Path) -> None:
     ("world", "words"),
     [
         ("Acrobut-v1", "world=Acrobut-v1: Environment `Acrobut` doesn't exist. Did you mean: `Acrobot`?"),
-        ("Pendulum-v1", "Pendulum-v1 takes actions of Box(-2.0, 2.0, (1,), float32): only numbered ones"),
-        ("Blackjack-v1", "Blackjack-v1 is seen as Tuple: only Box and Discrete"),
+        ("Pendulum-v1", "Pendulum-v1 takes actions of Box(-2.0, 2.0, (1,), float32): only Discrete actions"),
+        ("Blackjack-v1", "Blackjack-v1 has observations of Tuple: only Box and Discrete"),
     ],
 )
 def test_an_unsupported_environment_is_named(world: str, words: str, folder: Path) -> None:
@@ -151,7 +151,7 @@ def with_faulty_step(method: str, **change: Any) -> dict[str, Any]:
         ("Wide", with_faulty_step("step", seen=np.zeros(2, np.float32)), "Wide-v0 step() at step 3 gave an observation of shape [2]: its space says [1]"),
         ("Four", {"step": lambda self, action: (np.zeros(1, np.float32), 0.0, False, {})}, "Four-v0 step() at step 1"),
         ("Bare", {"reset": lambda self, seed=None, options=None: np.zeros(1, np.float32)}, "Bare-v0 reset("),
-        ("Empty", {"observation_space": gymnasium.spaces.Box(0, 1, (), np.float32)}, "Empty-v0 is seen as Box(0.0, 1.0, (), float32)"),
+        ("Empty", {"observation_space": gymnasium.spaces.Box(0, 1, (), np.float32)}, "Empty-v0 has observations of Box(0.0, 1.0, (), float32)"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")

@@ -63,7 +63,19 @@ def test_kernels_compile(arch: str, shape: dict[str, int], rules: str) -> None:
     image, log = compile_kernels(arch, DEFAULT | shape, rules)
     assert image.startswith(b"\x7fELF")
     names = set(re.findall(r"entry function '(\w+)'", log))
-    assert {"prepare", "learn", "add_up", "update", "advance", "act", "book", "draw", "value", "judge", "shuffle"} <= names
+    assert {
+        "prepare",
+        "learn",
+        "reduce_gradients",
+        "update",
+        "advance",
+        "act",
+        "record_step",
+        "draw",
+        "value",
+        "compute_advantages",
+        "shuffle",
+    } <= names
     assert ("play" in names) is bool(rules)
     if not shape:  # the sums of gradients must stay in registers
         spilled = re.search(r"'learn'.*?(\d+) bytes spill stores", log, re.DOTALL)

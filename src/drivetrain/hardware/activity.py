@@ -1,4 +1,4 @@
-"""How busy each GPU is now. A collective that waits for ever looks like work, but draws little power."""
+"""Measures how busy each GPU is. A collective that waits forever looks busy, but draws little power."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from drivetrain.hardware.nvml import NVML_TIMEOUT_SECONDS, call_with_timeout, has_driver
 
-BUSY_PERCENT = 95
+BUSY_PERCENT = 95  # from which utilisation on a GPU counts as busy
 IDLE_POWER_SHARE = 0.35  # of the power limit: below it a busy GPU computes nothing
 
 
@@ -18,7 +18,7 @@ class Activity(NamedTuple):
 
     @property
     def is_spinning(self) -> bool:
-        """Whether a kernel runs but only waits."""
+        """Whether a kernel runs, but only waits."""
         return self.busy_percent >= BUSY_PERCENT and 0 < self.watts < IDLE_POWER_SHARE * self.limit_watts
 
     def __str__(self) -> str:
@@ -44,6 +44,7 @@ def _read_activity() -> list[Activity]:
     activities = []
     for index in range(pynvml.nvmlDeviceGetCount()):
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        watts, limit_watts = (ask(handle) / 1000 for ask in (pynvml.nvmlDeviceGetPowerUsage, pynvml.nvmlDeviceGetPowerManagementLimit))
+        watts = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000  # NVML gives milliwatts
+        limit_watts = pynvml.nvmlDeviceGetPowerManagementLimit(handle) / 1000
         activities.append(Activity(index, int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu), watts, limit_watts))
     return activities

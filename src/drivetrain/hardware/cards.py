@@ -1,6 +1,6 @@
 """The table of cards (GPU models): memory, published rates and compute capability. Takes a name, returns a `Card`.
 
-Plans are made from these facts, so a machine that is only described can be planned for.
+Plans use these facts, so a plan can also be made for a machine that is only described.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from drivetrain.outcomes import Problem
 class Card:
     """A GPU model as its maker publishes it.
 
-    `bf16`, `fp16`, `tf32`, `fp32`: TFLOP/s, dense (without sparsity), with fp32 accumulation; 0 where the card has no such units.
+    `bf16`, `fp16`, `tf32`, `fp32`: TFLOP/s, dense (without sparsity), with fp32 accumulation; 0 if the card has no such units.
     `bandwidth`: GB/s of its memory. `nvlink`: GB/s of one GPU, both directions together.
     """
 
@@ -36,13 +36,13 @@ class Card:
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes that the driver lists: a little less than the name says, because units differ and some memory is reserved."""
+        """The bytes that the driver reports: less than in the card's name, because units differ and some memory is reserved."""
         return int(self.memory_gb * (LISTED_SHARE_WITH_ECC if self.name in _CARDS_WITHOUT_ECC_MEMORY else LISTED_SHARE) * 2**30)
 
     def mig_slice(self, product: str, memory_bytes: int) -> Card:
         """Returns a slice of this card.
 
-        "NVIDIA A100-SXM4-40GB MIG 1g.5gb" has one seventh of the processors, and as much of the bandwidth as of the memory.
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb" has one seventh of the processors, and equal shares of bandwidth and memory.
         """
         memory_share = memory_bytes / self.memory_bytes
         sevenths = re.search(r"MIG (\d)[cg]\b", product)
@@ -173,8 +173,8 @@ CARDS = (
     Card("MI325X", 256, 6000, 1307, 1307, 653.7, 163.4, 896, (9, 4), 304, "MI325X datasheet"),
 )  # fmt: skip
 
-LISTED_SHARE = 0.96  # of the GB in a card's name that the driver lists
-LISTED_SHARE_WITH_ECC = 0.92  # the same for cards whose error correction takes a sixteenth of the memory; the least of all cards
+LISTED_SHARE = 0.96  # the share of the GB in a card's name that the driver reports
+LISTED_SHARE_WITH_ECC = 0.92  # the same for cards whose error correction takes 1/16 of the memory; the smallest share of all cards
 _CARDS_WITHOUT_ECC_MEMORY = ("T4", "A2", "A10", "A10G", "A16", "A40", "L4", "L20", "L40", "L40S")
 _FAMILIES = (  # (how a plain name begins, compute capability); the first match counts
     (r"(RTX)?PRO\d{4}", _GB20X),
@@ -203,7 +203,7 @@ _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*G(?:I?B)?", re.I)
 
 
 def find_card(name: str, memory_gb: float | None) -> Card | None:
-    """Returns the card of this name, and of this memory where several have the name; None where the table has none."""
+    """Returns the card with this name and memory (without a memory, the largest one); None if the table has none."""
     cards = _cards_named(name)
     if memory_gb is None:
         return max(cards, key=lambda c: c.memory_gb, default=None)
@@ -211,7 +211,7 @@ def find_card(name: str, memory_gb: float | None) -> Card | None:
 
 
 def resized_card(name: str, memory_gb: float) -> Card | None:
-    """Returns a card of the table with another memory than the table has for it."""
+    """Returns a card of the table with a memory size that the table does not list for it."""
     nearest = min(_cards_named(name), key=lambda c: abs(c.memory_gb - memory_gb), default=None)
     if nearest is None:
         return None
@@ -219,7 +219,7 @@ def resized_card(name: str, memory_gb: float) -> Card | None:
 
 
 def card_of_product(product: str, memory_bytes: int) -> Card | None:
-    """Returns the card of a product name as the driver gives it: "NVIDIA A100-SXM4-40GB"."""
+    """Returns the card of a driver's product name, such as "NVIDIA A100-SXM4-40GB"."""
     words = _words(product)
     if _WORDS_OF_SLOWER_VARIANTS & set(words):
         return None
@@ -230,7 +230,7 @@ def card_of_product(product: str, memory_bytes: int) -> Card | None:
 
 
 def capability_of(name: str) -> tuple[int, int]:
-    """Returns the compute capability of a name's family: (7, 5) for "RTX 2070 Laptop"."""
+    """Returns the compute capability that a card's name implies: (7, 5) for "RTX 2070 Laptop"."""
     plain = _plain(name)
     spellings = (plain, f"RTX{plain}", f"GTX{plain}")
     return next(
@@ -239,18 +239,21 @@ def capability_of(name: str) -> tuple[int, int]:
 
 
 def generic_card(name: str, memory_gb: float, capability: tuple[int, int] | None = None) -> Card:
-    """Returns a card that is not in the table, with cautious rates for its generation."""
+    """Returns a card that is not in the table, with low rates for its generation."""
     capability = capability_of(name) if capability is None else capability
-    bandwidth, half, tf32, fp32 = (
-        (200, 0, 0, 4) if UNKNOWN_CAPABILITY < capability < _VOLTA else (300, 30, 0, 7) if capability < _AMPERE else (300, 60, 30, 15)
-    )
+    if UNKNOWN_CAPABILITY < capability < _VOLTA:
+        bandwidth, half, tf32, fp32 = 200, 0, 0, 4
+    elif capability < _AMPERE:
+        bandwidth, half, tf32, fp32 = 300, 30, 0, 7
+    else:
+        bandwidth, half, tf32, fp32 = 300, 60, 30, 15
     why = "not in the table: cautious rates" + (", compute capability unknown" if capability == UNKNOWN_CAPABILITY else "")
     bf16 = half if capability >= _AMPERE else 0
     return Card(name or f"{memory_gb:g} GB GPU", memory_gb, bandwidth, bf16, half, tf32, fp32, 0, capability, 60, why)
 
 
 def unknown_card(name: str) -> Problem:
-    """Returns the error for a name that the table does not have and that comes without a memory size."""
+    """Returns the error for a name without a memory size that is not in the table."""
     names = sorted({c.name for c in CARDS})
     near = difflib.get_close_matches(_plain(name), [_plain(n) for n in names], 3, 0.4)
     listed = [n for n in names if _plain(n) in near] or ["T4", "L4", "RTX4090", "A100", "H100"]
@@ -268,7 +271,7 @@ def split_memory(text: str) -> tuple[str, float | None]:
 
 
 def _cards_named(name: str) -> list[Card]:
-    """Returns the cards of a name; its first letters may be missing ("A6000", "3090", "1080 Ti").
+    """Returns the cards with a name; RTX or GTX may be missing ("A6000", "3090", "1080 Ti").
 
     A variant that the table does not list (PCIe) counts as the card itself.
     """

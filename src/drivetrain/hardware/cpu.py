@@ -1,4 +1,4 @@
-"""CPU cores and memory that this process may use: the container's limits count, not the host's totals."""
+"""CPU cores and memory that this process may use, within the limits of its container."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CGROUP_ROOT = "/sys/fs/cgroup"
 
 
 def cpu_cores() -> int:
-    """Returns the cores that affinity and cgroup quotas leave to this process."""
+    """Returns the number of cores that CPU affinity and cgroup quotas allow this process to use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in _cgroup_folders("cpu"):
         quota, _, period = _read(f"{folder}/cpu.max").partition(" ")
@@ -21,7 +21,7 @@ def cpu_cores() -> int:
 
 
 def memory_bytes() -> int:
-    """Returns the RAM that cgroup limits leave to this process."""
+    """Returns the RAM that cgroup limits allow this process to use."""
     import psutil
 
     total = int(psutil.virtual_memory().total)

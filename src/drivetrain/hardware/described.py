@@ -10,7 +10,7 @@ from drivetrain.hardware.hardware import Gpu, Hardware
 from drivetrain.outcomes import Problem
 
 FORM = '"4xL4-24GB", "2 nodes x 8xA100-40GB, 100Gb/s", "1x6GB", or "cpu, 16 cores, 64GB RAM"'
-CORES_PER_GPU, RAM_BYTES_PER_GPU = 8, 64 * 2**30  # where a description does not state them
+CORES_PER_GPU, RAM_BYTES_PER_GPU = 8, 64 * 2**30  # assumed if a description does not state them
 MAX_NODES, MAX_GPUS, MAX_CORES = 100_000, 1_024, 100_000
 MAX_GPU_GB, MAX_RAM_GB, MAX_GBPS = 10_000, 10_000_000, 1_000_000
 
@@ -26,14 +26,14 @@ _SCALE = {"M": 1e-3, "G": 1.0, "T": 1e3}
 
 @dataclass
 class _HostFacts:
-    """What a description states beside the GPUs."""
+    """What a description states besides the GPUs."""
 
     cores: int | None = None
     ram_bytes: int | None = None
     network_gbps: float | None = None
 
     def read(self, text: str) -> str:
-        """Reads facts from the beginning of a text and returns what is left of it."""
+        """Reads facts from the beginning of a text and returns the rest of the text."""
         while text:
             if match := _CORES.match(text):
                 self.cores = _count(match[1], MAX_CORES, "cores")

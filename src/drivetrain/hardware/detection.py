@@ -1,4 +1,4 @@
-"""Detects the hardware of this machine without importing torch into this process."""
+"""Detects the hardware of this machine without importing torch in this process."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from drivetrain.hardware.units import format_gib
 
-ASSUMED_NETWORK_GBPS = 25.0  # between machines, where the description does not state a network
+ASSUMED_NETWORK_GBPS = 25.0  # between machines, if the description does not state a network
 UNKNOWN_CAPABILITY = (0, 0)
 
 
@@ -17,7 +17,7 @@ class Gpu:
     name: str
     memory_bytes: int
     compute_capability: tuple[int, int]
-    """UNKNOWN_CAPABILITY where a description gives a name from which it does not follow."""
+    """UNKNOWN_CAPABILITY if a described GPU's name does not determine it."""
     uuid: str = ""
     free_bytes: int = 0
     power_limit_watts: float = 0.0
@@ -36,9 +36,9 @@ class Hardware:
     driver_cuda: tuple[int, int] = (0, 0)
     nodes: int = 1
     network_gbps: float = 0.0
-    """Between machines; 0 where it is not stated."""
+    """Between machines; 0 if not stated."""
     described: str = ""
-    """The text that describes the machine, where it is not this one."""
+    """The text that describes the machine; empty for this machine."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

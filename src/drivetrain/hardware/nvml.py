@@ -1,4 +1,4 @@
-"""NVIDIA's driver library (NVML): lists GPUs without CUDA. A driver that hangs costs a timeout, no more."""
+"""NVIDIA's driver library (NVML): lists GPUs without CUDA. Calls have a timeout, because a driver may hang."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def has_driver() -> bool:
 
 
 def call_with_timeout(call: Callable[[], T], seconds: float) -> T:
-    """Runs a call that may never return, in a thread; raises TimeoutError then and leaves the thread behind."""
+    """Runs a call in a thread; raises TimeoutError if it does not return in time (the thread then goes on running)."""
     result: list[Any] = []
 
     def run() -> None:
@@ -80,7 +80,7 @@ def list_gpus() -> DriverAnswer:
 
 
 def _mig_slices(nvml: Any, handle: Any) -> list[Any]:
-    """Returns the MIG slices of a GPU; where there are any, CUDA sees these and not the GPU itself."""
+    """Returns the MIG slices of a GPU. If there are any, CUDA sees only them, not the GPU itself."""
     if _optional(lambda: nvml.nvmlDeviceGetMigMode(handle)[0], 0) != 1:
         return []
     slices = []
@@ -93,7 +93,7 @@ def _mig_slices(nvml: Any, handle: Any) -> list[Any]:
 
 
 def _optional(call: Callable[[], T], default: T) -> T:
-    """Returns a value that some cards and drivers do not give, or the default."""
+    """Returns the call's value, or the default if the card or driver does not support it."""
     try:
         return call()
     except Exception:  # NVML's own class

@@ -1,4 +1,4 @@
-"""What `drivetrain hardware` prints: takes `Hardware`, gathers further facts about this machine, returns JSON values or text."""
+"""The report of `drivetrain hardware`: takes `Hardware`, gathers further facts about this machine, returns JSON values or text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_NVLINKS = 18  # of one GPU
 
 
 def gather(hardware: Hardware, folder: Path) -> dict[str, Any]:
-    """Returns all facts as JSON values; facts that cannot be found are left out."""
+    """Returns all facts as JSON values, without those that cannot be determined."""
     facts: dict[str, Any] = {"format": 1, "hardware": hardware.to_json(), "cards": [_card_facts(gpu) for gpu in hardware.gpus]}
     if hardware.described:
         return facts
@@ -84,7 +84,7 @@ def _gpu_rows(hardware: Hardware, facts: dict[str, Any]) -> list[tuple[str, str]
         rows.append(("", hardware.gpu_note))
     if len({g.memory_bytes for g in hardware.gpus}) > 1 or len({g.name for g in hardware.gpus}) > 1:
         unused = format_gib(total - least * len(hardware.gpus))
-        rows.append(("", f"unequal: the smallest decides what fits, so {unused} of the others stay empty (--gpus chooses equal ones)"))
+        rows.append(("", f"unequal: the smallest decides what fits, so {unused} of the others stay unused (choose equal ones with --gpus)"))
     return rows + [("  links", line) for line in facts.get("topology", [])]
 
 
@@ -136,7 +136,7 @@ def _disk(folder: Path) -> dict[str, Any]:
 
 
 def _disk_kind(folder: Path) -> str:
-    """Returns the kind of a disk, as far as its file system and block device tell."""
+    """Returns the kind of a disk, from its file system and block device."""
     try:
         mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     except OSError:
@@ -194,7 +194,7 @@ def _torch(has_gpus: bool) -> dict[str, Any]:
 
 
 def _topology(num_gpus: int) -> list[str]:
-    """Returns lines that say how pairs of GPUs are linked; one line for all pairs with the same link."""
+    """Returns lines that describe the links between pairs of GPUs: one line for all pairs with the same kind of link."""
     try:
         return call_with_timeout(lambda: _read_topology(num_gpus), TOPOLOGY_TIMEOUT_SECONDS)
     except Exception:  # NVML's own class, or no answer

@@ -36,8 +36,8 @@ def torch_build() -> TorchBuild:
     return TorchBuild(values.get("__version__", "?"), values.get("cuda"), values.get("hip"))
 
 
-def visible_gpus(hardware: Hardware, environment: Mapping[str, str], wanted: str | None = None) -> list[str]:
-    """Returns the GPUs that a run may use, named as in CUDA_VISIBLE_DEVICES; `wanted` is --gpus: indices into them."""
+def visible_gpus(hardware: Hardware, environment: Mapping[str, str], selection: str | None = None) -> list[str]:
+    """Returns the GPUs that a run may use, named as in CUDA_VISIBLE_DEVICES; `selection` is --gpus: indices into them."""
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         names = [g.uuid if g.mig else str(g.index) for g in hardware.gpus]
@@ -47,13 +47,13 @@ def visible_gpus(hardware: Hardware, environment: Mapping[str, str], wanted: str
             if not name or name == "-1":
                 break  # CUDA ignores everything after an invalid entry
             names.append(name)
-    if wanted is None:
+    if selection is None:
         return names
     chosen = []
-    for text in wanted.split(","):
+    for text in selection.split(","):
         if not text.strip().isdigit() or int(text) >= len(names):
-            have = f"0 to {len(names) - 1}" if names else "none"
-            raise Problem(f"--gpus {wanted}: there is no GPU {text!r} here ({have}; see `nvidia-smi`)")
+            available = f"0 to {len(names) - 1}" if names else "none"
+            raise Problem(f"--gpus {selection}: there is no GPU {text!r} here ({available}; see `nvidia-smi`)")
         chosen.append(names[int(text)])
     return chosen
 
@@ -65,23 +65,23 @@ def restrict_to_gpus(hardware: Hardware, names: list[str]) -> Hardware:
 
 
 def check_torch_can_use(hardware: Hardware, build: TorchBuild, environment: Mapping[str, str]) -> None:
-    """Raises Problem where the machine has a GPU but training would silently leave it idle; the text names cause and fix."""
+    """Raises Problem if the machine has a GPU that torch cannot use; otherwise training would silently run on the CPU."""
     if not hardware.gpus or build.hip:
         return
-    found = f"this machine has {len(hardware.gpus)} x {hardware.gpus[0].name}, but "
-    otherwise = "; or say --device cpu"
+    subject = f"this machine has {len(hardware.gpus)} x {hardware.gpus[0].name}, but "
+    alternative = "; or say --device cpu"
     if build.cuda is None:
         raise Problem(
-            f"{found}torch {build.version} is a CPU build: pip install --force-reinstall torch"
-            f" (a build for CUDA {hardware.driver_cuda[0]}.{hardware.driver_cuda[1]} or earlier){otherwise}"
+            f"{subject}torch {build.version} is a CPU build: pip install --force-reinstall torch"
+            f" (a build for CUDA {hardware.driver_cuda[0]}.{hardware.driver_cuda[1]} or earlier){alternative}"
         )
     if not visible_gpus(hardware, environment):
         value = environment.get("CUDA_VISIBLE_DEVICES", "")
-        raise Problem(f"{found}CUDA_VISIBLE_DEVICES={value!r} hides them: unset it{otherwise}")
+        raise Problem(f"{subject}CUDA_VISIBLE_DEVICES={value!r} hides them: unset it{alternative}")
     needed = int(build.cuda.split(".")[0])
     if hardware.driver_cuda[0] and hardware.driver_cuda[0] < needed:
         raise Problem(
-            f"{found}driver {hardware.driver} reaches CUDA {hardware.driver_cuda[0]}.{hardware.driver_cuda[1]} and"
+            f"{subject}driver {hardware.driver} reaches CUDA {hardware.driver_cuda[0]}.{hardware.driver_cuda[1]} and"
             f" torch {build.version} needs {build.cuda}: update the driver, or install a torch built for"
-            f" CUDA {hardware.driver_cuda[0]}{otherwise}"
+            f" CUDA {hardware.driver_cuda[0]}{alternative}"
         )

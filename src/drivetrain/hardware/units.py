@@ -15,7 +15,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_need(needed_bytes: float, usable_bytes: float, show: Callable[[float], str] = format_gib) -> str:
-    """Returns "13 GiB of 14 GiB", with as many digits as tell the two apart."""
+    """Returns "13 GiB of 14 GiB", with enough digits for the two numbers to differ."""
     texts = show(needed_bytes), show(usable_bytes)
     for digits in (1, 2, 3):
         if texts[0] == texts[1]:

@@ -1,4 +1,4 @@
-"""Candidates: the ways to run that a search considers. Takes world size and pins, returns a list of `Candidate`."""
+"""The plans that a search compares. Takes world size and pins, returns a list of `Candidate`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from drivetrain.plan.choices import Offload, Strategy, is_sharding
 
-MIN_SPEEDUP = 1.05
-MIN_SPEEDUP_OF_SHARDING = 1.25  # of a candidate that shards what fits unsharded
+MIN_SPEEDUP = 1.05  # a candidate must be this much faster than a simpler one to win
+MIN_SPEEDUP_OF_SHARDING = 1.25  # the same for a candidate that shards a model that fits unsharded
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run that may or may not fit."""
+    """A plan to consider; it may or may not fit into memory."""
 
     strategy: Strategy
     micro_batch: int
@@ -37,7 +37,7 @@ class Candidate:
 
 
 def min_speedup(best: Candidate, candidate: Candidate) -> float:
-    """Returns how many times as fast as a simpler one a candidate must be to win."""
+    """Returns the speedup over `best`, a simpler candidate, that a candidate needs to win."""
     return MIN_SPEEDUP_OF_SHARDING if candidate.is_sharded and not best.is_sharded else MIN_SPEEDUP
 
 
@@ -45,7 +45,7 @@ _FIELD_OF_PIN = {"strategy": "strategy", "zero_stage": "zero_stage", "offload": 
 
 
 def list_candidates(plain: Candidate, pins: Mapping[str, Any], deepspeed: bool, can_checkpoint: bool, on_gpu: bool) -> list[Candidate]:
-    """Returns the candidates that agree with the pins, from the simplest to the slowest: each frees memory that the one before lacks.
+    """Returns the candidates that agree with the pins, from the simplest and fastest to the one that needs the least memory.
 
     `plain` is the candidate without sharding; `deepspeed`: whether it is installed; `can_checkpoint`: whether the model has blocks.
     """
@@ -57,7 +57,7 @@ def list_candidates(plain: Candidate, pins: Mapping[str, Any], deepspeed: bool, 
     candidates = [*without_extras]
     if can_checkpoint:
         candidates += [replace(candidate, checkpointing=True) for candidate in without_extras]
-    if not on_gpu:  # the device's memory is the host's: there is nothing to offload to
+    if not on_gpu:  # a CPU cannot offload: its memory is the host's memory
         deepspeed = False
     elif pins.get("strategy") != "deepspeed":
         candidates += [replace(sharded[1], offload="all", checkpointing=c) for c in ([False, True] if can_checkpoint else [False])]

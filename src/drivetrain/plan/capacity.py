@@ -1,4 +1,4 @@
-"""The capacity of a machine: takes `Hardware`, returns what memory and time predictions need of it."""
+"""The capacity of a machine: takes `Hardware`, returns the figures that memory and time predictions need."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from drivetrain.hardware import ASSUMED_NETWORK_GBPS, Hardware
 from drivetrain.hardware.cards import LISTED_SHARE_WITH_ECC, Card, card_of_product, generic_card
 
-CUDA_CONTEXT_BYTES = 600 << 20  # that CUDA and its libraries allocate outside of torch's allocator
+CUDA_CONTEXT_BYTES = 600 << 20  # CUDA and its libraries allocate them outside of torch's allocator
 USABLE_SHARE = 0.95  # of the free memory: the rest is lost to fragmentation
-CPU_CORE_FLOPS, CPU_CORE_BANDWIDTH = 0.05e12, 8e9
+CPU_CORE_FLOPS, CPU_CORE_BANDWIDTH = 0.05e12, 8e9  # FLOP/s and bytes per second of one core
 CPU_LINK_BYTES_PER_SECOND = 4e9  # between processes on one host
 PCIE_BYTES_PER_SECOND = 11e9  # between GPUs without NVLink
 LINK_SHARE = 0.7  # of a link's published rate that collectives reach
@@ -54,5 +54,5 @@ class MachineCapacity:
 
 
 def gigabytes_to_buy(usable_bytes: float) -> int:
-    """Returns the GB that a GPU must have in its name so that, on any such card, this many bytes are usable."""
+    """Returns the GB in a GPU's name from which on any card has this many usable bytes."""
     return math.ceil((usable_bytes / USABLE_SHARE + CUDA_CONTEXT_BYTES) / (LISTED_SHARE_WITH_ECC * 2**30))

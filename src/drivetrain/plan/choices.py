@@ -1,4 +1,4 @@
-"""The values that a plan's choices can have, each as a Literal type."""
+"""The allowed values of a plan's choices, as Literal types."""
 
 from __future__ import annotations
 

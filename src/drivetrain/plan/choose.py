@@ -59,8 +59,8 @@ def choose(
 ) -> Plan:
     """Returns the plan for a recipe's settings on this hardware. `global_batch` never changes.
 
-    With a profile: the fastest candidate that fits, corrected by `points` that were measured on this machine. With a profile
-    without passes: the first candidate whose state fits. Without a profile: each process takes its share at once.
+    With a profile: the fastest candidate that fits; `points`, measured on this machine, correct the predictions. With a profile
+    without passes: the first candidate whose state fits. Without a profile: each process takes its share in one micro-batch.
     """
     pin = read_pins(pins or {})
     share = _share(int(settings["global_batch"]), world_size, pin)
@@ -265,8 +265,8 @@ def _assumed_network(nodes: int, local_procs: int) -> str:
 
 def _environment(device: str, threads: int, is_sharded: bool) -> dict[str, str]:
     """Returns the environment variables of the workers, unless the user set them."""
-    # Threads that wait by spinning keep cores busy that other processes need: beside other load a step took ten times as long (measured).
+    # Threads that spin while they wait occupy cores that other processes need: under load a step took ten times as long (measured).
     variables = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
-    # Gathering and freeing parameters fragments memory, which expandable segments avoid. Captured steps are ten times slower
-    # with them (measured).
+    # Gathering and freeing parameters fragments memory; expandable segments avoid this, but make captured steps ten times slower
+    # (measured), and sharded steps are never captured.
     return variables | ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if device == "cuda" and is_sharded else {})

@@ -1,4 +1,4 @@
-"""Corrects predictions by measurements: takes measured points of a few micro-batches, returns time and memory at any micro-batch."""
+"""Corrects predictions by measurements: takes measured points at a few micro-batches, returns time and memory at any micro-batch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 SIZE_RATIO = 4  # between neighbours of the micro-batches that are measured first
-# What lies between two measured micro-batches is measured too if their ratio is larger than MAX_SIZE_RATIO,
-# or if the prediction's errors at the two differ by more than MAX_ERROR_DIFFERENCE.
+# A size between two measured micro-batches is measured, too, if their ratio is larger than MAX_SIZE_RATIO, or if the
+# prediction's errors at the two differ by more than MAX_ERROR_DIFFERENCE.
 MAX_SIZE_RATIO = 2
 MAX_ERROR_DIFFERENCE = 0.03
 
@@ -24,7 +24,7 @@ class Point:
     peak_bytes: int = 0
     step_seconds: float = 0.0
     update_seconds: float = 0.0
-    """The optimizer's part of the step, which runs once a step whatever the accumulation."""
+    """The optimizer's part of the step, which runs once per step with any accumulation."""
     kind: str = ""
     """How the step ran: eager or captured."""
 
@@ -33,7 +33,7 @@ class Point:
 
 
 def sizes_to_measure(sizes: Sequence[int], best: int) -> list[int]:
-    """Returns three of the micro-batches that should fit, around the one that is predicted to be best."""
+    """Returns three of the micro-batches that should fit, near the predicted best one."""
     if best not in sizes:
         return [best]
     high = max(s for s in sizes if s <= SIZE_RATIO * best)
@@ -42,18 +42,18 @@ def sizes_to_measure(sizes: Sequence[int], best: int) -> list[int]:
     return sorted({low, middle, high})
 
 
-def next_size_to_measure(points: Sequence[Point], wanted: Sequence[int], predicted: Mapping[int, float]) -> int | None:
+def next_size_to_measure(points: Sequence[Point], requested: Sequence[int], predicted: Mapping[int, float]) -> int | None:
     """Returns the micro-batch to measure next, or None.
 
-    First the wanted ones, smallest first, until one does not fit. Then one between two measured ones that are far apart, or
-    at which the prediction's errors differ. `predicted`: seconds of forward and backward by size.
+    First come the requested ones, smallest first, until one does not fit; then one between two measured sizes that are far apart
+    or have different prediction errors. `predicted`: seconds of forward and backward by size.
     """
     if any(not p.fits for p in points):
         return None
     errors = {
         p.micro_batch: (p.step_seconds - p.update_seconds) / predicted[p.micro_batch] for p in sorted(points, key=lambda p: p.micro_batch)
     }
-    if missing := [size for size in sorted(wanted) if size not in errors]:
+    if missing := [size for size in sorted(requested) if size not in errors]:
         return missing[0]
     for low, high in pairwise(errors):
         between = [size for size in predicted if low < size < high]
@@ -63,7 +63,7 @@ def next_size_to_measure(points: Sequence[Point], wanted: Sequence[int], predict
 
 
 def _log_distance(size: int, low: int, high: int) -> float:
-    """Returns how far a size is from the middle of two others on a logarithmic scale."""
+    """Returns a size's distance from the middle between two others on a logarithmic scale."""
     return abs(math.log(size * size / (low * high)))
 
 
@@ -94,7 +94,7 @@ class Fit:
         return self._corrected(micro_batch, predicted, lambda p: float(p.peak_bytes))
 
     def _corrected(self, micro_batch: int, predicted: Callable[[int], float], measured: Callable[[Point], float]) -> float:
-        """Returns the prediction times the ratio (measured / predicted) of the points around, interpolated over log(micro-batch)."""
+        """Returns the prediction times the ratio measured / predicted, interpolated over log(micro-batch) between the nearest points."""
         ratios = [(p.micro_batch, measured(p) / max(1e-12, predicted(p.micro_batch))) for p in self.points]
         below = [r for r in ratios if r[0] <= micro_batch]
         above = [r for r in ratios if r[0] >= micro_batch]

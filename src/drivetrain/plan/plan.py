@@ -1,4 +1,4 @@
-"""The plan: how a recipe runs on given hardware, every choice with its reason. Reads and writes the plan's JSON."""
+"""The plan: how a recipe runs on given hardware, with a reason for each choice. Reads and writes the plan's JSON."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Plan:
     deterministic: bool = False
     threads: Annotated[int, Range(1, 1024)] = 1
     activation_checkpointing: bool = False
-    """Whether blocks keep only their inputs and run again in the backward pass."""
+    """Whether blocks store only their inputs and run again in the backward pass."""
     offload: Offload = "none"
-    """What is kept in the host's memory: nothing, the optimizer's state, or also parameters and gradients."""
+    """What is stored in the host's memory: nothing, the optimizer's state, or also parameters and gradients."""
     deepspeed_config: dict[str, Any] = field(default_factory=dict)
     """The keys of DeepSpeed's configuration that the user set."""
     capture: Switch = "auto"
     compile: Switch = "auto"
     compile_from: Annotated[int, Range(0, 2**63 - 1)] | None = None
-    """The step from which on compiled code ran, where the run decided it."""
+    """The step from which on compiled code runs, if the run decided it."""
     data: DataLocation = "auto"
     workers: Annotated[int, Range(0, 256)] = 0
     prefetch: Annotated[int, Range(1, 64)] = 2
@@ -54,7 +54,7 @@ class Plan:
     rejected: list[dict[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        check_environment(self.env)  # no plan may exist, from whatever source, with a variable that it must not set
+        check_environment(self.env)  # here, because plans from any source must not set other variables
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from drivetrain.plan.candidates import Candidate
 from drivetrain.plan.profile import Pass, Profile
 
-MATRIX_WORKSPACE_BYTES = 66 << 20  # that matrix products take from torch's allocator, once
+MATRIX_WORKSPACE_BYTES = 66 << 20  # allocated once for matrix products by torch's allocator
 NCCL_BUFFER_BYTES = 400 << 20  # of a process group
-DEEPSPEED_BUCKET_NUMBERS = 500_000_000  # gradients that DeepSpeed reduces at a time
+DEEPSPEED_BUCKET_NUMBERS = 500_000_000  # number of gradients in one of DeepSpeed's buckets
 
 
 def pass_of(profile: Profile, candidate: Candidate) -> Pass:
@@ -24,8 +24,8 @@ def memory_by_part(profile: Profile, candidate: Candidate, on_gpu: bool = True, 
     work, micro_batch = pass_of(profile, candidate), candidate.micro_batch
     parts = state_by_part(profile, candidate)
     if candidate.is_sharded:
-        spared = work.weight_copies if candidate.strategy == "fsdp" else 0.0  # fsdp gathers parameters in half precision already
-        parts["activations"] = int(max(0.0, work.peak(micro_batch, gradients=False) - spared))
+        saved_copies = work.weight_copies if candidate.strategy == "fsdp" else 0.0  # fsdp gathers parameters in half precision already
+        parts["activations"] = int(max(0.0, work.peak(micro_batch, gradients=False) - saved_copies))
     elif candidate.world_size == candidate.accumulation == 1:
         parts["activations"] = int(work.peak(micro_batch, gradients=False))
         # Gradients are allocated while activations are freed.
@@ -62,7 +62,7 @@ def _sharded_state(profile: Profile, candidate: Candidate) -> dict[str, int]:
     )
     gathered = 2 * profile.block_bytes + outside_blocks if profile.blocks else profile.parameter_bytes
     if candidate.strategy == "deepspeed":
-        # Parameters stay in fp32, beside a flat copy of the part that this process updates.
+        # Parameters stay in fp32; there is also a flat copy of the part that this process updates.
         stored = parameters + gathered if candidate.zero_stage == 3 else float(profile.parameter_bytes)
         parameters = stored + profile.trained_bytes / world_size
         gradients = profile.trained_bytes * (1.0 if candidate.zero_stage == 1 else 1 / world_size)
@@ -79,7 +79,7 @@ def _sharded_state(profile: Profile, candidate: Candidate) -> dict[str, int]:
 
 
 def share_of_bytes_gathered(profile: Profile) -> float:
-    """Returns how large gathered parameters are beside stored ones: half-precision training gathers them in two bytes each."""
+    """Returns the size of gathered parameters relative to stored ones: half-precision training gathers two bytes for each."""
     return min(1.0, 2 * profile.parameters / profile.parameter_bytes) if profile.precision in ("bf16", "fp16") else 1.0
 
 

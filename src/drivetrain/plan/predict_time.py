@@ -1,7 +1,7 @@
 """Predicts time: takes a task's profile, a candidate and a machine's capacity, returns the seconds of a step by part.
 
-The shares of published rates that real work reaches (`REACHED`) were measured on one GPU and are used for all. A table in
-docs/plan.md has the error of every prediction that was checked.
+The shares of published rates that real work reaches (`REACHED`) were measured on one GPU and are used for all GPUs. A table in
+docs/plan.md lists the errors of checked predictions.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from drivetrain.plan.capacity import CPU_CORE_BANDWIDTH, PCIE_BYTES_PER_SECOND, 
 from drivetrain.plan.predict_memory import pass_of, share_of_bytes_gathered
 from drivetrain.plan.profile import Profile, Work, reduction_buffer_bytes
 
-CPU_FLOPS_SHARE = 0.5
-# Seconds that an operation takes at least.
+CPU_FLOPS_SHARE = 0.5  # of a CPU's FLOP/s that operations reach
+# The shortest time of an operation.
 CPU_OPERATION_SECONDS, GPU_OPERATION_SECONDS, CONV_SECONDS = 8e-6, 2.8e-6, 16e-6
-HOST_SECONDS_PER_OPERATION = 43e-6  # in which Python starts one operation of an eager step
-# Seconds in which the host gathers the parameters of a block and reduces its gradients: gathered once, or again for the backward pass.
+HOST_SECONDS_PER_OPERATION = 43e-6  # for Python to launch one operation of an eager step
+# For the host to gather a block's parameters and reduce its gradients. ZeRO-3 gathers a second time, for the backward pass.
 GATHER_SECONDS, GATHER_TWICE_SECONDS = 1.0e-3, 1.5e-3
-UPDATE_SECONDS = 20e-6  # to start the optimizer's update
-TERMS_PER_SPLIT = 512  # of a long sum that is divided over processors
-EMBEDDING_SORT_ROWS, EMBEDDING_SORT_SECONDS = 3072, 40e-6  # more rows than that make torch sort an embedding's gradients
+UPDATE_SECONDS = 20e-6  # to launch the optimizer's update
+TERMS_PER_SPLIT = 512  # a long sum is divided over processors in parts of this many terms
+EMBEDDING_SORT_ROWS, EMBEDDING_SORT_SECONDS = 3072, 40e-6  # with more rows, torch sorts an embedding's gradients
 EMBEDDING_BACKWARD_SECONDS_PER_ROW = 8e-9  # without sorting
 NORM_CHANNEL_BYTES_PER_SECOND = 4e9  # a normalization runs each channel on one processor
-MATRIX_UNIT_CHANNELS = 32
-OVERLAP_SHARE = 0.7  # of FSDP's communication that runs beside computation
+MATRIX_UNIT_CHANNELS = 32  # channels per group from which a grouped convolution is as fast as others
+OVERLAP_SHARE = 0.7  # the share of FSDP's communication that overlaps with computation
 
 
 @dataclass(frozen=True)
 class Reached:
-    """The shares of published rates that real work reaches."""
+    """The shares of published rates that real work reaches: of the bandwidth for the first four, else of the FLOP/s."""
 
     bandwidth: float = 0.62
     scattered: float = 0.22
@@ -41,7 +41,7 @@ class Reached:
     grouped: float = 0.20
     """Of the fp32 rate: convolutions with few channels in a group."""
     grouped_flat: float = 0.03
-    """The same where channels are not the innermost dimension."""
+    """The same if channels are not the innermost dimension."""
     attention: float = 0.35
     recurrent: float = 0.42
     recurrent_step: float = 4.5e-6
@@ -70,7 +70,7 @@ def step_seconds(profile: Profile, candidate: Candidate, machine: MachineCapacit
 
 @dataclass(frozen=True)
 class _Operation:
-    """Operations of one kind at a certain micro-batch."""
+    """Operations of one kind at a given micro-batch size."""
 
     kind: str
     flops: float
@@ -80,11 +80,11 @@ class _Operation:
     rate: float
     """FLOP/s that the card publishes for its number format."""
     seconds_by_bytes: float
-    """Seconds in which its bytes move at the bandwidth that is reached."""
+    """Seconds to move its bytes at the reached bandwidth."""
 
 
 def operation_seconds(work: Work, samples: int, machine: MachineCapacity, precision: str) -> float:
-    """Returns the seconds of an operation: never fewer than its FLOPs and bytes take at the card's published rates."""
+    """Returns the seconds of an operation, at least the time of its FLOPs and bytes at the card's published rates."""
     flops, num_bytes, tiles, depth = (max(0.0, pair[0] + pair[1] * samples) for pair in (work.flops, work.bytes, work.tiles, work.depth))
     rate, bandwidth = _published_rate(work, machine, precision), machine.card.bandwidth * 1e9
     operation = _Operation(work.kind, flops, num_bytes, tiles, depth, rate, num_bytes / (bandwidth * REACHED.bandwidth))
@@ -148,7 +148,7 @@ def _published_rate(work: Work, machine: MachineCapacity, precision: str) -> flo
 
 
 def _update_seconds(profile: Profile, candidate: Candidate, machine: MachineCapacity) -> float:
-    """The optimizer reads gradients, and reads and writes parameters and its state."""
+    """Returns the seconds of the update: it reads gradients, and reads and writes parameters and the optimizer's state."""
     num_bytes = (3 * profile.trained_bytes + 2 * profile.optimizer_bytes) / (candidate.world_size if candidate.is_sharded else 1)
     if candidate.offload == "none":
         return num_bytes / (machine.card.bandwidth * 1e9 * REACHED.bandwidth) + UPDATE_SECONDS
@@ -159,7 +159,7 @@ def _update_seconds(profile: Profile, candidate: Candidate, machine: MachineCapa
 
 
 def _communication_seconds(profile: Profile, candidate: Candidate, machine: MachineCapacity, work_seconds: float) -> float:
-    """Returns the seconds of communication that do not run beside computation."""
+    """Returns the seconds of communication that do not overlap with computation."""
     share = (candidate.world_size - 1) / candidate.world_size
     link = min(machine.link, machine.network) if candidate.nodes > 1 else machine.link
     if not candidate.is_sharded:

@@ -1,6 +1,6 @@
 """The profile of a task: its parameters, and how memory and work grow with the micro-batch. Independent of any machine.
 
-`engine.measure` makes it without a GPU; `predict_memory` and `predict_time` make predictions for any machine from it.
+`engine.measure` creates it without a GPU; `predict_memory` and `predict_time` use it to predict for any machine.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
 PROFILE_FORMAT = 6
-MAX_PARAMETERS_WITH_VALUES = 200_000_000  # of a model that is run on real tensors where fake ones do not suffice
-GPU_PROCESSORS, THREADS_PER_PROCESSOR = 132, 2048  # over which torch divides a sum
+MAX_PARAMETERS_WITH_VALUES = 200_000_000  # of a model that runs on real tensors because it does not run on fake ones
+GPU_PROCESSORS, THREADS_PER_PROCESSOR = 132, 2048  # torch divides a sum over them
 
 
 class Work(NamedTuple):
@@ -36,9 +36,9 @@ class Line(NamedTuple):
     fixed: float
     per_sample: float
     width: int = 0
-    """If a sum over many rows runs at that point: its columns,"""
+    """The columns of a sum over many rows that runs at this point; 0: none."""
     rows: float = 0.0
-    """and its rows per sample."""
+    """The rows of that sum per sample."""
 
     def at(self, samples: float) -> float:
         return self.fixed + self.per_sample * samples + reduction_buffer_bytes(self.width, self.rows * samples)
@@ -84,7 +84,7 @@ class Pass:
 @dataclass(frozen=True)
 class Profile:
     parameters: int
-    """0 where even the model is unknown."""
+    """0 if even the model is unknown."""
     parameter_bytes: int
     trained_bytes: int
     trained: int
@@ -94,13 +94,13 @@ class Profile:
     optimizer_bytes: int
     buffer_bytes: int
     blocks: int
-    """The number of repeated blocks; 0 where the model has none."""
+    """The number of repeated blocks; 0 if the model has none."""
     block_bytes: int
     """Of the largest block."""
     samples: int
     sample_bytes: int
     data_bytes: int
-    """Of a data set that can live on the device; 0 where a loader reads it."""
+    """Of a data set that can be stored on the device; 0 if a dataloader reads it."""
     precision: str
     traced: str
     """How the passes were traced: "fake" (tensors without values) or "real". Without passes: the reason."""
@@ -119,18 +119,18 @@ class Profile:
 
     @staticmethod
     def of_sizes(sizes: Mapping[str, Any], traced: str) -> Profile:
-        """Returns a profile without passes, for a task of which only sizes are known, or nothing."""
+        """Returns a profile without passes, for a task with only some known sizes, or none."""
         return Profile(**(_NO_SIZES | dict(sizes)), traced=traced)
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Profile:
         names = {f.name for f in fields(Profile)}
-        known = {k: v for k, v in values.items() if k in names}
+        arguments = {k: v for k, v in values.items() if k in names}
         for name in ("plain", "checkpointed"):
-            if known.get(name):
-                known[name] = _pass_from_json(known[name])
-        known["evaluated"] = tuple(Line(*line) for line in known.get("evaluated", ()))
-        return Profile(**known)
+            if arguments.get(name):
+                arguments[name] = _pass_from_json(arguments[name])
+        arguments["evaluated"] = tuple(Line(*line) for line in arguments.get("evaluated", ()))
+        return Profile(**arguments)
 
 
 _NO_SIZES: dict[str, Any] = {

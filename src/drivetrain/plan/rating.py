@@ -14,8 +14,8 @@ from drivetrain.plan.predict_memory import host_memory, least_memory, memory_by_
 from drivetrain.plan.predict_time import step_seconds
 from drivetrain.plan.profile import Profile
 
-HOST_SHARE = 0.8  # of a process's RAM that offloaded state may take
-RESIDENT_DATA_SHARE = 0.5  # of a device's memory beside the model's state that a data set may take
+HOST_SHARE = 0.8  # the share of a process's RAM that offloaded state may take
+RESIDENT_DATA_SHARE = 0.5  # the share of a device's memory, without the model's state, that a data set may take
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class RatedCandidate:
         return self.global_batch / self.step_seconds
 
     def shortage(self) -> str:
-        """Returns the memory that it lacks, as text."""
+        """Returns the memory that it needs and does not have, as text."""
         if self.needed_bytes > self.usable_bytes:
             return f"needs {format_need(self.needed_bytes, self.usable_bytes)}"
         return f"needs {format_need(self.host_bytes, self.usable_host_bytes)} of the host's memory"
 
 
 class Rater:
-    """Rates all candidates for one task on one machine. With a `fit`, measurements correct what was measured: unsharded steps."""
+    """Rates all candidates for one task on one machine. A `fit` of measurements corrects the predictions for unsharded steps."""
 
     def __init__(
         self, profile: Profile, machine: MachineCapacity, global_batch: int, world_size: int, nodes: int, fit: Fit | None = None
@@ -97,7 +97,7 @@ class Rater:
         )  # fmt: skip
 
     def least_bytes(self, candidate: Candidate) -> int:
-        """Returns the bytes on each device with one sample at a time; of the state alone where no pass was traced."""
+        """Returns the bytes on each device with the smallest micro-batch; only of the state if no pass was traced."""
         if self.profile.plain is None:
             return sum(state_by_part(self.profile, candidate).values())
         return least_memory(self.profile, candidate, self.machine.on_gpu)

@@ -40,24 +40,24 @@ def why_micro_batch(rater: Rater, best: RatedCandidate, pins: Mapping[str, Any])
 
 
 def why_lost(rater: Rater, candidate: Candidate, rated: RatedCandidate | None, best: RatedCandidate) -> dict[str, Any]:
-    """Returns an entry of the plan's `rejected`. `rated`: at its best micro-batch; None where none fits."""
+    """Returns an entry of the plan's `rejected`. `rated`: the candidate at its best micro-batch; None if none fits."""
     if rated is None:
         return {"choice": candidate.name(), "why": shortage(rater, candidate, {}) if rater.profile.plain else ""}
     percent = 100 * (1 - rated.samples_per_second / best.samples_per_second)
-    why = f"{percent:.0f} % slower" if percent >= 1 else "as fast, and more laborious"
+    why = f"{percent:.0f} % slower" if percent >= 1 else "as fast, but less simple"
     if percent <= -1:
         threshold = 100 * (min_speedup(best.candidate, candidate) - 1)
-        why = f"{-percent:.0f} % faster, less than the {threshold:.0f} % from which its labour is worth it"
+        why = f"{-percent:.0f} % faster, but a less simple plan must be {threshold:.0f} % faster"
     if not rater.machine.on_gpu:
-        why = f"not needed: {best.candidate.name()} fits, which on CPUs decides"
+        why = f"not needed: {best.candidate.name()} fits, and on CPUs the first plan that fits is taken"
     elif candidate.offload != "none" and best.candidate.offload == "none":
-        why = "a last resort, whose rate is the least sure" if percent < 1 else f"not needed, and {why}"
+        why = "a last resort: its speed is hard to predict" if percent < 1 else f"not needed, and {why}"
     facts = f"{format_rate(rated.samples_per_second)}, {format_gib(rated.needed_bytes)} at micro-batch {rated.candidate.micro_batch}"
     return {"choice": candidate.name(), "why": f"{why}: {facts}"}
 
 
 def shortage(rater: Rater, candidate: Candidate, pins: Mapping[str, Any]) -> str:
-    """Returns the memory that a candidate lacks with the smallest micro-batch, as text."""
+    """Returns the memory that a candidate needs and does not have with the smallest micro-batch, as text."""
     size = min(rater.micro_batches(pins))
     return f"micro-batch {size} {rater.rate(candidate, size).shortage()}"
 
@@ -66,7 +66,7 @@ def shortage(rater: Rater, candidate: Candidate, pins: Mapping[str, Any]) -> str
 
 
 def fits_nowhere(rater: Rater, candidates: Sequence[Candidate], pins: Mapping[str, Any]) -> Problem:
-    """Returns the error that names the least memory that would do, and three ways out."""
+    """Returns the error that names the smallest sufficient memory, and three ways out."""
     if not candidates:
         pinned = ", ".join(f"plan.{k}={v}" for k, v in pins.items())
         return Problem(f"no way to run goes with {pinned} on {rater.world_size} process{'es' if rater.world_size > 1 else ''}")

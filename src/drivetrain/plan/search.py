@@ -12,9 +12,9 @@ from drivetrain.plan.candidates import Candidate, min_speedup
 from drivetrain.plan.predict_memory import host_memory, state_by_part
 from drivetrain.plan.rating import RatedCandidate, Rater
 
-SAME_SPEED_SHARE = 0.98  # of the best rate: predictions cannot tell smaller differences
-EVALUATION_FACTORS = (8, 4, 2)  # evaluation tries so many times the micro-batch
-EVALUATION_MEMORY_SHARE = 0.8
+SAME_SPEED_SHARE = 0.98  # from this share of the best rate on, candidates count as equally fast
+EVALUATION_FACTORS = (8, 4, 2)  # evaluation tries these multiples of the micro-batch
+EVALUATION_MEMORY_SHARE = 0.8  # the share of usable memory that evaluation may take
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Choice:
 
 
 def choose_fastest(rater: Rater, pins: Mapping[str, Any], deepspeed: bool) -> Choice:
-    """Returns the fastest candidate that fits; a less simple one only if it is enough faster. On a CPU, the first one that fits."""
+    """Returns the fastest candidate that fits; a less simple one must be clearly faster. On a CPU, returns the first that fits."""
     candidates = rater.candidates(pins, deepspeed)
     best: RatedCandidate | None = None
     rated: list[tuple[Candidate, RatedCandidate | None]] = []

@@ -1,4 +1,4 @@
-"""A smaller plan after memory ran out: takes the plan, returns the keys that change so that half as many samples run at a time."""
+"""Makes a smaller plan after out of memory: takes the plan, returns the changed keys for a micro-batch of half the size."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PlanChange:
 
 
 def halve(plan: Plan, step: int, share: int, evaluation: bool) -> PlanChange | None:
-    """Returns what changes once memory ran out at a step; None if samples already run one at a time.
+    """Returns the change after out of memory at a step; None if the micro-batch already has only one sample.
 
     `share`: the samples of a full global batch that one process takes.
     """
@@ -45,7 +45,7 @@ def halve(plan: Plan, step: int, share: int, evaluation: bool) -> PlanChange | N
         return PlanChange(old_size, new_size, {"eval_micro_batch": new_size, "reasons": plan.reasons | {"eval_micro_batch": why}})
     reasons = plan.reasons | {"micro_batch": why, "accumulation": f"{share} samples a process in micro-batches of at most {new_size}"}
     changes: dict[str, Any] = {"micro_batch": new_size, "accumulation": -(-share // new_size), "measured": {}, "reasons": reasons}
-    # The run tries out again how steps run fastest, unless the user pinned it.
+    # The run again measures whether capture and compile are faster, unless the user pinned them.
     for key, undecided in (("capture", "auto" if plan.device == "cuda" else "off"), ("compile", "auto")):
         if plan.reasons.get(key) != "pinned":
             changes[key] = undecided
@@ -55,6 +55,6 @@ def halve(plan: Plan, step: int, share: int, evaluation: bool) -> PlanChange | N
 
 
 def halved_size(share: int, micro_batch: int) -> tuple[int, int]:
-    """Returns how many samples run at a time now, with the share cut into equal pieces of at most `micro_batch`, and half of that."""
+    """Returns the present size of micro-batches (the share in equal pieces of at most `micro_batch`), and half of it."""
     size = -(-share // -(-share // micro_batch))
     return size, -(-size // 2)

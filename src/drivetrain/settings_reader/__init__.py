@@ -1,5 +1,5 @@
 """Reads a task's settings: from the source text of its class (`declaration`), or from the live class (`live`).
 
-Both give the same `Setting` objects, so help, errors and values agree. The front end reads the text, because it must not import torch;
-workers have the class.
+Both return the same `Setting` objects, so help, errors and values agree. The command line reads the text, because it must not
+import torch; workers read the class.
 """

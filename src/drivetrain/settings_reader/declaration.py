@@ -25,23 +25,24 @@ from drivetrain.settings_reader.modules import (
 WITHOUT_SETTINGS = ("object", "Generic", "ABC", "abc.ABC")
 """Base classes that define no settings."""
 UNKNOWN = object()
+"""A value that the source text does not show: only importing the file can tell it."""
 
 
 @dataclass
 class TaskDeclaration:
-    """What the source text of a task's class declares."""
+    """A task's name, docstring and settings, read from the source text of its class."""
 
     name: str
     doc: str
     settings: dict[str, Setting]
     complete: bool
-    """False where only importing the file can tell all settings: computed defaults, bases from other modules."""
+    """Whether the text shows all settings; not with computed defaults or bases in unreadable modules."""
     tune_facts: dict[str, Any]
-    """The class's own or inherited values of TUNE_FACTS: MISSING where it states none, UNKNOWN where only importing the file can tell."""
+    """The class's own or inherited values of TUNE_FACTS; MISSING if no class sets one, or UNKNOWN."""
 
 
 def read_declaration(path: Path, class_name: str | None = None) -> TaskDeclaration:
-    """Reads one task class of a file; raises Problem where there is none, or there are several and none was named."""
+    """Reads a task class of a file; raises Problem if the file has none, or has several and `class_name` is None."""
     definition, name = _find_task(read_module(path), class_name)
     tune_facts = {fact: _read_class_value(definition, fact) for fact in TUNE_FACTS}
     declaration = TaskDeclaration(name, ast.get_docstring(definition.node) or "", {}, True, tune_facts)
@@ -66,7 +67,7 @@ def _find_task(module: Module, class_name: str | None) -> tuple[ClassDefinition,
 
 
 def _only_task(module: Module, own: list[str], imported: dict[str, ClassDefinition]) -> str:
-    """Returns the file's only task; its own tasks come before imported ones, and certain ones before guessed ones."""
+    """Returns the file's only task. Ignores imported tasks if it defines its own, and guessed ones if there are certain ones."""
     tasks = [name for name in own if not name.startswith("_")] or list(imported)
     certain = [name for name in tasks if name in imported or derives_from_task(ClassDefinition(module, name), guess=False)]
     tasks = certain or tasks
@@ -78,8 +79,12 @@ def _only_task(module: Module, own: list[str], imported: dict[str, ClassDefiniti
 
 
 def _imported_tasks(module: Module) -> dict[str, ClassDefinition]:
-    """Returns the tasks that a file imports from modules of its project, by their names in the file: they are tasks of the file too."""
-    names = [name for name, (other, there) in module.imports.items() if there and imported_module(module, other) is not None]
+    """Returns the tasks that a file imports from its project, by their names in the file: they count as tasks of the file."""
+    names = [
+        name
+        for name, (module_name, original_name) in module.imports.items()
+        if original_name and imported_module(module, module_name) is not None
+    ]
     for star_import in module.star_imports:
         if (other := imported_module(module, star_import)) is not None:
             names += public_names(other)
@@ -92,7 +97,7 @@ def _imported_tasks(module: Module) -> dict[str, ClassDefinition]:
 
 
 def _add_class(declaration: TaskDeclaration, definition: ClassDefinition) -> None:
-    """Adds the bases' settings, then the class's own, in the order of inheritance."""
+    """Adds the settings of the bases, then those of the class itself."""
     for node, base in reversed(list(base_classes(definition))):
         if base is not None:
             _add_class(declaration, base)
@@ -125,7 +130,7 @@ def _add_field(declaration: TaskDeclaration, owner: str, field: Field) -> None:
 
 
 def _read_class_value(definition: ClassDefinition, name: str) -> Any:
-    """Returns the value that a class or its bases assign to a name: MISSING where none does, UNKNOWN where the text does not tell it."""
+    """Returns the value that a class or its bases assign to a name; MISSING if none does, or UNKNOWN."""
     values = dict(plain_assignments(definition.node)) | {f.name: f.default for f in annotated_fields(definition.node) if f.default}
     if expression := values.get(name):
         try:

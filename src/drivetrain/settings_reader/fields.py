@@ -1,4 +1,4 @@
-"""One annotated field of a task's class: whether it is a setting, and of which type."""
+"""Annotated fields of a task's class: decides which are settings, and of which type."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from drivetrain.outcomes import Problem
 from drivetrain.settings import Duration, Setting, UnknownName, read_type
 
 NEVER_SETTINGS = ("dict", "Dict", "tuple", "Tuple", "set", "Callable", "Any", "Tensor", "Path")
+"""Types that no setting can have."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """An annotated field as a class's source text has it."""
+    """An annotated field in the source text of a class."""
 
     name: str
     annotation: str
@@ -47,7 +48,7 @@ def plain_assignments(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
 
 
 def setting_type(owner: str, field: str, annotation: str) -> Any | None:
-    """Returns a field's type; None where it is no setting (private, ClassVar). Raises Problem where it should be one and cannot."""
+    """Returns a field's type; None if it is no setting (private, ClassVar). Raises Problem if its type or name is not allowed."""
     if field.startswith("_"):
         return None
     if field in HOOKS:
@@ -68,7 +69,7 @@ def setting_type(owner: str, field: str, annotation: str) -> Any | None:
 
 
 def _last_name(annotation: str) -> str:
-    """Returns `Literal` of `typing.Literal["a"]`."""
+    """Returns `Literal` for `typing.Literal["a"]`."""
     return annotation.split("[")[0].split(".")[-1]
 
 
@@ -80,8 +81,10 @@ def _not_a_setting(owner: str, field: str, annotation: str) -> Problem:
 
 
 def inherit_range(kind: Any, inherited: Setting | None) -> Any:
-    """Returns the type of a field that overrides one of a base class. With the same plain type (`epochs: int = 10`) it has the base's
-    range or unit."""
+    """Returns the type of a field that overrides one of a base class.
+
+    A plain type, as in `epochs: int = 10`, inherits the range or unit of the base's type.
+    """
     if inherited is None or get_origin(kind) is Annotated:
         return kind
     plain_types = (int, str, int | str) if inherited.type == Duration else (_without_ranges(inherited.type),)

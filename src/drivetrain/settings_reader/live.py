@@ -18,7 +18,7 @@ _settings_of_classes: dict[type, dict[str, Setting]] = {}
 
 
 def settings_of_class(cls: type) -> dict[str, Setting]:
-    """Returns the settings of a class and its bases, with the docstrings that its source text has."""
+    """Returns the settings of a class and its bases, with their docstrings from the source text."""
     if cls not in _settings_of_classes:
         _settings_of_classes[cls] = _read_settings(cls)
     return _settings_of_classes[cls]
@@ -50,12 +50,12 @@ def _type_of_field(owner: type, name: str) -> Any | None:
 
 
 def class_text(cls: type) -> str | None:
-    """Returns the source text of a live class, also of one in a notebook's cell; None where there is none."""
+    """Returns the source text of a live class, which may be in a notebook's cell; None if there is none."""
     try:
         return textwrap.dedent(inspect.getsource(cls))
     except (OSError, TypeError):
         pass
-    for member in vars(cls).values():  # a cell is no module, but its functions know the file name that linecache has its text under
+    for member in vars(cls).values():  # in a notebook, functions have the file name by which linecache stores the cell's text
         if isinstance(member, types.FunctionType):
             text = "".join(linecache.getlines(member.__code__.co_filename))
             try:

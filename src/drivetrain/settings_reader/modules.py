@@ -1,4 +1,4 @@
-"""What a Python file says about its classes, read as text: its own classes, its imports, and where its base classes are defined."""
+"""Reads the classes and imports of a Python file from its text, and finds where base classes are defined."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Module:
     path: Path
     classes: dict[str, ast.ClassDef] = field(default_factory=dict)
     imports: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """local name -> (module, name there); the name is empty for a module, and a relative import's module begins with its dots"""
+    """local name -> (module, original name). The original name is empty for `import module`; a relative module begins with dots."""
     star_imports: list[str] = field(default_factory=list)
     """Modules of which everything is imported (`from x import *`)."""
     exported: list[str] | None = None
-    """The module's `__all__`, where it has one."""
+    """The module's `__all__`, if it has one."""
 
 
 @dataclass(frozen=True)
 class ClassDefinition:
-    """A class, and the module whose text defines it."""
+    """A class, and the module that defines it."""
 
     module: Module
     name: str
@@ -49,7 +49,7 @@ class ClassDefinition:
 
 @cache
 def read_module(path: Path) -> Module:
-    """Returns a file's module; raises Problem where it is no Python source text."""
+    """Returns a file's module; raises Problem if the file is not Python source text."""
     module = Module(path)
     for node in _parse(path).body:
         if isinstance(node, ast.ClassDef):
@@ -103,12 +103,12 @@ def public_names(module: Module, visited: frozenset[Path] = frozenset()) -> list
 
 
 def imported_module(module: Module, name: str) -> Module | None:
-    """Returns a module of the same project, named as `module` imports it; None where there is none, or it cannot be read."""
+    """Returns a module of the same project, by the name that `module` imports; None if there is none, or it cannot be read."""
     file = _file_of_import(module, name)
     try:
         return read_module(file) if file is not None else None
     except Problem:
-        return None  # importing it reports the reason
+        return None  # the import reports the reason later
 
 
 def _file_of_import(module: Module, name: str) -> Path | None:
@@ -123,20 +123,20 @@ def _file_of_import(module: Module, name: str) -> Path | None:
 
 
 def _parent_folder(path: Path, level: int) -> Path:
-    """Returns the folder that the dots of a relative import mean."""
+    """Returns the folder that a relative import with `level` dots refers to."""
     parents = path.absolute().parents
     return parents[min(level, len(parents)) - 1]
 
 
 def _module_file(folder: Path, name: str) -> Path | None:
-    """Returns the file of a module in a folder; without a name that of the folder itself, which is a package."""
-    inside = folder.joinpath(*name.split("."))
-    choices = [inside.with_suffix(".py")] if name else []
-    return next((file for file in (*choices, inside / "__init__.py") if file.is_file()), None)
+    """Returns the file of a module in a folder. An empty name means the folder itself, as a package."""
+    path = folder.joinpath(*name.split("."))
+    candidates = [path.with_suffix(".py")] if name else []
+    return next((file for file in (*candidates, path / "__init__.py") if file.is_file()), None)
 
 
 def find_class(module: Module, node: ast.expr, visited: frozenset[tuple[Path, str]] = frozenset()) -> ClassDefinition | None:
-    """Returns the class that an expression names, if this module, another of its project or this package defines it."""
+    """Returns the class that an expression names; None unless the module, its project or this package defines it."""
     if isinstance(node, ast.Name) and node.id in module.classes:
         return ClassDefinition(module, node.id)
     for module_name, name in _import_candidates(module, node):
@@ -151,7 +151,7 @@ def find_class(module: Module, node: ast.expr, visited: frozenset[tuple[Path, st
 
 
 def _import_candidates(module: Module, node: ast.expr) -> list[tuple[str, str]]:
-    """Returns (module, name there) of each import that an expression may refer to."""
+    """Returns (module, original name) of each import that an expression may refer to."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         return [(module.imports.get(node.value.id, ("", ""))[0], node.attr)]
     if not isinstance(node, ast.Name):
@@ -168,13 +168,13 @@ def _own_module(dotted: str) -> Module | None:
 
 
 def base_classes(definition: ClassDefinition) -> Iterator[tuple[ast.expr, ClassDefinition | None]]:
-    """Yields each base of a class as written, with its definition where that can be read."""
+    """Yields each base of a class: its expression, and its definition if that can be read."""
     for node in definition.node.bases:
         yield node, find_class(definition.module, node)
 
 
 def derives_from_task(definition: ClassDefinition, guess: bool = True, visited: frozenset[tuple[Path, str]] = frozenset()) -> bool:
-    """Whether a class derives from Task. With `guess`, a base that the text of another module of the user's hides counts as a task."""
+    """Whether a class derives from Task. With `guess`, an unreadable base from the user's project counts as a task."""
     if definition.is_task:
         return True
     if (definition.module.path, definition.name) in visited:
@@ -188,7 +188,7 @@ def derives_from_task(definition: ClassDefinition, guess: bool = True, visited: 
 
 
 def _is_from_project(module: Module, node: ast.expr) -> bool:
-    """Whether an expression names something of a module of the user's own."""
+    """Whether an expression refers to a module of the user's project."""
     name = module.imports.get(ast.unparse(node).split(".")[0], ("", ""))[0]
     if _file_of_import(module, name) is not None:
         return True

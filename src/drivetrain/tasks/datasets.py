@@ -1,4 +1,4 @@
-"""Data sets: digits (embedded), IDX files such as MNIST's, and CIFAR-10: finds, downloads and checks their files."""
+"""Finds, downloads and checks the files of data sets: digits (included), IDX files such as MNIST's, and CIFAR-10."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
 
     def malformed(reason: str) -> Problem:
         return Problem(
-            f"{path} is no IDX file of {dimensions}-dimensional bytes ({reason}): put the original there, or delete it to fetch it again"
+            f"{path} is not an IDX file of {dimensions}-dimensional bytes ({reason}): put the original there, or delete it to fetch it again"
         )
 
     data = path.read_bytes()
@@ -145,7 +145,7 @@ def _read_cifar10(path: Path) -> np.ndarray:
 
 
 def _locate_cifar10(folder: Path) -> Path:
-    """Returns the folder with all CIFAR-10 files; unpacks or downloads the archive where they are missing."""
+    """Returns the folder with all CIFAR-10 files; if they are missing, unpacks or downloads the archive."""
     parents = (folder, folder / "cifar10")
     files = [name for names in CIFAR10_FILES.values() for name in names]
     for unpacked in (folder, *(parent / CIFAR10_FOLDER for parent in parents), folder / "cifar10"):
@@ -171,7 +171,7 @@ def _refuse_pickles(folders: tuple[Path, ...], advice: str) -> None:
 
 
 def _unpack(archive: Path, files: list[str], target: Path) -> Path:
-    """Extracts files from an archive into a folder, once for all processes. Each appears complete or not at all."""
+    """Extracts files from an archive into a folder, in one process only. A file appears in the folder only when it is complete."""
     try:
         with open(archive.with_name(f".{archive.name}.lock"), "w") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX)
@@ -198,9 +198,9 @@ def _unpack(archive: Path, files: list[str], target: Path) -> Path:
 
 
 def fetch(url: str, target: Path, sha256: str, advice: str) -> None:
-    """Downloads a file, once for all processes: continues an interrupted download, and checks the SHA-256."""
+    """Downloads a file, in one process only: resumes an interrupted download, and checks the SHA-256."""
     if os.environ.get("DRIVETRAIN_OFFLINE", "0") not in ("", "0"):
-        raise Problem(f"{target.name} is missing and DRIVETRAIN_OFFLINE=1 forbids to fetch it: {advice}")
+        raise Problem(f"{target.name} is missing and DRIVETRAIN_OFFLINE=1 forbids downloads: {advice}")
     try:
         _check_scheme(url)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -231,20 +231,20 @@ def _download(url: str, target: Path, sha256: str) -> None:
                     print(f"fetching {target.name}: {file.tell() / 1e6:.1f}{share} MB", file=sys.stderr, flush=True)
     if part.stat().st_size < total:
         raise urllib.error.URLError(
-            f"the connection broke off after {part.stat().st_size:,} of {total:,} bytes; a repetition goes on there"
+            f"the connection broke off after {part.stat().st_size:,} of {total:,} bytes; run the command again to continue"
         )
     with open(part, "rb") as file:
         actual_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     if actual_sha256 != sha256:
         part.unlink()
         raise Problem(
-            f"{url} gave another file than the known one (SHA-256 {actual_sha256}, expected {sha256}); nothing was kept", Outcome.DATA
+            f"{url} is not the expected file (SHA-256 {actual_sha256}, expected {sha256}); the download was deleted", Outcome.DATA
         )
     part.replace(target)
 
 
 class _SecureRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows a redirection only to an encrypted address."""
+    """Follows redirects only to encrypted addresses."""
 
     def redirect_request(self, request: Any, reply: Any, code: Any, message: Any, headers: Any, url: str) -> Any:
         _check_scheme(url)
@@ -253,4 +253,4 @@ class _SecureRedirects(urllib.request.HTTPRedirectHandler):
 
 def _check_scheme(url: str) -> None:
     if urllib.parse.urlsplit(url).scheme not in SCHEMES:
-        raise urllib.error.URLError(f"{url} is not encrypted: only https addresses are fetched")
+        raise urllib.error.URLError(f"{url} is not encrypted: only https addresses are allowed")

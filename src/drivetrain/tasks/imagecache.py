@@ -31,7 +31,7 @@ from drivetrain.tasks.images import Colour, ImageFile, Listing, decode, first_na
 FORMAT = 1
 CACHE_FOLDER = ".drivetrain-cache"
 CHUNK_BYTES = 1 << 24
-"""Size of the parts in which large files are read."""
+"""Bytes of a large file to read at a time."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Images:
 
 
 def load(data_dir: str, size: int, colour: Colour, bad_samples: Literal["stop", "skip"]) -> Images:
-    """Returns the images of `data_dir/train` and `data_dir/test`, from the cache or decoded into it."""
+    """Returns the images of `data_dir/train` and `data_dir/test` from the cache; decodes them into it if needed."""
     listing = list_images(local_data(data_dir))
     cached = _from_cache(listing, _cache_key(listing, size, colour), size, colour, bad_samples)
     facts = cached.facts
@@ -56,14 +56,14 @@ def load(data_dir: str, size: int, colour: Colour, bad_samples: Literal["stop", 
     for text in _notices(listing, facts):
         _print_notice(text)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # and nobody writes it
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # no code writes to it
         splits = {split: Tensors(torch.from_numpy(cached.images[split]), torch.from_numpy(cached.labels[split])) for split in cached.images}
     return Images(splits["train"], splits.get("test"), listing.classes, tuple(facts["mean"]), tuple(facts["std"]))
 
 
 @dataclass(frozen=True)
 class _Cached:
-    """The content of a cache folder. `images` and `labels` have one array a split."""
+    """The content of a cache folder. `images` and `labels` have one array for each split."""
 
     images: dict[str, np.ndarray]
     labels: dict[str, np.ndarray]
@@ -72,7 +72,7 @@ class _Cached:
 
 
 def _check(listing: Listing, cached: _Cached, bad_samples: str) -> None:
-    """Raises Problem for bad files where they stop the run, and for classes and splits of which no file could be read."""
+    """Raises Problem for bad files if they stop the run, and for classes and splits without a readable file."""
     bad = cached.facts["bad"]
     if bad and bad_samples == "stop":
         raise _bad_sample(listing.folder / bad[0][0], bad[0][1])
@@ -80,7 +80,7 @@ def _check(listing: Listing, cached: _Cached, bad_samples: str) -> None:
     empty = [listing.folder / "train" / name for label, name in enumerate(listing.classes) if label not in labels]
     empty += [listing.folder / split for split, labels_of_split in cached.labels.items() if not len(labels_of_split)]
     if empty:
-        raise Problem(f"none of the images in {empty[0]} could be read: put good ones there, or remove the folder", Outcome.DATA)
+        raise Problem(f"none of the images in {empty[0]} could be read: replace them, or remove the folder", Outcome.DATA)
 
 
 def _notices(listing: Listing, facts: dict[str, Any]) -> Iterator[str]:
@@ -94,7 +94,7 @@ def _notices(listing: Listing, facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _bad_sample(path: Path, reason: str) -> Problem:
-    return Problem(f"{path} cannot be read ({reason}): mend or remove it, or leave such files out with bad_samples=skip", Outcome.DATA)
+    return Problem(f"{path} cannot be read ({reason}): repair or remove it, or leave such files out with bad_samples=skip", Outcome.DATA)
 
 
 def _print_notice(text: str) -> None:
@@ -106,7 +106,7 @@ def _print_notice(text: str) -> None:
 
 
 def _cache_key(listing: Listing, size: int, colour: str) -> str:
-    """Returns the name of a cache's folder: the settings, and a digest of every file's path, size and time of change."""
+    """Returns the name of a cache folder: the settings, and a hash of every file's path, size and modification time."""
     digest = hashlib.sha256(f"{FORMAT} {size} {colour}\0".encode())
     for files in listing.splits.values():
         for file in files:
@@ -115,14 +115,14 @@ def _cache_key(listing: Listing, size: int, colour: str) -> str:
 
 
 def _cache_parents(folder: Path) -> list[Path]:
-    """Returns the folders where a cache may be: beside the images, or, if that cannot be written, in the user's cache folder."""
+    """Returns the folders where a cache may be: in the images' folder or, if that is not writable, in the user's cache folder."""
     name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
     user_caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return [folder / CACHE_FOLDER, *([user_caches / "drivetrain" / "images" / name] if user_caches.is_absolute() else [])]
 
 
 def _from_cache(listing: Listing, key: str, size: int, colour: Colour, bad_samples: str) -> _Cached:
-    """Returns the decoded images of a listing: from a cache, decoded into one, or (where none can be written) in memory."""
+    """Returns the decoded images of a listing, from a cache; if none can be written, in memory."""
     parents = _cache_parents(listing.folder)
     for parent in parents:
         if cached := _open(parent / key, listing):
@@ -143,7 +143,7 @@ def _from_cache(listing: Listing, key: str, size: int, colour: Colour, bad_sampl
 
 @contextmanager
 def _lock(parent: Path, key: str) -> Iterator[None]:
-    """Locks the caches of these settings in a folder for one process."""
+    """Locks a folder's caches with the same settings for one process."""
     parent.mkdir(parents=True, exist_ok=True)
     with open(parent / f".{key.rpartition('-')[0]}.lock", "w") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
@@ -151,7 +151,7 @@ def _lock(parent: Path, key: str) -> Iterator[None]:
 
 
 def _open(folder: Path, listing: Listing) -> _Cached | None:
-    """Returns the content of a cache's folder; None where there is none, or it is incomplete."""
+    """Returns the content of a cache folder; None if it is missing or invalid."""
     try:
         facts = json.loads((folder / "facts.json").read_text())
         for name, length in facts["bytes"].items():
@@ -185,7 +185,7 @@ def _publish(parent: Path, key: str, listing: Listing, size: int, colour: Colour
             shutil.rmtree(old, ignore_errors=True)  # a process that still reads it keeps its mapped files
     cached = _open(parent / key, listing)
     if cached is None:
-        raise OSError("what was written there does not read back")
+        raise OSError("the written files cannot be read back")
     return cached
 
 
@@ -207,12 +207,12 @@ def _write(folder: Path, listing: Listing, size: int, colour: Colour, bad_sample
 
 
 def _reserve(file: BinaryIO, length: int) -> None:
-    """Allocates the file's space now, so that a full disk is noticed before the work."""
+    """Allocates the file's space now, so that a full disk is noticed before decoding."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, length)
     except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # the file system cannot allocate
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # with these, the file system cannot allocate ahead
             raise
 
 
@@ -246,7 +246,7 @@ def _decode_all(
 
 
 def _decode_in_threads(folder: Path, files: list[ImageFile], size: int, colour: Colour) -> Iterator[np.ndarray | str]:
-    """Yields each file's pixels, or the reason why it cannot be read. Uses a thread a core, and decodes a window of files at a time."""
+    """Yields each file's pixels, or the reason why it cannot be read. Uses one thread per core; decodes a window of files at a time."""
 
     def decode_or_reason(file: ImageFile) -> np.ndarray | str:
         try:
@@ -273,7 +273,7 @@ def _header(count: int, channels: int, size: int) -> bytes:
 
 
 def _finish_array(file: BinaryIO, count: int, channels: int, size: int, grey: bool) -> None:
-    """Writes the true count into the header; keeps one channel of images without colour."""
+    """Writes the final count into the header; if `grey`, keeps only one channel."""
     begin, area = len(_header(count, channels, size)), size * size
     if grey:
         step = max(1, CHUNK_BYTES // (channels * area))

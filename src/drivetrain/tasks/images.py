@@ -1,4 +1,4 @@
-"""Image files in folders, one folder a class: lists them, and decodes any format to squares of bytes."""
+"""Image files in folders, one folder for each class: lists them, and decodes any format to squares of bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WINDOWS_FILES = ("thumbs.db", "desktop.ini")
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """A file: its path below the folder, the number of its class, and its size and time of change."""
+    """A file: its path below the folder, the number of its class, its size and its modification time."""
 
     path: str
     label: int
@@ -40,16 +40,16 @@ class Listing:
     folder: Path
     classes: tuple[str, ...]
     splits: dict[str, tuple[ImageFile, ...]]
-    """The files of `train`, and of `test` where there is such a folder."""
+    """The files of `train`, and of `test` if that folder exists."""
 
     def empty_classes(self, split: str) -> list[str]:
-        """Returns the classes of which a split has no files."""
+        """Returns the classes without a file in a split."""
         labels = {file.label for file in self.splits[split]}
         return [name for label, name in enumerate(self.classes) if label not in labels]
 
 
 def list_images(folder: Path) -> Listing:
-    """Returns all files of `folder/train/<class>/` and `folder/test/<class>/`; raises Problem where they make no data set."""
+    """Returns all files of `folder/train/<class>/` and `folder/test/<class>/`; raises Problem if they are no valid data set."""
     train, test = folder / "train", folder / "test"
     layout = f"put images into {train}/<class>/ and {test}/<class>/, or say data_dir=FOLDER"
     if not folder.is_dir():
@@ -78,7 +78,7 @@ def list_images(folder: Path) -> Listing:
 
 
 def first_names(names: Iterable[str], limit: int = 3) -> str:
-    """Returns the first of some names as text, and how many more there are."""
+    """Returns the first names as text, and the number of further ones."""
     names = list(names)
     return ", ".join(names[:limit]) + (f" and {len(names) - limit:,} more" if len(names) > limit else "")
 
@@ -101,7 +101,7 @@ def _list_split(folder: Path, split: str, classes: tuple[str, ...]) -> tuple[Ima
 
 
 def _files(folder: Path, subfolder: str) -> list[tuple[str, int, int]]:
-    """Returns (path, size, time of change) of every file below a subfolder, sorted. A folder that several links lead to counts once."""
+    """Returns (path, size, modification time) of every file below a subfolder, sorted. Visits a folder with several links only once."""
     files, visited, to_visit = [], set(), [subfolder]
     while to_visit:
         current = to_visit.pop()
@@ -130,7 +130,7 @@ def _files(folder: Path, subfolder: str) -> list[tuple[str, int, int]]:
 
 
 def decode(path: Path, size: int, colour: Colour) -> np.ndarray:
-    """Returns the file's centre square as bytes [1 or 3, size, size]. With `auto`, 1 where all its pixels are grey."""
+    """Returns the file's centre square as bytes [channels, size, size]. With `auto`, one channel if all pixels are grey, else three."""
     with Image.open(path, formats=_formats()) as file:
         file.draft(None, (2 * size, 2 * size))  # decodes a large JPEG at a fraction of its size, which is enough
         file.load()
@@ -154,7 +154,7 @@ def decode(path: Path, size: int, colour: Colour) -> np.ndarray:
 
 
 def why_unreadable(error: Exception) -> str:
-    """Returns the reason of an error of `decode`, as one line."""
+    """Returns an error of `decode` as one line."""
     if isinstance(error, UnidentifiedImageError):
         return "it has no image format that is known here"
     text = str(getattr(error, "strerror", None) or error or type(error).__name__)

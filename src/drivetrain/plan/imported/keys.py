@@ -144,7 +144,7 @@ class Draft:
         return values
 
     def add(self, key: str, destination: Destination) -> None:
-        """Records what a key becomes; raises Problem if another key became something else there."""
+        """Records what a key becomes; raises Problem if another key already set the same destination to another value."""
         collected: dict[str, Any] = getattr(self, destination.kind)
         name, label = destination.name, destination.label()
         self.used.append((key, label))
@@ -176,14 +176,14 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 
 
 def _why_open(value: Any) -> str | None:
-    """Returns why a value states nothing (auto, or empty); None if it states something."""
+    """Returns the reason if a value leaves a key open (auto, or empty); else None."""
     if value is None or (isinstance(value, (dict, list)) and not value):
         return LEFT_OPEN[""]
     return LEFT_OPEN.get(value) if isinstance(value, str) else None
 
 
 def _rule(key: str, table: Mapping[str, Key]) -> Rule:
-    """Returns the rule of a key, or of the nearest group above it that has a rule for every key below."""
+    """Returns the rule of a key, or of its innermost group with a rule for all keys (`GROUP.*`)."""
     parts = key.split(".")
     for name in (key, *(".".join([*parts[:i], "*"]) for i in range(len(parts) - 1, 0, -1))):
         if name in table:

@@ -22,7 +22,7 @@ FileKind = Literal["plan", "accelerate", "deepspeed"]
 
 @dataclass(frozen=True)
 class Imported:
-    """What the keys of a file become."""
+    """The result of reading a file: a saved plan, or pins, settings and flags."""
 
     kind: FileKind
     plan: Plan | None = None
@@ -85,15 +85,15 @@ def _load(path: Path) -> dict[Any, Any]:
 
 
 def _read_saved_plan(path: Path, values: Mapping[Any, Any]) -> Imported:
-    """`values` is a plan itself, or has it under the key `plan`, as run.json does."""
+    """Reads a plan, or a file such as run.json with a plan under the key `plan`."""
     is_nested = isinstance(values.get("plan"), Mapping)
     saved: Mapping[str, Any] = values["plan"] if is_nested else values
     version = values.get("format", saved.get("format", 1))
     if version != 1:
-        raise Problem(f"{path} is a plan of format {version}, and this version reads 1: make it anew with drivetrain plan TASK --json")
+        raise Problem(f"{path} is a plan of format {version}, and this version reads 1: create a new one with drivetrain plan TASK --json")
     missing = [key for key in REQUIRED_KEYS if key not in saved]
     if missing:
-        raise Problem(f"{path} is no whole plan, it lacks {', '.join(missing)}: make it anew with drivetrain plan TASK --json")
+        raise Problem(f"{path} is no complete plan, it lacks {', '.join(missing)}: create a new one with drivetrain plan TASK --json")
     try:
         plan = Plan.from_json(saved)
     except Problem as problem:
@@ -133,7 +133,7 @@ def _check_sizes(path: Path, plan: Plan) -> None:
 
 
 def mapping_table() -> str:
-    """Returns what every key of accelerate and DeepSpeed becomes, as Markdown tables for the docs."""
+    """Returns Markdown tables for the docs: every key of accelerate and DeepSpeed, and what it becomes."""
     lines = []
     for title, keys in (("accelerate's default_config.yaml", accelerate.KEYS), ("DeepSpeed's JSON", deepspeed.KEYS)):
         lines += [f"| {title} | becomes |", "|---|---|", *(f"| `{key.name}` | {key.becomes} |" for key in keys), ""]

@@ -23,14 +23,14 @@ class AdaptedModel(nn.Module):
         self.register_buffer("base", torch.frombuffer(bytearray(digest), dtype=torch.uint8).clone())
         head = net.get_output_embeddings()
         self.has_fused_attention = net.config._attn_implementation != "eager"
-        """Whether attention is torch's own, which takes boolean masks; other implementations add the mask to their scores."""
+        """Whether attention is torch's own, which takes boolean masks; other implementations add the mask to the scores."""
         if self.has_fused_attention and not _has_sliding_window(net.config):
             net.get_base_model().set_attn_implementation(_register_attention())
         head_is_last = any(child is head for child in net.get_base_model().children())  # else a larger last module contains it
         self._has_linear_head = (
             type(head) is nn.Linear and head_is_last and not head.weight.requires_grad and not _changes_logits(net.config)
         )
-        """Whether the head is only a product with a frozen matrix."""
+        """Whether the head only multiplies by a frozen matrix."""
 
     def forward(self, tokens: Tensor, document: Tensor, learned: Tensor, single_document: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (the summed loss, each row's loss, each row's number of learned tokens).
@@ -51,7 +51,7 @@ class AdaptedModel(nn.Module):
         return total, token_losses.view(tokens.shape).sum(1), is_target.sum(1)
 
     def _attention_arguments(self, document: Tensor) -> dict[str, Any]:
-        """Returns positions and a mask: a token sees those before it in the same document. Padding comes last, so none sees it."""
+        """Returns positions and a mask: a token sees earlier tokens of the same document. Padding comes last, so no token sees it."""
         length = document.shape[1]
         index = torch.arange(length, device=document.device)
         is_first = torch.nn.functional.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
@@ -66,7 +66,7 @@ class AdaptedModel(nn.Module):
         }
 
     def _additive_mask(self, is_seen: Tensor, distance: Tensor) -> Any:
-        """Returns what is added to scores: 0 where a token is seen, else the least number; a dict where layers differ in kind."""
+        """Returns the mask to add to scores: 0 for visible tokens, else the lowest number; a dict by kind if layers have several kinds."""
         config, dtype = self.net.config, self.net.get_base_model().dtype
         is_near = is_seen & (distance < config.sliding_window) if _has_sliding_window(config) else is_seen
 
@@ -80,7 +80,7 @@ class AdaptedModel(nn.Module):
 
     @torch.no_grad()
     def separates_documents(self) -> bool:
-        """Whether a document behind another one gets the logits it gets alone: a check for models with their own attention."""
+        """Whether a document gets the same logits after another document as alone: a check for models with their own attention."""
         device = next(self.net.parameters()).device
         document = torch.tensor([[1] * 6 + [2] * 8], device=device)
         tokens = torch.arange(14, device=device)[None] % self.net.config.vocab_size
@@ -92,7 +92,7 @@ class AdaptedModel(nn.Module):
         return bool((packed - alone).norm() < 0.1 * alone.norm())
 
     def convert_base(self, dtype: torch.dtype) -> None:
-        """Converts the frozen parameters to this dtype, one after the other."""
+        """Converts the frozen parameters to this dtype, one by one to save memory."""
         for parameter in self.net.parameters():
             if not parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
@@ -111,7 +111,7 @@ class AdaptedModel(nn.Module):
 
 
 def _changes_logits(config: Any) -> bool:
-    """Whether the model changes logits after the head (a scale, a cap)."""
+    """Whether the model changes logits after the head (by a scale or a cap)."""
     settings = ((name, value) for name, value in config.to_dict().items() if "logit" in name or "lm_head" in name)
     return any(isinstance(value, (int, float)) and not isinstance(value, bool) and value != 1 for _, value in settings)
 
@@ -123,9 +123,9 @@ def _has_sliding_window(config: Any, length: int | None = None) -> bool:
 
 
 def _register_attention() -> str:
-    """Registers an attention that uses masks as they are, and returns its name.
+    """Registers an attention function that uses masks unchanged, and returns its name.
 
-    For rows without a mask, transformers' own looks for documents in the positions, which makes the host wait for the device.
+    For rows without a mask, transformers' own function searches positions for documents, which makes the host wait for the device.
     """
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

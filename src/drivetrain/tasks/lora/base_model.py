@@ -1,4 +1,4 @@
-"""The frozen model and its tokenizer: from a folder, a GGUF file, the hub, or a shape with random weights."""
+"""Loads the frozen model and its tokenizer: from a folder, a GGUF file, the hub, or a shape with random weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PACKAGED = "smollm2"
 
 
 def require_transformers() -> None:
-    """Refuses to go on without transformers and peft, and makes them quiet."""
+    """Raises Problem unless transformers and peft are installed; turns their progress bars and warnings off."""
     for name in ("transformers", "peft"):
         if importlib.util.find_spec(name) is None:
             raise Problem(f"lora needs {name}: pip install 'drivetrain[lora]'")
@@ -47,7 +47,7 @@ def require_transformers() -> None:
 
 @dataclass(frozen=True)
 class BaseModel:
-    """Where a model comes from: a folder or hub name (with the file in it, if that is GGUF), or a shape."""
+    """The origin of a model: a folder or a name on the hub (with the name of a GGUF file in it), or a shape."""
 
     name: str
     location: str = ""
@@ -55,7 +55,7 @@ class BaseModel:
     shape: str = ""
 
     def model(self, dtype: torch.dtype | None) -> nn.Module:
-        """Returns a causal language model in evaluation mode, in this precision or (None) in the one it is stored in."""
+        """Returns a causal language model in evaluation mode, with this dtype; None: the dtype of its file."""
         from torch._guards import detect_fake_mode
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig
 
@@ -65,7 +65,7 @@ class BaseModel:
         attention = {"attn_implementation": "sdpa" if has_fused_attention else "eager"}
         if not self.shape and detect_fake_mode() is None:
             return self.read(AutoModelForCausalLM, dtype=dtype or "auto", **attention).eval()  # type: ignore[no-any-return]
-        # A plan needs no weights; a shape always has the same random ones.
+        # A plan needs no weights. A shape always gets the same random weights.
         rng_state = torch.get_rng_state()
         torch.default_generator.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32, **attention)
@@ -78,7 +78,7 @@ class BaseModel:
         return ByteTokenizer() if self.shape else self.read(AutoTokenizer)
 
     def digest(self) -> bytes:
-        """Returns a hash of the weights: a run may resume only with the base it began with."""
+        """Returns a hash of the weights: a run may resume only with the same base."""
         if self.shape:
             return hashlib.sha256(self.shape.encode()).digest()
         folder = Path(self.location)
@@ -123,7 +123,7 @@ def hub_answers() -> bool:
 
 
 def _explain(base: BaseModel, error: Exception) -> str:
-    """Says why a model could not be read, and how to get it."""
+    """Returns why a model could not be read, and how to get it."""
     text = str(error)
     if Path(base.location).is_dir():
         return f"base={base.name}: {next(iter(text.splitlines()), type(error).__name__)}"
@@ -175,7 +175,7 @@ def _packaged() -> BaseModel:
 
 
 def _convert_gguf(name: str, file: Path) -> BaseModel:
-    """Converts a GGUF file to a folder of safetensors, once: reading it takes twenty seconds and more."""
+    """Converts a GGUF file to a folder of safetensors and caches it: reading a GGUF file takes 20 seconds or more."""
     if importlib.util.find_spec("gguf") is None:
         raise Problem(f"base={name} is a GGUF file: pip install gguf")
     status = file.stat()
@@ -196,7 +196,7 @@ def _convert_gguf(name: str, file: Path) -> BaseModel:
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """Returns a text that differs between tokenizers which turn the same text into other tokens."""
+    """Returns a hash of a tokenizer: tokenizers that give different tokens have different hashes."""
     if isinstance(tokenizer, ByteTokenizer):
         return "bytes"
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -205,7 +205,7 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 
 class ByteTokenizer:
-    """The tokenizer of shapes: a token is a byte; 256 ends a text."""
+    """The tokenizer of shapes: a token is a byte; 256 ends a text, and 257 is padding."""
 
     eos_token_id, pad_token_id, chat_template = 256, 257, None
 

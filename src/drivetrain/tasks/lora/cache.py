@@ -1,4 +1,4 @@
-"""The cache of converted models and tokenised texts: folders that are created once, by one process of several."""
+"""The cache of converted models and tokenised texts. Of several processes, one creates each folder."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def cache_folder(kind: str) -> Path:
 
 @contextlib.contextmanager
 def create_once(folder: Path) -> Iterator[Path | None]:
-    """Gives an empty folder to fill, which is then renamed to `folder`; None where `folder` exists already.
+    """Yields an empty folder to fill, and renames it to `folder` afterwards; yields None if `folder` exists already.
 
-    Of several processes one fills it and the others wait. If that one dies, the kernel passes its lock on.
+    Of several processes one fills it and the others wait. If that process dies, the operating system releases its lock.
     """
     if folder.is_dir():
         yield None
         return
-    lock, temporary = (folder.with_name(f".{folder.name}.{end}") for end in ("lock", os.getpid()))
+    lock, temporary = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("lock", os.getpid()))
     with open(lock, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
             if folder.is_dir():
                 yield None
                 return
-            shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process with the same pid
+            shutil.rmtree(temporary, ignore_errors=True)  # from a killed process with the same pid
             temporary.mkdir()
             yield temporary
             temporary.rename(folder)

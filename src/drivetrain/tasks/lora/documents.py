@@ -18,13 +18,13 @@ from drivetrain.tasks.lora.cache import cache_folder
 PYTHON_TOPICS = "python-topics"
 
 Piece = tuple[str, bool]
-"""(a text, whether it is learned)."""
+"""(a text, whether the model learns it)."""
 Notice = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """Where documents come from, and how they are read."""
+    """The origin of documents, and how to read them."""
 
     data: str
     unit: Literal["file", "paragraphs", "lines"] = "file"
@@ -117,7 +117,7 @@ def _rows_of_json(path: Path) -> list[Any] | None:
 def _documents_of_rows(
     rows: Iterable[tuple[int, Any]], read: Callable[[Any], Any], origin: str, unit: str, bad_samples: str, notice: Notice
 ) -> Iterator[Any]:
-    """Yields the documents of numbered rows. A malformed row stops it or is skipped; empty ones are left out."""
+    """Yields the documents of numbered rows. Skips empty rows; a malformed row raises Problem or is skipped."""
     skipped: list[int] = []
     for number, row in rows:
         try:
@@ -135,7 +135,7 @@ def _documents_of_rows(
 
 
 def read_row(row: Any) -> Any:
-    """Reads a row of JSON or of a data set; raises ValueError with what is wrong."""
+    """Reads a row of JSON or of a data set; raises a ValueError that describes the error."""
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__} instead of an object with text, prompt and completion, or messages")
     if "messages" in row:
@@ -172,12 +172,10 @@ def _data_set(name: str) -> Any:
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     if folder is not None:
-        location, cache_dir = (
-            str(folder),
-            str(cache_folder("sets") / _files_key(folder)),
-        )  # datasets' own cache misses some changes of files
+        location = str(folder)
+        cache_dir = str(cache_folder("sets") / _files_key(folder))  # the own cache of `datasets` misses some changes of files
     elif not hub_answers():
-        datasets.config.HF_HUB_OFFLINE = True  # else its client retries for long
+        datasets.config.HF_HUB_OFFLINE = True  # otherwise its client retries for a long time
     try:
         return datasets.load_dataset(location, config or None, split="train", cache_dir=cache_dir)
     except Exception as error:  # datasets, the hub's client and file readers raise a dozen classes
@@ -196,7 +194,7 @@ def _files_key(folder: Path) -> str:
 
 
 def _explain(location: str, config: str, error: Exception) -> str:
-    """Says why a data set could not be read, and how to get it."""
+    """Returns why a data set could not be read, and how to get it."""
     from datasets.exceptions import DatasetNotFoundError
 
     text = " ".join(str(error).splitlines()[:2]) or type(error).__name__

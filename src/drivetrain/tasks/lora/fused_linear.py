@@ -1,7 +1,7 @@
-"""Linear layers with adapters, in as few passes over memory as there are matrix products.
+"""Linear layers with adapters that read and write memory only for the matrix products.
 
-peft converts the input to fp32, multiplies, scales and adds, each in a pass of its own. Here the adapter's product is added
-within the matrix product of the layer, forward and backward, in the layer's own precision.
+peft converts the input to fp32, multiplies, scales and adds in separate passes over memory. Here, the layer's matrix product adds
+to the adapter's product in place, forward and backward, in the layer's own precision.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _eager_sum_of_products(small: Tensor, up: Tensor, rows: Tensor, weight: Tens
     return torch.mm(small, up).addmm_(rows, weight)
 
 
-# A custom operator hides it from the compiler, which would turn addmm_ into a product and a copy.
+# A custom operator hides addmm_ from the compiler, which would turn it into a product and a copy.
 _opaque_sum_of_products = torch.library.custom_op("drivetrain::added_products", _eager_sum_of_products, mutates_args=())
 
 
@@ -60,7 +60,7 @@ def _sum_of_products(small: Tensor, up: Tensor, rows: Tensor, weight: Tensor) ->
 
 
 class FusedLoraLinear(Linear):  # type: ignore[misc]
-    """peft's layer with a fused forward pass; everything else is peft's."""
+    """peft's layer with a fused forward pass."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.disable_adapters or self.merged or args or kwargs or (self.training and self._has_dropout()):
@@ -76,7 +76,7 @@ class FusedLoraLinear(Linear):  # type: ignore[misc]
 
 
 def fuse_adapters(net: nn.Module) -> None:
-    """Replaces the forward pass of plain adapters of plain linear layers by the fused one."""
+    """Gives plain adapters of plain linear layers the fused forward pass."""
     for module in net.modules():
         if type(module) is Linear and type(module.base_layer) is nn.Linear and _is_plain(module):
             module.__class__ = FusedLoraLinear

@@ -1,4 +1,4 @@
-"""Generation: the text that a language model continues a prompt with."""
+"""Text generation: continues a prompt with a language model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drivetrain.tasks.lora import text
 
 
 def generate(net: Any, tokenizer: Any, prompt: str, num_tokens: int, temperature: float) -> Iterator[str]:
-    """Yields new text piece by piece; a piece never ends within a character of several tokens."""
+    """Yields new text piece by piece. A piece never ends inside a character that several tokens encode."""
     tokens: list[int] = []
     yielded = ""
     for token in generate_tokens(net, tokenizer, prompt, num_tokens, temperature):
@@ -27,7 +27,7 @@ def generate(net: Any, tokenizer: Any, prompt: str, num_tokens: int, temperature
 
 @torch.no_grad()
 def generate_tokens(net: Any, tokenizer: Any, prompt: str, num_tokens: int, temperature: float) -> Iterator[int]:
-    """Yields exactly `num_tokens` tokens, also beyond the end-of-text token."""
+    """Yields exactly `num_tokens` tokens; does not stop at the end-of-text token."""
     (prompt_ids,) = tokenizer([prompt], add_special_tokens=False)["input_ids"]
     ids = torch.tensor([text.with_prefix(text.prefix_tokens(tokenizer), list(prompt_ids))], dtype=torch.long)
     device = next(net.parameters()).device

@@ -1,4 +1,4 @@
-"""The loss of next tokens, computed in chunks: the logits of all tokens never exist at once."""
+"""The next-token loss, computed in chunks: the logits of all tokens never exist at the same time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 IGNORED = -100
 MAX_LOGITS = 1 << 27
-"""Logits that exist at one time."""
+"""Largest number of logits in a chunk; it limits memory."""
 
 
 class _Losses(torch.autograd.Function):
-    """(sum of the losses, each token's loss) of a frozen linear head. Forward computes the gradient, too, so logits are made only once."""
+    """(sum of the losses, each token's loss) of a frozen linear head. Forward also computes the gradient, so logits are computed once."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,7 +43,7 @@ class _Losses(torch.autograd.Function):
 
 
 def _losses_and_grad(logits: Tensor, targets: Tensor, ignored: int, needs_grad: bool) -> tuple[Tensor, Tensor]:
-    """Returns (the cross-entropy of each row, with `needs_grad` the gradient of the logits); used where there is no kernel."""
+    """Returns (the cross-entropy of each row, the gradient of the logits if `needs_grad`); used where there is no kernel."""
     full = logits.float()
     index, is_counted = targets.clamp(min=0)[:, None], targets != ignored
     log_sum = torch.logsumexp(full, 1, keepdim=True)
@@ -57,7 +57,7 @@ def _losses_and_grad(logits: Tensor, targets: Tensor, ignored: int, needs_grad: 
 
 @functools.cache
 def _kernel(device: str) -> Any:
-    """Returns the Triton kernel, if Triton is installed: it comes with torch for NVIDIA's and AMD's GPUs."""
+    """Returns the Triton kernel, or the torch version where Triton is not installed (it comes with torch's GPU builds)."""
     if device != "cuda" or importlib.util.find_spec("triton") is None:
         return _losses_and_grad
     from drivetrain.tasks.lora.loss_kernel import losses_and_grad
@@ -66,9 +66,9 @@ def _kernel(device: str) -> Any:
 
 
 def losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the summed cross-entropy of [n, width] states through a frozen head, and that of each token (without a gradient).
+    """Returns the summed cross-entropy of hidden states [n, width] with a frozen head, and each token's (without a gradient).
 
-    Targets that are IGNORED do not count.
+    Tokens whose target is IGNORED have a loss of 0.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
@@ -80,6 +80,6 @@ def losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor)
 
 
 def losses_of_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the same from logits [n, vocabulary]: for heads that are trained, or do more than multiply."""
+    """Returns the same for logits [n, vocabulary]: for heads that are trained, or that do more than multiply."""
     losses = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none", ignore_index=IGNORED)
     return losses.sum(), losses.detach()

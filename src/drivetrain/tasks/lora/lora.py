@@ -35,40 +35,40 @@ class Lora(Task):
     data: str = "python-topics"
     """A .txt file, .jsonl or .json rows (text, prompt and completion, or messages), a folder or NAME on the hub (:CONFIG), or python-topics."""
     eval_file: str | None = None
-    """What is evaluated on, in the same forms; without it a part of the documents is held out."""
+    """The evaluation data, in the same formats; without it a part of the documents is held out."""
     held_out: Annotated[float, Range(0, 0.5)] = 0.05
     """The share of documents that is held out for evaluation."""
     unit: Literal["file", "paragraphs", "lines"] = "file"
     """What a document is in a .txt file."""
     first: Annotated[int, Range(1)] | None = None
-    """Take only so many documents."""
+    """Use only this many documents."""
     bad_samples: Literal["stop", "skip"] = "stop"
-    """What a malformed line of a .jsonl file does."""
+    """Whether a malformed line of a .jsonl file stops the run or is skipped."""
     context: Annotated[int, Range(2)] = 512
     """Tokens in a row."""
     long: Literal["split", "truncate"] = "split"
-    """What becomes of a text that is longer than a row. Completions and chats are truncated: a later piece would lack its prompt."""
+    """How to shorten a text that is longer than a row. Completions and chats are truncated: a later piece would lack its prompt."""
     packing: bool = True
-    """Several documents share a row, and none sees another; without it rows are padded."""
+    """Whether several documents share a row (attention keeps them apart); without it rows are padded."""
     rank: Annotated[int, Range(1)] = 8
     """The adapters' rank."""
     alpha: Annotated[int, Range(1)] = 16
-    """The adapters' scale, over the rank."""
+    """The adapters' scale: alpha / rank."""
     dropout: Annotated[float, Range(0, 1)] = 0.0
     """Dropout before the adapters."""
     targets: str = "all-linear"
-    """Which linear layers get one: all-linear, or names with commas (q_proj,v_proj)."""
+    """The linear layers that get an adapter: all-linear, or names with commas (q_proj,v_proj)."""
     dora: bool = False
-    """Learn a size and a direction of each weight (DoRA)."""
+    """Learn the magnitude and the direction of each weight separately (DoRA)."""
     rslora: bool = False
-    """Scale by the root of the rank (rsLoRA)."""
+    """Scale by alpha / the square root of the rank (rsLoRA)."""
     prompt: str = ""
-    """After each evaluation the model goes on with this text in the log."""
+    """After each evaluation the log shows how the model continues this text."""
 
     epochs: Annotated[int, Range(1)] = 3
     """Passes over the training data."""
     global_batch: Annotated[int, Range(1)] = 8
-    """PackedRows in one optimizer step, over all processes."""
+    """Rows in one optimizer step, over all processes."""
     learning_rate: Annotated[float, Range(0)] = 2e-4
     """The optimizer's peak learning rate."""
     weight_decay: Annotated[float, Range(0)] = 0.0
@@ -90,7 +90,7 @@ class Lora(Task):
 
     @property
     def base_location(self) -> str:
-        """The folder or name by which other programs find the base."""
+        """The folder or hub name of the base, for other programs."""
         return self._base.location or self.base
 
     @cached_property
@@ -98,12 +98,12 @@ class Lora(Task):
         return self._base.tokenizer()
 
     def model(self) -> nn.Module:
-        base = self._base  # refuses where peft is missing
+        base = self._base  # raises Problem if peft is missing
         from peft import get_peft_model
 
         from drivetrain.tasks.lora.fused_linear import fuse_adapters
 
-        # Frozen weights have the precision of the products; for `auto` (predict, export), that of the file. Adapters are fp32.
+        # Frozen weights have the dtype of the training's precision; with `auto` (predict, export) the dtype of the file. Adapters are fp32.
         net = base.model({"bf16": torch.bfloat16, "fp16": torch.float16, "auto": None}.get(self.precision, torch.float32))
         try:
             adapted = get_peft_model(net, self.adapter())
@@ -120,16 +120,16 @@ class Lora(Task):
         net = model.net.get_base_model()
         if self.packing and not (model.has_fused_attention and net._supports_attention_backend) and not model.separates_documents():
             raise Problem(
-                f"{self.base}: the attention of {type(net).__name__} cannot keep documents of a row apart: say packing=false, which pads"
+                f"{self.base}: the attention of {type(net).__name__} cannot keep documents of a row apart: set packing=false, which pads"
                 f" rows, or take another base"
             )
         if not model.has_fused_attention:
             _print_note(
-                f"transformers has no fused attention for {type(net).__name__}: its own is slower, and takes memory by context squared"
+                f"transformers has no fused attention for {type(net).__name__}: its own is slower, and its memory grows with context squared"
             )
 
     def _check_targets(self, adapted: Any) -> None:
-        """Refuses targets that peft ignores silently, and bases that packed rows do not suit."""
+        """Raises Problem for targets that peft ignores silently, and for bases that do not support packed rows."""
         net, config = adapted.get_base_model(), adapted.config
         targeted = adapted.base_model.targeted_module_names
         for name in self.targets.split(",") if self.targets != "all-linear" else ():
@@ -141,7 +141,7 @@ class Lora(Task):
         if self.packing and (kinds or any(isinstance(module, nn.Conv1d) for module in net.modules())):
             layers = ", ".join(sorted(kinds)) or "convolutions over time"
             raise Problem(
-                f"{self.base} has layers ({layers}) that carry one document of a row into the next: say packing=false, which pads rows"
+                f"{self.base} has layers ({layers}) that carry one document of a row into the next: set packing=false, which pads rows"
             )
 
     def adapter(self) -> Any:
@@ -158,7 +158,7 @@ class Lora(Task):
 
     @cached_property
     def _split(self) -> tuple[text.Tokens, np.ndarray, np.ndarray]:
-        """(all documents, the numbers of those to train on, of those held out)."""
+        """(all documents, the numbers of the training documents, the numbers of the held-out documents)."""
         documents = text.tokenise(self._source(self.data), self.tokenizer, _print_note)
         if len(documents) == 1 and self.eval_file is None and self.held_out and (size := len(documents.tokens)) >= 40:
             documents = replace(documents, starts=np.array([0, round(size * (1 - self.held_out)), size]))
@@ -167,7 +167,7 @@ class Lora(Task):
         numbers = np.arange(len(documents))
         is_held_out = np.zeros(len(documents), bool)
         if self.eval_file is None and self.held_out and len(documents) > 1:
-            is_held_out = np.diff(np.floor(np.arange(len(documents) + 1) * self.held_out + 1e-9)) > 0  # evenly, and exactly that share
+            is_held_out = np.diff(np.floor(np.arange(len(documents) + 1) * self.held_out + 1e-9)) > 0  # evenly spaced
             is_held_out[-1] |= not is_held_out.any()
         elif self.eval_file is None and self.held_out:
             _print_note("the data are one short document, so nothing is held out: eval_file=FILE gives an evaluation")
@@ -233,7 +233,7 @@ class Lora(Task):
         return {"loss": (total, counts.sum()), "scored": torch.stack((row_losses, counts.float()), 1)}
 
     def summary(self, values: dict[str, Tensor]) -> dict[str, Any]:
-        """Returns the perplexity: e to the mean loss of a token."""
+        """Returns the perplexity: exp(mean loss of a token)."""
         total, count = values["scored"].double().sum(0)
         return {"perplexity": float(torch.exp(total / count.clamp(min=1)))}
 
@@ -242,7 +242,7 @@ class Lora(Task):
     def model_files(
         self, tensors: dict[str, Tensor], folder: Path, facts: dict[str, Any], merge: nn.Module | None = None
     ) -> list[str] | None:
-        """Writes a folder for `PeftModel.from_pretrained`, with a card of the run; with `merge` the base model with the adapters added."""
+        """Writes a folder for `PeftModel.from_pretrained` with a model card; with `merge` the base model with merged adapters."""
         if merge is not None:
             if self.base.startswith("shape:"):
                 raise Problem(f"base={self.base} has random weights: there is nothing to merge for")
@@ -273,10 +273,10 @@ class Lora(Task):
         return generate(model.net, self.tokenizer, given, tokens, temperature)
 
     def remarks(self, model: Any) -> list[str]:
-        """Returns what the model continues `prompt` with."""
+        """Returns the text with which the model continues `prompt`."""
         if not self.prompt:
             return []
-        # All tokens are generated, also beyond an end: ranks that share a model must call it equally often.
+        # Generation does not stop at an end-of-text token: ranks that share a model must call it equally often.
         tokens = list(generate_tokens(model.net, self.tokenizer, self.prompt, 48, 0.0))
         end = tokens.index(self.tokenizer.eos_token_id) if self.tokenizer.eos_token_id in tokens else len(tokens)
         continuation = self.tokenizer.decode(tokens[:end], skip_special_tokens=True)

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
+"""Logits that the kernel reads at a time."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -35,7 +36,7 @@ def _kernel(logits, targets, losses, width, IGNORED: tl.constexpr, NEEDS_GRAD: t
 
 
 def losses_and_grad(logits: Tensor, targets: Tensor, ignored: int, needs_grad: bool) -> tuple[Tensor, Tensor]:
-    """Returns (the cross-entropy of each row of [n, vocabulary], the logits); with `needs_grad` these now hold their gradients."""
+    """Returns (the cross-entropy of each row of [n, vocabulary], the logits, overwritten with their gradients if `needs_grad`)."""
     losses = torch.empty(len(logits), device=logits.device)
     _kernel[(len(logits),)](logits, targets, losses, logits.shape[1], ignored, needs_grad, BLOCK, num_warps=16)
     return losses, logits

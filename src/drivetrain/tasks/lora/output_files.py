@@ -1,4 +1,4 @@
-"""The files of a run that other programs read: a peft folder with a model card, or a merged model."""
+"""Writes a run's files for other programs: a peft folder with a model card, or a merged model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def write_adapter(
     save_file(adapters, temporary, {"format": "pt"})
     temporary.replace(folder / ADAPTER)
     config.inference_mode = True
-    if all_linear:  # readers of the file expect names of layers
+    if all_linear:  # programs that read the file expect names of layers
         config.target_modules = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in adapters})
     config.save_pretrained(str(folder))
-    if "steps" in facts or not (folder / "README.md").is_file():  # an export has fewer facts than the run's own card
+    if "steps" in facts or not (folder / "README.md").is_file():  # an export has fewer facts, so it keeps the run's card
         (folder / "README.md").write_text(model_card(config.base_model_name_or_path, card_rows, facts))
     return [ADAPTER, "adapter_config.json", "README.md"]
 

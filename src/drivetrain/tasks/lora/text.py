@@ -1,4 +1,4 @@
-"""Tokenises documents, once, and packs them into rows with little padding."""
+"""Tokenises documents (with a cache) and packs them into rows with little padding."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ TEXTS_PER_CALL = 1000
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of all documents, one after the other: document i is `tokens[starts[i] : starts[i + 1]]`."""
+    """The tokens of all documents in one array: document i is `tokens[starts[i] : starts[i + 1]]`."""
 
     tokens: np.ndarray
     learned: np.ndarray
+    """Whether the model learns each token."""
     starts: np.ndarray
 
     def __len__(self) -> int:
@@ -37,7 +38,7 @@ class Tokens:
 
 
 def tokenise(source: TextSource, tokenizer: Any, notice: Notice) -> Tokens:
-    """Returns the documents' tokens, from the cache if these texts were tokenised with this tokenizer before."""
+    """Returns the documents' tokens. Takes them from the cache if the same texts and tokenizer were used before."""
     key = [CACHE_FORMAT, asdict(source), tokenizer_hash(tokenizer), prefix_tokens(tokenizer), source.content_key()]
     folder = cache_folder("tokens") / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
     with create_once(folder) as empty:
@@ -54,7 +55,7 @@ def prefix_tokens(tokenizer: Any) -> list[int]:
 
 
 def with_prefix(prefix: list[int], ids: list[int]) -> list[int]:
-    """Returns the tokens of a text with the prefix, which is not repeated."""
+    """Returns the tokens of a text with the prefix before them, unless they already begin with it."""
     return ids if ids[: len(prefix)] == prefix else prefix + ids
 
 
@@ -139,7 +140,7 @@ def _tokenise_chat(messages: list[dict[str, str]], tokenizer: Any) -> tuple[list
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows of one length: tokens, the document that each belongs to (0 is padding), and whether it is learned."""
+    """Rows of equal length: tokens, each token's document number in the row (0: padding), and whether it is learned."""
 
     tokens: np.ndarray
     document: np.ndarray
@@ -195,24 +196,24 @@ def pack(
 
 
 def _best_fit(pieces: list[tuple[int, int]], length: int) -> list[list[tuple[int, int]]]:
-    """Puts each piece, longest first, into the row with the least free room that holds it (best fit)."""
+    """Puts each piece, longest first, into the fullest row that still has space for it (best fit)."""
     rows: list[list[tuple[int, int]]] = []
-    rows_by_room: dict[int, list[int]] = defaultdict(list)
-    rooms: list[int] = []  # free room of the rows, sorted, each value once
+    rows_by_space: dict[int, list[int]] = defaultdict(list)
+    spaces: list[int] = []  # the numbers of free tokens that any row has, sorted, each value once
     for low, high in sorted(pieces, key=lambda piece: piece[0] - piece[1]):
         size = high - low
-        at = bisect.bisect_left(rooms, size)
-        if at < len(rooms):
-            room = rooms[at]
-            row = rows_by_room[room].pop()
-            if not rows_by_room[room]:
-                rooms.pop(at)
+        index = bisect.bisect_left(spaces, size)
+        if index < len(spaces):
+            space = spaces[index]
+            row = rows_by_space[space].pop()
+            if not rows_by_space[space]:
+                spaces.pop(index)
         else:
-            room, row = length, len(rows)
+            space, row = length, len(rows)
             rows.append([])
         rows[row].append((low, high))
-        if room > size:
-            if not rows_by_room[room - size]:
-                bisect.insort(rooms, room - size)
-            rows_by_room[room - size].append(row)
+        if space > size:
+            if not rows_by_space[space - size]:
+                bisect.insort(spaces, space - size)
+            rows_by_space[space - size].append(row)
     return rows

@@ -1,4 +1,4 @@
-"""Checks an environment: its faults are reported with the environment, the method and the step."""
+"""Checks an environment. Messages name the environment, the method and the step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from drivetrain.tasks.rl.envs import Env, State, select_rows
 from drivetrain.tasks.rl.episode_random import episode_uniform
 
 NUM_CHECK_STEPS = 3
-"""Steps that every environment is played before the first collection, to check what it returns."""
+"""Steps of every environment that are played and checked before the first collection."""
 
 
 def check_env(env: Any, task: str) -> Env:
-    """Returns what a task's env() returned, after checking its attributes; takes no step."""
+    """Checks the attributes of the environment that a task's env() returned, and returns it; takes no step."""
     name = type(env).__name__
     if not isinstance(env, Env):
         gym = "; Gymnasium's are played by their name: drivetrain train gym world=NAME" if hasattr(env, "action_space") else ""
@@ -53,7 +53,7 @@ def check_reset(env: Env, state: Any, rows: int) -> None:
 
 
 def check_first_steps(env: Env, state: State) -> None:
-    """Plays some steps of every environment, with other actions at each step, and checks everything that they return."""
+    """Plays some steps of every environment, with different actions at each step, and checks everything that they return."""
     _check_observation(env, state, "after reset()")
     rows, device = len(next(iter(state.values()))), next(iter(state.values())).device
     action_shape = (rows,) if env.agents == 1 else (rows, env.agents)
@@ -86,7 +86,7 @@ def _check_observation(env: Env, state: State, where: str) -> None:
 
 
 def _check_step(env: Env, state: State, returned: Any, shape: list[int], where: str) -> tuple[State, Tensor]:
-    """Returns the state and the terminations of a step that returned what it must."""
+    """Checks what a step returned; returns its state and terminations."""
     name = type(env).__name__
     if not isinstance(returned, tuple) or len(returned) != 3 or not isinstance(returned[0], dict):
         form = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
@@ -106,7 +106,7 @@ def _check_step(env: Env, state: State, returned: Any, shape: list[int], where: 
 
 
 def _check_state(name: str, state: State, after: State) -> None:
-    """Refuses a state after a step whose names, shapes or dtypes differ from those that reset() makes."""
+    """Raises Problem if the state after a step has other names, shapes or dtypes than the one of reset()."""
     if additional := [key for key in after if key not in state]:
         raise Problem(f"{name}.step() gave a state {additional[0]!r} that reset() does not make: both must have the same names")
     for key, value in state.items():
@@ -135,22 +135,22 @@ def _first_nonfinite(values: Tensor) -> str:
     return f"{float(nonfinite.flatten()[0])} in environment {row}"
 
 
-# --- during training: nothing may wait for the device, so each environment's first fault is stored in the state ---
+# --- during training: the host must not wait for the device, so each environment's first fault is stored in the state ---
 
 
-def first_fault(known: Tensor, collections: Tensor, reward: Tensor, observation: Tensor) -> Tensor:
+def first_fault(earlier_faults: Tensor, collections: Tensor, reward: Tensor, observation: Tensor) -> Tensor:
     """Returns for each environment the first step of the run that gave a value that is not finite.
 
-    0 means none; `fault_text` reads the others. `reward` and `observation` are those of one collection, [environments, steps, ...];
-    `known` holds the faults of earlier collections.
+    0 means none; otherwise it is 2 * step + 1 for an observation, 2 * step + 2 for a reward. `reward` and `observation` are those
+    of one collection, [environments, steps, ...].
     """
     steps = reward.shape[1]
-    # A sum is not finite if one of its terms is not. So each collection is read only once.
+    # A sum is not finite if one of its terms is not, so each collection is read only once. Keys: 0 for observations, 1 for rewards.
     sums = {1: reward.flatten(2).sum(2)} | ({0: observation.flatten(2).sum(2)} if observation.is_floating_point() else {})
     step = (collections - 1)[:, None] * steps + torch.arange(steps, device=reward.device)
     none = torch.iinfo(torch.int64).max
     first = torch.stack([torch.where(total.isfinite(), none, 2 * step + kind + 1).amin(1) for kind, total in sums.items()]).amin(0)
-    return torch.where((known == 0) & (first < none), first, known)
+    return torch.where((earlier_faults == 0) & (first < none), first, earlier_faults)
 
 
 def fault_text(env: Env, faults: Tensor, steps: int) -> str:

@@ -1,4 +1,4 @@
-"""Plays whole episodes for evaluation: with one policy, or with a policy against its rival."""
+"""Plays complete episodes for evaluation: with one policy, or with a policy against its rival."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drivetrain.tasks.rl.samples import at_least_fp32, sample_action, with_memor
 
 
 def play_episodes(env: Env, model: Agent, episodes: Tensor, greedy: bool) -> dict[str, Tensor]:
-    """Returns metrics of whole episodes, one a row. Their random numbers depend on the episodes' numbers alone."""
+    """Returns metrics of complete episodes, one in each row. Random numbers depend only on the episodes' numbers."""
     all_agents = torch.ones(len(episodes), env.agents, dtype=torch.bool, device=episodes.device)
     return {k: v.mean(1) for k, v in _play(env, (model, model), all_agents, episodes, greedy).items()}
 
@@ -31,7 +31,7 @@ def win_rate(env: Env, model: AgentWithRival, episodes: Tensor, greedy: bool) ->
 
 
 def _play(env: Env, sides: tuple[Agent, Agent], is_first_side: Tensor, episodes: Tensor, greedy: bool) -> dict[str, Tensor]:
-    """Returns metrics of whole episodes by agent; `is_first_side` says which agents the first side plays."""
+    """Returns metrics of complete episodes by agent; `is_first_side` marks the agents that the first side plays."""
     if env.limit is None:
         raise Problem(f"{type(env).__name__} has no limit: evaluated episodes need one")
     state = env.reset(episode_uniform(episodes, 0, env.chances))
@@ -46,14 +46,14 @@ def _play(env: Env, sides: tuple[Agent, Agent], is_first_side: Tensor, episodes:
         if sides[0] is not sides[1]:
             logits = torch.where(is_first_side[..., None], logits, at_least_fp32(sides[1].policy(inputs[1])).view(rows, agents, -1))
         if sides[0].memory:
-            memories = [side.next_memory(own) for side, own in zip(sides, inputs, strict=True)]
+            memories = [side.next_memory(rows) for side, rows in zip(sides, inputs, strict=True)]
         uniform = episode_uniform(episodes, step, env.chances + agents)
         action = logits.argmax(-1) if greedy else sample_action(logits, uniform[:, env.chances :])
-        after, reward, newly = env.step(state, action if agents > 1 else action[:, 0], uniform[:, : env.chances])
-        state = select_rows(terminated.all(1), state, after)
+        next_state, reward, terminated_now = env.step(state, action if agents > 1 else action[:, 0], uniform[:, : env.chances])
+        state = select_rows(terminated.all(1), state, next_state)
         returns += reward.view(-1, agents) * ~terminated
         length += (~terminated).float()
-        terminated = terminated | newly.view(-1, agents)
+        terminated = terminated | terminated_now.view(-1, agents)
         if episodes.device.type == "cpu" and bool(terminated.all()):
             break
     return {"return": returns, "length": length} | {k: v.view(rows, -1) for k, v in env.figures(state).items()}

@@ -1,4 +1,4 @@
-"""A policy and its environment as modules on tensors (reset, step and policy), which `export` writes for other programs."""
+"""A policy and its environment as modules that compute with tensors (reset, step and policy), for `export`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from drivetrain.tasks.rl.nets import Agent
 from drivetrain.tasks.rl.samples import sample_action, with_memory
 
 STEPS = "steps"
-"""The number of steps taken in the episode: an input and output beside the environment's own state."""
+"""The number of steps taken in the episode: an input and output besides the environment's own state."""
 NEXT = "next_"
 
 
 class PolicyGraph(nn.Module):
-    """Returns each agent's sampled action, its likeliest action, the probabilities, and the next memory if the agent has one."""
+    """Computes each agent's sampled action, likeliest action, probabilities, and next memory if the agent has one."""
 
     def __init__(self, env: Env, agent: Agent) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Gymnasium's environments by name. They are stepped one by one on the CPU, slower than environments that are tensor functions."""
+"""Gymnasium's environments by name. They run one by one on the CPU, slower than environments that are tensor functions."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from drivetrain.tasks.rl.samples import sample_action, with_memory
 NUM_SEEDS = 2**31 - 1
 FIRST_EVAL_SEED = 10**6
 IMAGE_CHANNELS = (1, 3, 4)
-"""Sizes of a dimension that is read as an image's channels: grey, colours, colours and opacity."""
+"""Possible numbers of channels of an image: grey, RGB, RGBA."""
 
 
 class ObservationReader:
-    """Turns Gymnasium observations into tensors: images to [channels, height, width] in 0..1, numbers to one-hot rows."""
+    """Turns Gymnasium observations into tensors: images into [channels, height, width] in 0..1, class numbers into one-hot rows."""
 
     def __init__(self, env_name: str, space: Any) -> None:
         self.env_name = env_name
@@ -39,14 +39,14 @@ class ObservationReader:
         self.first_class = int(space.start) if self.classes else 0
         self.space_shape: tuple[int, ...] = () if self.classes else tuple(space.shape)
         self.axes: tuple[int, ...] = ()
-        """The order of axes to transpose an image to; empty leaves it."""
+        """The order of axes to transpose an image to; empty: no transpose."""
         self.divisor = 1.0
         self.notes: list[str] = []
         if self.classes:
             self.shape: tuple[int, ...] = (self.classes,)
             return
         if not self.space_shape or 0 in self.space_shape:
-            raise Problem(f"{env_name} is seen as {space}: a Box to learn from needs at least one number, such as shape (4,)")
+            raise Problem(f"{env_name} has observations of {space}: a Box needs at least one number, such as shape (4,)")
         self.shape = self._channels_first()
         if space.dtype == np.uint8 or (len(self.space_shape) == 3 and space.low.min() == 0 and space.high.max() == 255):
             self.divisor = max(1.0, float(space.high.max()))
@@ -60,8 +60,8 @@ class ObservationReader:
         sizes = " x ".join(map(str, self.space_shape))
         if may_be_last:
             self.axes = (2, 0, 1)
-            doubt = "; if they are channels x height x width, let the environment give height x width x channels" if may_be_first else ""
-            self.notes.append(f"{self.env_name}: observations of {sizes} are read as height x width x channels{doubt}")
+            hint = "; if they are channels x height x width, let the environment give height x width x channels" if may_be_first else ""
+            self.notes.append(f"{self.env_name}: observations of {sizes} are read as height x width x channels{hint}")
             return tuple(self.space_shape[axis] for axis in self.axes)
         if not may_be_first:
             self.notes.append(
@@ -70,7 +70,7 @@ class ObservationReader:
         return self.space_shape
 
     def __call__(self, observation: Any, where: str) -> Tensor:
-        """Returns an observation as a tensor; `where` names the call that gave it, for errors."""
+        """Returns an observation as a tensor; `where` names the call that returned it, for error messages."""
         if self.classes:
             number = int(observation) - self.first_class
             if not 0 <= number < self.classes:
@@ -97,7 +97,7 @@ class ObservationReader:
 
 
 class GymEnv(Env):
-    """Gymnasium environments, one a row. Their state cannot be saved; the episode's seed and actions can, and are replayed."""
+    """Gymnasium environments, one in each row. Their state cannot be saved; instead, `restore` replays the episode's seed and actions."""
 
     chances, limit = 1, 0
 
@@ -107,9 +107,9 @@ class GymEnv(Env):
         example = self.make()
         space, observation_space = example.action_space, example.observation_space
         if type(space).__name__ != "Discrete":
-            raise Problem(f"{name} takes actions of {space}: only numbered ones (Discrete) can be learned")
+            raise Problem(f"{name} takes actions of {space}: only Discrete actions are supported")
         if type(observation_space).__name__ not in ("Box", "Discrete"):
-            raise Problem(f"{name} is seen as {type(observation_space).__name__}: only Box and Discrete can be learned from")
+            raise Problem(f"{name} has observations of {type(observation_space).__name__}: only Box and Discrete are supported")
         steps = example.spec.max_episode_steps
         if not steps:
             raise Problem(f"{name} has no limit of steps (max_episode_steps): episodes need one")
@@ -155,7 +155,7 @@ class GymEnv(Env):
         return self.read(observation, where), reward, bool(terminated), bool(truncated)
 
     def _call(self, where: str, call: Callable[[], Any]) -> Any:
-        """Runs a call of Gymnasium. Errors of Gymnasium's own checks are reported in one line; the environment's own keep their frames."""
+        """Runs a call of Gymnasium. Errors of Gymnasium's own checks become one line; errors of the environment keep their traceback."""
         import gymnasium
 
         try:
@@ -199,7 +199,7 @@ class GymEnv(Env):
         return {"seen": seen, "seed": seed, "count": count, "taken": state["taken"], "truncated": truncated}
 
     def restore(self, state: State) -> None:
-        """Brings new environments to a state, by replaying each episode."""
+        """Makes new environments and brings them to a state, by replaying each episode."""
         self.gym_envs = [self.make() for _ in state["seed"]]
         for gym_env, seed, count, taken in zip(self.gym_envs, state["seed"], state["count"], state["taken"], strict=True):
             self.reset_one(gym_env, int(seed))
@@ -229,17 +229,17 @@ class GymRollout(Rollout):
         return self.env.reset_rows(env_state, done, rand)
 
     def check(self, state: State) -> None:
-        """Checks nothing: every step is checked when it is taken, and no step can be taken twice."""
+        """Checks nothing: trial steps cannot be undone here, and every real step is checked."""
 
 
 class Gym(Ppo):
-    """A Gymnasium environment with numbered actions, by its name; stepped on the CPU, slower than the built-in environments."""
+    """A Gymnasium environment with discrete actions, by its name; runs on the CPU, slower than the built-in environments."""
 
-    tune_population = ""  # Gymnasium environments are no tensor functions
+    tune_population = ""  # Gymnasium environments are not tensor functions
     world: str = "CartPole-v1"
     """The environment's name, such as Acrobot-v1."""
     epochs: Annotated[int, Range(1)] = 100
-    """Collections; each one is learned from `passes` times."""
+    """Number of collections; the policy learns from each one `passes` times."""
     envs: Annotated[int, Range(1)] = 16
     """Environments that are played at once, over all processes."""
     horizon: Annotated[int, Range(1)] = 128
@@ -268,7 +268,7 @@ class Gym(Ppo):
         return play_gym_episodes(self.env(), model, batch, self.greedy)
 
     def exports(self, model: Agent) -> dict[str, tuple[nn.Module, dict[str, Tensor]]]:
-        """Exports the policy alone: the rules are Gymnasium's."""
+        """Exports only the policy: the rules belong to Gymnasium."""
         env = self.env()
         observation = env.reset(torch.linspace(0, 0.9, 8)[:, None])["seen"][:, None]
         memory = {"memory": torch.zeros(8, 1, model.memory)} if model.memory else {}
@@ -277,7 +277,7 @@ class Gym(Ppo):
 
 
 def play_gym_episodes(env: GymEnv, model: Agent, episodes: Tensor, greedy: bool) -> dict[str, Tensor]:
-    """Returns metrics of whole episodes, whose seeds follow from their numbers."""
+    """Returns metrics of complete episodes; each episode's number determines its seed."""
     device, gym_envs = episodes.device, [env.make() for _ in episodes]
     observation = torch.stack([env.reset_one(gym_env, FIRST_EVAL_SEED + i) for gym_env, i in zip(gym_envs, episodes.tolist(), strict=True)])
     num_envs = len(gym_envs)

@@ -16,15 +16,15 @@ Activation = Literal["tanh", "relu"]
 class Agent(nn.Module):
     """A policy and its value function; `policy` returns the logits of the actions.
 
-    `agent_ids` numbers the agent of each row, for agents with several policies; without it, rows are all agents of one environment
-    after the other. An agent with a memory finds `memory` numbers of its own behind each flattened observation, and `next_memory`
-    returns their next values.
+    `agent_ids` holds the agent's number of each row, for agents with several policies; without it, rows are sorted by environment,
+    then by agent. For an agent with a memory, its `memory` numbers follow each flattened observation; `next_memory` returns their
+    next values.
     """
 
     memory: int = 0
     """Numbers in the memory."""
     shares_body: bool = False
-    """Whether one pass gives logits and values, cheaper than one pass for each."""
+    """Whether the policy and the value share layers, so that one forward pass for both is cheaper than two."""
 
     def next_memory(self, observation: Tensor) -> Tensor:
         raise NotImplementedError
@@ -44,7 +44,7 @@ class Agent(nn.Module):
 
 
 class IndependentAgents(Agent):
-    """One policy for each agent. Every policy computes every row: the networks are small, and no rows need sorting."""
+    """One policy for each agent. Every policy computes every row: the networks are small, and this saves sorting the rows."""
 
     def __init__(self, players: Sequence[Agent]) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class IndependentAgents(Agent):
         return self._select([player.value(observation) for player in self.players], agent_ids)  # type: ignore[operator]
 
     def _select(self, outputs: list[Tensor], agent_ids: Tensor | None) -> Tensor:
-        """Returns each row from the output of its own agent."""
+        """Returns each row from the output of the row's agent."""
         if agent_ids is None:
             agent_ids = torch.arange(outputs[0].shape[0], device=outputs[0].device) % len(outputs)
         selected = torch.zeros_like(outputs[0])
@@ -68,7 +68,7 @@ class IndependentAgents(Agent):
 
 
 class AgentWithRival(Agent):
-    """A policy together with an earlier copy of itself, the rival, which it plays against in evaluations."""
+    """A policy and its rival: an earlier copy of the policy, its opponent in evaluations."""
 
     def __init__(self, agent: Agent) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class AgentWithRival(Agent):
 
 
 class MlpAgent(Agent):
-    """Two perceptrons that share nothing, the actor and the critic."""
+    """Two separate perceptrons, the actor and the critic."""
 
     def __init__(self, inputs: int, actions: int, width: int, layers: int, activation: Activation) -> None:
         super().__init__()

@@ -1,13 +1,13 @@
 """Many policies of one shape, trained by PPO as one batched program.
 
     population = Population(tasks, models, learning_rates, device)
-    population.begin(reset)                       # random numbers are passed in, a row for each trial
+    population.begin(reset)                       # the arguments are random numbers: a row for each trial
     population.iterate(uniform, orders)           # one collection, and all optimizer steps on it
     population.evaluate(episodes)
 
-The task's own collection and loss run under `vmap`, once for all trials: parameters, environments and the settings in which trials
-differ have a first dimension that counts trials. An iteration never waits for the device, and everything that lasts stays at its
-address in memory, so an iteration can be captured as one CUDA graph.
+The task's own collection and loss run under `vmap`, once for all trials: the first dimension of parameters, environments and
+settings that differ counts trials. An iteration never waits for the device, and its state has fixed addresses, so it can be
+captured as one CUDA graph.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class Population:
         self._learning_rates = learning_rates.to(device)
         self._corrections = _bias_corrections(len(learning_rates)).to(device)
         self._num_steps = torch.zeros(1, dtype=torch.int64, device=device)
-        """Optimizer steps so far, on the device, where captured work reads them."""
+        """Optimizer steps so far, on the device because a CUDA graph reads it."""
         self.state: dict[str, Tensor] = {}
         self.failed = torch.zeros(self.num_trials, dtype=torch.bool, device=device)
-        """Which trials had a loss or a gradient that is not finite."""
+        """Whether each trial has had a loss or a gradient that is not finite."""
         self.metric_names: list[str] = []
         self.step_metrics = torch.zeros(0, self.num_trials, device=device)
-        """Of the last step, a row for each of `metric_names`: the loss, the gradient's norm, and the loss's further metrics."""
+        """Metrics of the last step, a row for each of `metric_names`: loss, gradient norm, and the loss's further metrics."""
 
     @property
     def samples_per_group(self) -> int:
@@ -69,12 +69,12 @@ class Population:
 
     @property
     def num_uniform(self) -> int:
-        """Random numbers that an environment needs in a collection."""
+        """Number of random numbers that an environment needs in a collection."""
         return self.source.horizon * (self.source.env.agents + 2 * self.source.env.chances)
 
     @property
     def num_reset_uniform(self) -> int:
-        """Random numbers that an environment needs before the first collection."""
+        """Number of random numbers that an environment needs before the first collection."""
         return max(1, self.source.env.chances)
 
     # --- an iteration ---
@@ -102,7 +102,7 @@ class Population:
 
     @torch.no_grad()
     def _collect(self, uniform: Tensor) -> dict[str, Tensor]:
-        """Returns the samples of all trials, one trial after the other."""
+        """Returns the samples of all trials: the first trial's rows come first."""
 
         def collect_one(weights: Any, per_trial: Any, state: dict[str, Tensor], uniform: Tensor) -> Any:
             source = self._task_of_trial(per_trial).train_data()
@@ -111,12 +111,12 @@ class Population:
             return dict(zip(data.names, data.columns, strict=True)), source.state()
 
         samples, state = vmap(collect_one)(self._all_weights(), self.per_trial, self.state, uniform)
-        for name, own in self.state.items():
-            own.copy_(state[name])
+        for name, tensor in self.state.items():
+            tensor.copy_(state[name])
         return {name: column.flatten(0, 1) for name, column in samples.items()}
 
     def _take_step(self, batch: dict[str, Tensor]) -> None:
-        """Takes one optimizer step of every trial. The gradients of the summed losses are each trial's own gradients."""
+        """Takes one optimizer step of every trial. The sum of all losses gives each trial its own gradients."""
 
         def loss_of_one(weights: Any, per_trial: Any, batch: dict[str, Tensor]) -> Any:
             return self._call_agent(weights, lambda agent: self._task_of_trial(per_trial).loss(agent, batch))
@@ -165,8 +165,8 @@ class Population:
     def load_into(self, model: Agent, trial: int, weights: Tensor) -> None:
         """Gives a model the weights of a trial, from `self.weights` or a copy of it."""
         views = _views(weights, list(self.parameters.values()))
-        own = {name: view[trial].detach() for name, view in zip(self.parameters, views, strict=True)}
-        model.load_state_dict(own | {name: value[trial] for name, value in self.constants.items()}, strict=False)
+        trial_weights = {name: view[trial].detach() for name, view in zip(self.parameters, views, strict=True)}
+        model.load_state_dict(trial_weights | {name: value[trial] for name, value in self.constants.items()}, strict=False)
 
     # --- calls for one trial ---
 
@@ -187,24 +187,26 @@ class Population:
     def map_agents(self, function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
         """Calls a function with every trial's agent and the trial's own rows: the first trial's rows come first."""
         blocks = [t.unflatten(0, (self.num_trials, -1)) for t in rows]
-        outputs: Tensor = vmap(lambda weights, *own: self._call_agent(weights, lambda agent: function(agent, *own)))(
-            self._all_weights(), *blocks
-        )
+
+        def call_one(weights: Any, *trial_rows: Tensor) -> Any:
+            return self._call_agent(weights, lambda agent: function(agent, *trial_rows))
+
+        outputs: Tensor = vmap(call_one)(self._all_weights(), *blocks)
         return outputs.flatten(0, 1)
 
 
 class _PopulationAgent(Agent):
-    """All policies of a population as one agent: its rows are the first trial's, then the second's, and so on."""
+    """All policies of a population as one agent: its first rows belong to the first trial, and so on."""
 
     def __init__(self, population: Population) -> None:
         super().__init__()
         self._map_agents = population.map_agents
 
     def policy(self, observation: Tensor, agent_ids: Tensor | None = None) -> Tensor:
-        return self._map_agents(lambda agent, own: agent.policy(own), observation)
+        return self._map_agents(lambda agent, rows: agent.policy(rows), observation)
 
     def value(self, observation: Tensor, agent_ids: Tensor | None = None) -> Tensor:
-        return self._map_agents(lambda agent, own: agent.value(own), observation)
+        return self._map_agents(lambda agent, rows: agent.value(rows), observation)
 
 
 class _AgentCall(nn.Module):
@@ -219,7 +221,7 @@ class _AgentCall(nn.Module):
 
 
 class _FixedRandom:
-    """Passes random numbers that were drawn before to a collection."""
+    """Gives a collection random numbers that are already drawn."""
 
     def __init__(self, numbers: Tensor) -> None:
         self.numbers = numbers
@@ -231,16 +233,16 @@ class _FixedRandom:
     def uniform(self, k: int = 1) -> Tensor:
         if k != self.numbers.shape[1]:
             raise Problem(
-                f"a collection asked for {k} random numbers an environment, not {self.numbers.shape[1]}: no population can be made"
+                f"a collection asked for {k} random numbers per environment, not {self.numbers.shape[1]}: it cannot run as a population"
             )
         return self.numbers
 
     def normal(self, k: int = 1) -> Tensor:
-        raise Problem("a collection asked for normal numbers: no population can be made of it")
+        raise Problem("a collection asked for normal numbers: it cannot run as a population")
 
 
 def check_task(task: Any) -> None:
-    """Refuses a task of which no population can be made, for reasons that its settings do not show."""
+    """Raises Problem if a task cannot be trained as a population for reasons that its settings do not show."""
     kind = type(task).__name__
     if replaced := task.replaced_hooks():
         raise Problem(f"{kind} has its own {replaced[0]}(), which is not batched")
@@ -258,13 +260,17 @@ def _column(tasks: Sequence[Any], name: str, device: torch.device) -> Tensor:
 
 
 def _flat(stacked: Sequence[Tensor]) -> Tensor:
-    """Joins tensors [trials, ...] to rows [trials, numbers], each tensor padded to a multiple of ALIGNED_NUMBERS."""
-    rows = [t.flatten(1) for t in stacked]
-    return torch.cat([F.pad(r, (0, -r.shape[1] % ALIGNED_NUMBERS)) if r.shape[1] % ALIGNED_NUMBERS else r for r in rows], 1)
+    """Joins tensors [trials, ...] to rows [trials, numbers], and pads each tensor to a multiple of ALIGNED_NUMBERS."""
+    rows = []
+    for tensor in stacked:
+        row = tensor.flatten(1)
+        num_padding = -row.shape[1] % ALIGNED_NUMBERS
+        rows.append(F.pad(row, (0, num_padding)) if num_padding else row)
+    return torch.cat(rows, 1)
 
 
 def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the tensors that `_flat` joined, as views of the rows; each requires gradients of its own."""
+    """Returns the tensors that `_flat` joined, as views of its rows; each view is a leaf that requires gradients."""
     views, start = [], 0
     for tensor in like:
         size = tensor[0].numel()
@@ -274,6 +280,6 @@ def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _bias_corrections(steps: int) -> Tensor:
-    """Returns Adam's bias corrections, a row for each step: of the first moment, and the root of the second's."""
+    """Returns Adam's bias corrections for each step: of the first moment, and the square root of the second moment's."""
     count = torch.arange(1, steps + 1, dtype=torch.float64)
     return torch.stack((1 - BETA1**count, (1 - BETA2**count).sqrt()), 1).float()

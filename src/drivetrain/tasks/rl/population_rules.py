@@ -1,4 +1,4 @@
-"""Which trials of PPO can be trained as one population; `Ppo.tune_population` names this module. It does not import torch itself."""
+"""Decides which trials of PPO can be trained as one population. `Ppo.tune_population` names this module; it does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from drivetrain.tasks.rl.population import Population
 
 VARYING = ("learning_rate", "weight_decay", "clip", "warmup", "decay", "seed", *PER_TRIAL)
-"""Settings in which trials of one program may differ. All others change the program: the network, the samples, the number of steps."""
+"""Settings that may differ between the trials of a population. All others change the program: network, samples, number of steps."""
 
 
 def why_impossible(settings: Mapping[str, Any]) -> str:
@@ -21,11 +21,11 @@ def why_impossible(settings: Mapping[str, Any]) -> str:
     if settings["net"] == "lstm":
         return "an LSTM is not batched: net=mlp or conv"
     if settings.get("agents", 1) > 1 and settings["rival"]:
-        return f"after a share of {settings['rival']} of the training the policy is kept as a rival, which is not batched: rival=0"
+        return f"rival={settings['rival']} keeps a copy of the policy as an opponent, which is not batched: rival=0"
     if settings["kl_stop"]:
-        return f"kl_stop={settings['kl_stop']} ends a collection's learning trial by trial: kl_stop=0"
+        return f"kl_stop={settings['kl_stop']} stops each trial's learning at another step: kl_stop=0"
     if settings["start"]:
-        return f"its trials begin from start={settings['start']}: leave start out"
+        return f"start={settings['start']} is not supported: leave it out"
     if settings["precision"] in ("bf16", "fp16"):
         return f"precision={settings['precision']} is not batched: precision=fp32 or tf32"
     if not settings["eval_episodes"]:
@@ -34,7 +34,7 @@ def why_impossible(settings: Mapping[str, Any]) -> str:
 
 
 def check_task(task: Any) -> None:
-    """Refuses a task of which no population can be made, for reasons that its settings do not show."""
+    """Raises Problem if a task cannot be trained as a population for reasons that its settings do not show."""
     from drivetrain.tasks.rl import population
 
     population.check_task(task)

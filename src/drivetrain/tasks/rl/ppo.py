@@ -20,13 +20,14 @@ from drivetrain.tasks.rl.rollout import Rollout
 from drivetrain.tasks.rl.samples import COLLECTION_METRICS, at_least_fp32, columns_of
 
 LEARNING_HOOKS = ("loss", "optimizer", "augment", "summary", "counts")
+"""Hooks that the CUDA kernels and populations replace by their own code."""
 
 
 class Ppo(Task):
-    """PPO over any `Env`: derive from it and write `env`."""
+    """PPO on any `Env`: derive a class and write `env`."""
 
     epochs: Annotated[int, Range(1)] = 50
-    """Collections; each one is learned from `passes` times."""
+    """Number of collections; the policy learns from each one `passes` times."""
     envs: Annotated[int, Range(1)] = 1024
     """Environments that are played at once, over all processes."""
     horizon: Annotated[int, Range(1)] = 16
@@ -68,7 +69,7 @@ class Ppo(Task):
     policies: Literal["shared", "independent"] = "shared"
     """With several agents: one policy for all of them, or one for each."""
     fused: bool = True
-    """Whether small perceptrons on one GPU learn with special CUDA kernels, many times faster; matrix products then have tf32 precision."""
+    """Whether small perceptrons on one GPU learn with CUDA kernels of their own, many times faster; matrix products then have tf32 precision."""
     net: Literal["mlp", "conv", "lstm"] = "mlp"
     """The network: two perceptrons, the small convolutional network of guide 003, or an LSTM."""
     chunk: Annotated[int, Range(1)] = 16
@@ -138,9 +139,9 @@ class Ppo(Task):
         return rollout
 
     def _check_batch(self, env: Env, chunk: int) -> None:
-        """Refuses batches that do not take equally from every environment."""
+        """Raises Problem if batches do not take the same number of samples from every environment."""
         if self.horizon % chunk:
-            raise Problem(f"horizon={self.horizon} is no multiple of chunk={chunk}: an LSTM learns from whole chunks")
+            raise Problem(f"horizon={self.horizon} is no multiple of chunk={chunk}: an LSTM learns from complete chunks")
         num_samples = self.envs * self.horizon * env.agents // chunk
         if self.global_batch % self.envs or num_samples % self.global_batch:
             divisors = [self.envs * k for k in range(1, num_samples // self.envs + 1) if num_samples % (self.envs * k) == 0]
@@ -160,11 +161,11 @@ class Ppo(Task):
         return Rollout(env, *rest)
 
     def replaced_hooks(self) -> list[str]:
-        """Returns the hooks that a derived class replaces, of those whose arithmetic the kernels and populations have of their own."""
+        """Returns the LEARNING_HOOKS that a derived class replaces: kernels and populations would ignore them."""
         return [hook for hook in LEARNING_HOOKS if getattr(type(self), hook) is not getattr(Ppo, hook)]
 
     def _rival_at(self, env: Env) -> int:
-        """Returns after how many collections the rival becomes a copy of the policy; 0 without a rival."""
+        """Returns the number of collections after which the rival becomes a copy of the policy; 0: no rival."""
         if env.agents == 1 or not self.rival:
             return 0
         num_samples = self.envs * self.horizon * env.agents // (self.chunk if self.net == "lstm" else 1)

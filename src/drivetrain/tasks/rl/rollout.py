@@ -1,4 +1,4 @@
-"""Plays environments with a policy and makes samples with advantages; each agent has its own."""
+"""Plays environments with a policy and makes samples with advantages, separate for each agent."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Rollout(Source):
         self.group_bytes = 2 * horizon * env.agents * (observation_bytes + 4 * len(COLUMNS))
         self._state: State = {}
         self._truncated_observation: Tensor | None = None
-        """On a GPU: of each environment that was truncated in this collection, the observation after its last step."""
+        """On a GPU: the observation after the last step of each environment that was truncated in this collection."""
 
     @property
     def truncates_once(self) -> bool:
@@ -75,7 +75,7 @@ class Rollout(Source):
 
     @property
     def speeds(self) -> dict[str, float]:
-        """Steps of environments; in each of them all agents act."""
+        """Environment steps; in each step all agents act."""
         return {"env_steps": self.chunk / (self.passes * self.env.agents)}
 
     def __len__(self) -> int:
@@ -124,7 +124,7 @@ class Rollout(Source):
         return Tensors(observation=self._samples(played["observation"]), columns=self._samples(stacked))
 
     def _step(self, model: Agent, uniform: Tensor) -> dict[str, Tensor]:
-        """Plays one step of every environment; where an episode is done, the next one begins."""
+        """Plays one step of every environment, and starts a new episode where one is done."""
         env, agents, state = self.env, self.env.agents, self._state
         env_state = self._env_state(state)
         observation = self._observe(env_state, state["memory"])
@@ -158,7 +158,7 @@ class Rollout(Source):
         }  # fmt: skip
 
     def _columns(self, model: Agent, played: dict[str, Tensor], total: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Returns the columns of the samples; statistics are those of all ranks."""
+        """Returns the columns of the samples; statistics are over all ranks."""
         output, next_output, log_prob = self._evaluate(model, played)
         values, next_values = self._unscaled_values(output), self._unscaled_values(next_output)
         reward = played["reward"] / self._reward_scale(played, total) if self.scale_rewards else played["reward"]
@@ -180,9 +180,9 @@ class Rollout(Source):
         return columns | dict(zip(COLLECTION_METRICS, (*recent, explained), strict=True))
 
     def _evaluate(self, model: Agent, played: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns for all steps at once the value, the next observation's value, and the log probability of the action.
+        """Returns for all steps the value, the next observation's value, and the log probability of the action.
 
-        After a truncated episode the next observation is the one that the episode would have continued with.
+        At the end of a truncated episode, the next observation is the one before the reset.
         """
 
         def value(observation: Tensor) -> Tensor:
@@ -201,9 +201,9 @@ class Rollout(Source):
         return values, next_values, log_probability(played["logits"], played["action"])
 
     def _after_truncation(self, model: Agent, env_state: State, memory: Tensor, truncated: Tensor) -> dict[str, Tensor]:
-        """Returns the observations that truncated episodes would have continued with, or their values.
+        """Returns the last observations of truncated episodes, or their values.
 
-        A GPU would have to wait to know whether any episode was truncated; there, the values are computed later for all steps.
+        On a GPU, checking whether any episode was truncated would make the host wait; there, the values are computed later for all steps.
         """
         if self.env.limit is None or (truncated.device.type == "cpu" and not _any(truncated)):
             return {"truncated_value": torch.zeros(truncated.shape, device=truncated.device)}
@@ -237,7 +237,7 @@ class Rollout(Source):
         return output * deviation + mean
 
     def _scaled_targets(self, target: Tensor, new: Tensor) -> Tensor:
-        """Returns the targets that the critic learns. `new` holds this collection's count and sums, which the statistics include."""
+        """Returns the targets in the critic's scale. First adds `new`, this collection's count and sums, to the statistics."""
         self._state["targets"] = (self._state["targets"][0] + new).expand(len(target), 3).clone()
         mean, deviation = self._target_statistics()
         return (target - mean) / deviation
@@ -251,7 +251,7 @@ class Rollout(Source):
     # --- environments ---
 
     def _done(self, terminated: Tensor, length: Tensor, env_state: State) -> Tensor:
-        """Returns which episodes are done after this step: all agents have terminated, or the episode is truncated."""
+        """Returns whether each episode is done after this step: all agents have terminated, or the episode is truncated."""
         return terminated.all(1) if self.env.limit is None else terminated.all(1) | (length >= self.env.limit)
 
     def _reset(self, done: Tensor, env_state: State, rand: Tensor) -> State:
@@ -266,7 +266,7 @@ class Rollout(Source):
         return with_memory(self.env.observe(env_state).reshape(-1, *self.env.shape), memory.flatten(0, 1))
 
     def _stored(self, observation: Tensor) -> Tensor:
-        """Returns observations as a collection stores them: zeros and ones as bytes."""
+        """Returns observations as a collection stores them: as bytes if they are only zeros and ones."""
         return observation.to(torch.uint8) if self.env.bits and not self.memory else observation
 
     def _samples(self, column: Tensor) -> Tensor:
@@ -279,11 +279,11 @@ class Rollout(Source):
     # --- faults ---
 
     def check(self, state: State) -> None:
-        """Refuses an environment whose first steps return what cannot be learned from."""
+        """Raises Problem if the environment's first steps return wrong types, shapes or values."""
         check_first_steps(self.env, self._env_state(state))
 
     def _store_fault(self, played: dict[str, Tensor]) -> None:
-        """Stores, without waiting for the device, where the environment first gave a value that is not finite."""
+        """Stores the step at which an environment first returned a value that is not finite, without waiting for the device."""
         state, observation = self._state, played["observation"]
         if self.memory:  # the memory comes from the model, not from the environment
             observation = observation[..., : observation.shape[-1] - self.memory]

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 COLLECTION_METRICS = ("return", "length", "explained_variance")
-"""Of the last collection in which an episode finished; every sample of a collection has the same values."""
+"""Metrics of the last collection in which an episode finished: the same for every sample of a collection."""
 COLUMNS = ("action", "log_prob", "advantage", "target", "value", "is_alive", "agent", "is_first", *COLLECTION_METRICS)
-"""Of each sample, beside its observation. The kernels in `fused` read the first six by their positions."""
+"""Columns of a sample besides its observation. The kernels in `fused` read the first six by position."""
 
 
 def columns_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a batch's columns by name. They are stored as one tensor, so that one gather reads all of a sample's."""
+    """Returns a batch's columns by name. They are stored as one tensor, so that one gather reads all columns of a sample."""
     columns = dict(zip(COLUMNS, batch["columns"].flatten(0, -2).unbind(-1), strict=True))
     return columns | {"action": columns["action"].long(), "agent": columns["agent"].long()}
 
@@ -27,7 +27,7 @@ def sample_action(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """Returns a tensor in fp32 if it has a shorter number format."""
+    """Returns a tensor in fp32 if its dtype has less than 32 bits."""
     return x.float() if x.element_size() < 4 else x
 
 
@@ -45,8 +45,8 @@ def advantages(
 ) -> Tensor:
     """Returns generalised advantages over time, the second dimension.
 
-    `next_value` counts nothing where the agent has terminated. Where the episode is done (terminated or truncated), later
-    rewards do not count.
+    `next_value` is ignored where the agent has terminated. Where the episode is done (terminated or truncated), later rewards
+    are ignored.
     """
     delta = reward + gamma * torch.where(terminated, 0.0, next_value) - value
     factor = gamma * gae_lambda * (~(terminated | done)).to(value.dtype)

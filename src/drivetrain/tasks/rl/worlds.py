@@ -13,10 +13,10 @@ from drivetrain.tasks.rl.ppo import Ppo
 
 
 class Bandit(Ppo):
-    """Two states, two actions, of which the state shows the right one: a test of the learner, which must reach 100 %."""
+    """Two states and two actions; the state shows which action is right. A test of the learner, which must reach 100 %."""
 
     epochs: Annotated[int, Range(1)] = 20
-    """Collections; each one is learned from `passes` times."""
+    """Number of collections; the policy learns from each one `passes` times."""
     gamma: Annotated[float, Range(0, 1)] = 0.0
     """Discount factor of future rewards."""
     gae: Annotated[float, Range(0, 1)] = 0.0
@@ -31,7 +31,7 @@ class CartPole(Ppo):
     """CartPole-v1: balance a pole on a cart for 500 steps."""
 
     epochs: Annotated[int, Range(1)] = 60
-    """Collections; each one is learned from `passes` times."""
+    """Number of collections; the policy learns from each one `passes` times."""
     passes: Annotated[int, Range(1)] = 3
     """Times that the policy learns from a collection."""
     learning_rate: Annotated[float, Range(0)] = 8e-3
@@ -49,7 +49,7 @@ class Snake(Ppo):
     """Up to four snakes on one grid, by the rules of guide 003; one policy plays them all."""
 
     epochs: Annotated[int, Range(1)] = 250
-    """Collections; each one is learned from `passes` times."""
+    """Number of collections; the policy learns from each one `passes` times."""
     agents: Annotated[int, Range(1, 4)] = 4
     """Snakes."""
     grid: Annotated[int, Range(4, 255)] = 20

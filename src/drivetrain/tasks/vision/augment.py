@@ -1,6 +1,6 @@
 """Augmentation of image batches on the device: pure functions of the images and their random numbers.
 
-Nothing here reads a value on the host, so that a CUDA graph can capture it.
+The host never reads a value, so that a CUDA graph can capture them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 
 def affine(images: Tensor, rotation_degrees: float, translation: float, draws: Tensor) -> Tensor:
-    """Returns each image rotated about its centre, then translated: bilinear, black outside, floats in the images' own scale.
+    """Returns each image rotated about its centre, then translated: bilinear, black outside, floats in the same range of values.
 
     `draws` are numbers [n, 3] in [0, 1): the angle within +-rotation_degrees (positive is counter-clockwise, as for
     `torch.rot90`), and the moves to the right and down within +-translation of the width and height.
@@ -35,5 +35,5 @@ def affine(images: Tensor, rotation_degrees: float, translation: float, draws: T
 
 
 def flip(images: Tensor, draws: Tensor) -> Tensor:
-    """Returns each image, mirrored left to right where its number of `draws` ([n, 1] in [0, 1)) is under a half."""
+    """Returns the images, mirrored left to right where an image's number in `draws` ([n, 1] in [0, 1)) is below 0.5."""
     return torch.where(draws[:, :, None, None] < 0.5, images.flip(-1), images)

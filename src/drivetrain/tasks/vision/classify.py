@@ -1,4 +1,4 @@
-"""What image classifiers share: cross-entropy, accuracy, the confusion matrix, nets, augmentation and normalisation."""
+"""Base classes of image classifiers: cross-entropy, accuracy, confusion matrix, nets, augmentation and normalisation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Pixels:
         return _SCALE_AND_SHIFT[self, device]
 
     def _tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns scale and shift of each channel, made on the device so that no step copies them there."""
+        """Returns the scale and shift of each channel. Creates them on the device, so that no step copies them there."""
         scale = [torch.full((1, 1, 1, 1), 1.0 / (255.0 * std), device=device) for std in self.std]
         shift = [torch.full((1, 1, 1, 1), -mean / std, device=device) for mean, std in zip(self.mean, self.std, strict=True)]
         return torch.cat(scale, 1), torch.cat(shift, 1)
@@ -54,7 +54,7 @@ class Classifier(Task):
     label_smoothing = 0.0
 
     def prepare(self, images: Tensor) -> Tensor:
-        """Returns raw images as inputs of the net; runs on the device."""
+        """Turns raw images into inputs of the net; runs on the device."""
         return images
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
@@ -85,7 +85,7 @@ class Classifier(Task):
 
 
 class Prepared(nn.Module):
-    """A classifier with the preparation of its images, for `export`: raw images in, probabilities out."""
+    """A classifier that takes raw images and returns logits and probabilities, for `export`."""
 
     def __init__(self, task: Classifier, net: nn.Module) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class ImageClassifier(Classifier):
     hidden: Annotated[int, Range(1, 65536)] = 256
     """Width of the mlp's hidden layer."""
     rotation: Annotated[float, Range(0, 180)] = 0.0
-    """Training images are turned by up to so many degrees, either way."""
+    """Training images are rotated by up to this many degrees in either direction."""
     translation: Annotated[float, Range(0, 1)] = 0.0
     """Training images are moved by up to this fraction of their width and height."""
     flip: bool = False

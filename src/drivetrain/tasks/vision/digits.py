@@ -1,4 +1,4 @@
-"""Handwritten digits, 8x8, embedded in the package: a run of seconds on any machine."""
+"""Handwritten digits, 8x8, included in the package: a run takes seconds on any machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drivetrain.tasks.vision.nets import mlp
 
 
 class Digits(Classifier):
-    """Handwritten digits (8x8, embedded) with a two-layer net."""
+    """Handwritten digits (8x8, included in the package) with a two-layer net."""
 
     epochs: Annotated[int, Range(1)] = 30
     """Passes over the training data."""

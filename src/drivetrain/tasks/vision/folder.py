@@ -1,4 +1,4 @@
-"""Your own images, one folder a class."""
+"""Your own images, one folder for each class."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Folder(ImageClassifier):
     net: Literal["cnn", "conv4", "mlp", "resnet18", "vit-s"] = "resnet18"
     """The network: guide 000's small CNN, guide 001's four convolutions, a two-layer net, ResNet-18 or a small ViT."""
     bad_samples: Literal["stop", "skip"] = "stop"
-    """What a file that cannot be read does: it stops the run, or is left out and named."""
+    """Whether an unreadable file stops the run, or is left out and named."""
 
     classes = tuple[str, ...]()
 

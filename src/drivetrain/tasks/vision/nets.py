@@ -12,7 +12,7 @@ from drivetrain.outcomes import Problem
 
 
 def build(net: str, channels: int, size: int, classes: int, dropout: float, hidden: int) -> nn.Module:
-    """Returns the net of this name for square images. `dropout` is before the last linear layers, `hidden` is the mlp's width."""
+    """Returns the net of this name for square images. `dropout` applies before the last linear layers; `hidden` is the mlp's width."""
     if net == "cnn":
         return SmallCNN(classes, dropout, channels, size)
     if net == "conv4":
@@ -71,7 +71,7 @@ class Conv4(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """ResNet's basic block: two 3x3 convolutions beside a shortcut."""
+    """ResNet's basic block: two 3x3 convolutions and a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -89,8 +89,7 @@ class ResidualBlock(nn.Module):
 
 
 def resnet18(channels: int, classes: int, size: int = 224, dropout: float = 0.0) -> nn.Sequential:
-    """Returns a ResNet-18. For images under 64 pixels its stem is a 3x3 convolution without stride and pooling, which would shrink
-    them too much."""
+    """Returns a ResNet-18. For images under 64 pixels the stem has no stride and no pooling, which would shrink them too much."""
     stem: OrderedDict[str, nn.Module] = OrderedDict()
     if size >= 64:
         stem["conv"] = nn.Conv2d(channels, 64, 7, 2, 3, bias=False)
@@ -110,7 +109,7 @@ def resnet18(channels: int, classes: int, size: int = 224, dropout: float = 0.0)
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         elif isinstance(module, ResidualBlock):
-            nn.init.zeros_(module.bn2.weight)  # each block is the identity at first
+            nn.init.zeros_(module.bn2.weight)  # each block starts as the identity
     return net
 
 
@@ -135,7 +134,7 @@ class TransformerBlock(nn.Module):
 
 
 class ViT(nn.Module):
-    """A vision transformer with learned positions, which classifies the mean of its tokens."""
+    """A vision transformer with learned positions that classifies the mean of its tokens."""
 
     def __init__(
         self, channels: int, classes: int, size: int, patch: int, width: int, depth: int, heads: int, dropout: float = 0.0
@@ -165,5 +164,5 @@ def vit_s(channels: int, classes: int, size: int, dropout: float = 0.0) -> ViT:
     patch = 16 if size >= 128 else 8 if size >= 64 else 4
     if size % patch:
         low = size // patch * patch
-        raise Problem(f"net=vit-s cuts {size}x{size} images into patches of {patch} pixels: say size={low} or size={low + patch}")
+        raise Problem(f"net=vit-s cuts {size}x{size} images into patches of {patch} pixels: set size={low} or size={low + patch}")
     return ViT(channels, classes, size, patch, width=384, depth=12, heads=6, dropout=dropout)

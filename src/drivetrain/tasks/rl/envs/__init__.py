@@ -14,7 +14,7 @@ def select_rows(condition: Tensor, new: State, old: State) -> State:
 
 
 class Env:
-    """The rules of an environment. Derive from it and write `reset`, `step` and `observe`.
+    """The rules of an environment: derive a class and write `reset`, `step` and `observe`.
 
     The first dimension of every tensor counts environments. Random numbers (uniform in [0, 1)) are passed in as rows of
     `chances` numbers, so that the same code runs on any device, in a CUDA graph, and in a browser.
@@ -29,9 +29,9 @@ class Env:
     bits: bool = False
     """Whether observations hold only zeros and ones; a collection then stores them as bytes."""
     chances: int = 0
-    """Random numbers that a reset or a step may use."""
+    """Number of random numbers that a reset or a step may use."""
     limit: int | None = None
-    """Steps after which an episode is truncated. Its last step still counts the value of the next observation."""
+    """Steps after which an episode is truncated. The last step's advantage still includes the value of the next observation."""
 
     def reset(self, rand: Tensor) -> State:
         """Returns the state of new episodes, one for each row of `rand`."""
@@ -46,5 +46,5 @@ class Env:
         raise NotImplementedError
 
     def figures(self, state: State) -> dict[str, Tensor]:
-        """Returns further metrics of finished episodes, by agent, beside their return and length."""
+        """Returns further metrics of finished episodes by agent, besides return and length."""
         return {}

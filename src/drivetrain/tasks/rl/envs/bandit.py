@@ -1,6 +1,6 @@
 """A contextual bandit with two states and two actions; the right action is the state's number.
 
-It tests the learner: a return below 100 % is a fault there.
+It tests the learner: a return below 100 % means that the learner has a bug.
 """
 
 from __future__ import annotations

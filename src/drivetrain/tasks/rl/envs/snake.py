@@ -1,4 +1,4 @@
-"""Snakes on one grid, by the rules of guide 003: all move at once, and collisions are resolved in the order of their numbers."""
+"""Snakes on one grid, by the rules of guide 003: all move at once, then collisions are resolved snake by snake."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from drivetrain.tasks.rl.envs import Env, State
 FOOD_REWARD, DEATH_REWARD, ALIVE_REWARD, LENGTH_REWARD, APPROACH_REWARD = 100.0, -0.1, 0.01, 1.0, 2.0
 UP, DOWN, LEFT, RIGHT = range(4)
 START = ((1, 1, RIGHT), (3, 1, LEFT), (1, 3, RIGHT), (3, 3, LEFT))
-"""Of each snake: position in quarters of the width and of the height, and direction."""
+"""The start of each snake: x in quarters of the width, y in quarters of the height, and direction."""
 
 
 class SnakeEnv(Env):
-    """Each cell of a body holds the number of moves after which it is free: the head the snake's length, the last cell 1."""
+    """The state `body` holds for each cell the number of moves until it is free: the snake's length at its head, 1 at its end."""
 
     actions, chances, limit, bits = 4, 1, 1000, True
 
@@ -35,8 +35,8 @@ class SnakeEnv(Env):
 
     def step(self, state: State, action: Tensor, rand: Tensor) -> tuple[State, Tensor, Tensor]:
         alive, action = state["alive"], action.view(-1, self.agents)
-        turned = torch.where((action ^ 1) == state["way"], state["way"], action)  # a snake cannot reverse its direction
-        direction = torch.where(alive, turned, state["way"])
+        is_reversal = (action ^ 1) == state["way"]  # a snake cannot reverse its direction
+        direction = torch.where(alive & ~is_reversal, action, state["way"])
         next_cell, inside = self._next_cell(state["head"], direction)
         moves = alive & inside
         length = state["length"] + (moves & state["grows"]).long()

@@ -2,362 +2,395 @@
 
 // --- random numbers: the same as KeyedRand of the engine ---
 
-DEVICE u32 chance(u64 id, u64 place, u64 stream) {  // 24 bits
-    u64 x = id * 0x94D049BB133111EBull + place * 0x9E3779B97F4A7C15ull + stream;
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
-    x = (x ^ x >> 27) * 0x94D049BB133111EBull;
-    return (u32)((x ^ x >> 31) >> 40);
+DEVICE u32 random_bits(u64 id, u64 counter, u64 key) {  // 24 bits
+    u64 bits = id * 0x94D049BB133111EBull + counter * 0x9E3779B97F4A7C15ull + key;
+    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9ull;
+    bits = (bits ^ bits >> 27) * 0x94D049BB133111EBull;
+    return (u32)((bits ^ bits >> 31) >> 40);
 }
-struct Luck {
-    u64 id, place, stream;
-    DEVICE float operator()(int i) const { return chance(id, place + i, stream) * 0x1p-24f; }
+struct RandomNumbers {
+    u64 id, counter, key;
+    DEVICE float operator()(int i) const { return random_bits(id, counter + i, key) * 0x1p-24f; }
 };
 
-enum { ENDED = 1, OVER = 2 };
-// Positions in `stats`: values that one kernel of a collection passes to the next. stepper.py uses MEAN, ACTOR_UNIT and RECENT.
-enum { COUNT, SUM, SQUARES, SCALE, MEAN, SPREAD, ACTOR_UNIT, CRITIC_UNIT, RECENT_RETURN, RECENT_LENGTH, RECENT_EXPLAINED, VALUE_SHARE, STATS };
-constexpr int PARTS = 8, FACTS = 8;  // the columns of a sample take 32 bytes, one memory transaction
+enum { TERMINATED = 1, DONE = 2 };  // bits of `end_flags`
+// Positions in `stats`: values that one kernel of a collection passes to the next. stepper.py has the same numbers.
+enum {
+    COUNT, SUM, SQUARES,  // of the discounted sums of rewards
+    SCALE,                // rewards are divided by it
+    MEAN, DEVIATION,      // of the advantages
+    ACTOR_GRADIENT_SCALE, CRITIC_GRADIENT_SCALE, RECENT_RETURN, RECENT_LENGTH, RECENT_EXPLAINED_VARIANCE, VALUE_LOSS_FACTOR, NUM_STATS
+};
+enum { NUM_EPISODES = 3, RETURN_SUM, LENGTH_SUM };    // of finished episodes: further partial sums, after COUNT, SUM and SQUARES
+constexpr int NUM_PARTIAL_SUMS = 8, NUM_COLUMNS = 8;  // the columns of a sample take 32 bytes, one memory transaction
 
-template <int N> DEVICE void sum_of_block(float (&v)[N], float* to) {  // in a fixed order
-    __shared__ float part[32][N];
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x + 31 >> 5;
+// Sums values over all threads of a block, in a fixed order.
+template <int N> DEVICE void reduce_block(float (&values)[N], float* block_sums) {
+    __shared__ float warp_sums[32][N];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, num_warps = blockDim.x + 31 >> 5;
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        for (int step = 16; step; step >>= 1) v[i] += __shfl_xor_sync(~0u, v[i], step);
-        if (lane == 0) part[warp][i] = v[i];
+        for (int offset = 16; offset; offset >>= 1) values[i] += __shfl_xor_sync(~0u, values[i], offset);
+        if (lane == 0) warp_sums[warp][i] = values[i];
     }
     __syncthreads();
     if (threadIdx.x < N) {
         float total = 0.f;
-        for (int w = 0; w < warps; w++) total += part[w][threadIdx.x];
-        to[threadIdx.x] = total;
+        for (int warp_index = 0; warp_index < num_warps; warp_index++) total += warp_sums[warp_index][threadIdx.x];
+        block_sums[threadIdx.x] = total;
     }
 }
 
-struct ActRoom {
-    Weights w;
-    Seen seen[WARPS];
-    float logits[WARPS][16][OUT];
+struct ActMemory {
+    Weights weights;
+    Observations observations[WARPS];
+    float logits[WARPS][16][PADDED_ACTIONS];
 };
 
-// Samples an action with the policy's probabilities; lanes 0 to 15 have a row each.
-DEVICE int choose(const float* logits, float draw, float& logp) {
-    float most = logits[0], total = 0.f, reached = 0.f;
+// Samples an action with the policy's probabilities, from a uniform random number.
+DEVICE int sample_action(const float* logits, float uniform, float& log_prob) {
+    float max_logit = logits[0], total = 0.f, cumulative = 0.f;
     int action = 0;
-    for (int i = 1; i < ACTIONS; i++) most = fmaxf(most, logits[i]);
-    for (int i = 0; i < ACTIONS; i++) total += expf(logits[i] - most);
-    for (int i = 0; i < ACTIONS - 1; i++) reached += expf(logits[i] - most) / total, action += reached <= draw;
-    logp = logits[action] - most - logf(total);
+    for (int i = 1; i < ACTIONS; i++) max_logit = fmaxf(max_logit, logits[i]);
+    for (int i = 0; i < ACTIONS; i++) total += expf(logits[i] - max_logit);
+    for (int i = 0; i < ACTIONS - 1; i++) {
+        cumulative += expf(logits[i] - max_logit) / total;
+        action += cumulative <= uniform;
+    }
+    log_prob = logits[action] - max_logit - logf(total);
     return action;
 }
 
-DEVICE void put_logits(float (*logits)[OUT], const float (&y)[OUT / 8][4]) {
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+DEVICE void store_logits(float (*logits)[PADDED_ACTIONS], const float (&y)[PADDED_ACTIONS / 8][4]) {
+    const int lane = threadIdx.x & 31, group = lane >> 2, member = lane & 3;
 #pragma unroll
-    for (int n = 0; n < OUTS; n++)
+    for (int n = 0; n < ACTION_BLOCKS; n++)
 #pragma unroll
-        for (int c = 0; c < 4; c++) logits[g + (c >> 1) * 8][n * 8 + 2 * t + (c & 1)] = y[n][c];
+        for (int c = 0; c < 4; c++) logits[group + (c >> 1) * 8][n * 8 + 2 * member + (c & 1)] = y[n][c];
     __syncwarp();
 }
 
-#ifdef WORLD
+#ifdef HAS_ENV_KERNEL
 
 struct Play {
     void* state;
     long long* steps;
-    float *returns, *discounted, *seen, *facts, *beyond, *last, *reward, *partial;
-    unsigned char* marks;
+    float *returns, *discounted, *observations, *columns, *truncated_observations, *last_observations, *reward, *partial_sums;
+    unsigned char* end_flags;
     const Weights* weights;
-    const u64* stream;
+    const u64* random_key;
     int envs, horizon;
     float gamma;
 };
 
 // Each warp plays 16 environments through all steps. Lanes 0 to 15 step them; all lanes compute the policy's matrix products.
-extern "C" __global__ void play(Play a) {
+extern "C" __global__ void play(Play args) {
     extern __shared__ __align__(16) unsigned char memory[];
-    ActRoom& room = *(ActRoom*)memory;
+    ActMemory& shared = *(ActMemory*)memory;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    take_in(room.w, a.weights);
+    copy_to_shared(shared.weights, args.weights);
     __syncthreads();
     const int env = (blockIdx.x * (blockDim.x >> 5) + warp) * 16 + (lane & 15);
-    const bool mine = env < a.envs && lane < 16;
-    World world;
+    const bool has_env = env < args.envs && lane < 16;
+    EnvRules env_state;
     long long count = 0;
-    float sum = 0.f, discounted = 0.f, parts[PARTS] = {};
-    if (mine) world.read(a.state, env), count = a.steps[env], sum = a.returns[env], discounted = a.discounted[env];
-    constexpr int DRAWS = 1 + 2 * World::CHANCES;
-    for (int step = 0; step < a.horizon; step++) {
+    float sum = 0.f, discounted = 0.f, partial_sums[NUM_PARTIAL_SUMS] = {};
+    if (has_env) env_state.read(args.state, env), count = args.steps[env], sum = args.returns[env], discounted = args.discounted[env];
+    constexpr int NUMBERS_PER_STEP = 1 + 2 * EnvRules::CHANCES;
+    for (int step = 0; step < args.horizon; step++) {
         float x[INPUTS];
-        world.observe(x);
-        put_seen(room.seen[warp], x, mine);
+        env_state.observe(x);
+        store_observations(shared.observations[warp], x, has_env);
         u32 slope[LAYERS][WIDTH / 16][4];
-        float y[OUT / 8][4];
-        run_net(y, slope, room.w, room.seen[warp], [](int, const u32 (&)[WIDTH / 16][4]) {});
-        put_logits(room.logits[warp], y);
-        if (mine) {
-            const long long n = (long long)env * a.horizon + step;
-            const Luck luck{(u64)env, (u64)step * DRAWS, *a.stream};
-            float logp;
-            const int action = choose(room.logits[warp][lane], luck(0), logp);
-            for (int i = 0; i < INPUTS; i++) a.seen[n * INPUTS + i] = x[i];
-            *(float2*)(a.facts + n * FACTS + ACTION) = make_float2(action, logp);
+        float y[PADDED_ACTIONS / 8][4];
+        run_net(y, slope, shared.weights, shared.observations[warp], [](int, const u32 (&)[WIDTH / 16][4]) {});
+        store_logits(shared.logits[warp], y);
+        if (has_env) {
+            const long long row = (long long)env * args.horizon + step;
+            const RandomNumbers random{(u64)env, (u64)step * NUMBERS_PER_STEP, *args.random_key};
+            float log_prob;
+            const int action = sample_action(shared.logits[warp][lane], random(0), log_prob);
+            for (int i = 0; i < INPUTS; i++) args.observations[row * INPUTS + i] = x[i];
+            *(float2*)(args.columns + row * NUM_COLUMNS + ACTION) = make_float2(action, log_prob);
             float reward;
-            const bool ended = world.step(action, Luck{luck.id, luck.place + 1, luck.stream}, reward);
-            count++, sum += reward, discounted = discounted * a.gamma + reward;
-            const bool over = ended || (World::LIMIT && count >= World::LIMIT);
-            a.reward[n] = reward, a.marks[n] = (ended ? ENDED : 0) | (over ? OVER : 0);
-            parts[COUNT] += 1.f, parts[SUM] += discounted, parts[SQUARES] += discounted * discounted;
-            if (over) {
-                if (!ended) { float y[INPUTS]; world.observe(y); for (int i = 0; i < INPUTS; i++) a.beyond[n * INPUTS + i] = y[i]; }
-                parts[3] += 1.f, parts[4] += sum, parts[5] += count;
-                world.reset(Luck{luck.id, luck.place + 1 + World::CHANCES, luck.stream});
+            const bool terminated = env_state.step(action, RandomNumbers{random.id, random.counter + 1, random.key}, reward);
+            count++, sum += reward, discounted = discounted * args.gamma + reward;
+            const bool done = terminated || (EnvRules::LIMIT && count >= EnvRules::LIMIT);
+            args.reward[row] = reward, args.end_flags[row] = (terminated ? TERMINATED : 0) | (done ? DONE : 0);
+            partial_sums[COUNT] += 1.f, partial_sums[SUM] += discounted, partial_sums[SQUARES] += discounted * discounted;
+            if (done) {
+                if (!terminated) {
+                    float next_observation[INPUTS];
+                    env_state.observe(next_observation);
+                    for (int i = 0; i < INPUTS; i++) args.truncated_observations[row * INPUTS + i] = next_observation[i];
+                }
+                partial_sums[NUM_EPISODES] += 1.f, partial_sums[RETURN_SUM] += sum, partial_sums[LENGTH_SUM] += count;
+                env_state.reset(RandomNumbers{random.id, random.counter + 1 + EnvRules::CHANCES, random.key});
                 count = 0, sum = 0.f, discounted = 0.f;
             }
         }
     }
-    if (mine) {
-        world.write(a.state, env), a.steps[env] = count, a.returns[env] = sum, a.discounted[env] = discounted;
+    if (has_env) {
+        env_state.write(args.state, env), args.steps[env] = count, args.returns[env] = sum, args.discounted[env] = discounted;
         float x[INPUTS];
-        world.observe(x);
-        for (int i = 0; i < INPUTS; i++) a.last[env * INPUTS + i] = x[i];
+        env_state.observe(x);
+        for (int i = 0; i < INPUTS; i++) args.last_observations[env * INPUTS + i] = x[i];
     }
-    sum_of_block(parts, a.partial + blockIdx.x * PARTS);
+    reduce_block(partial_sums, args.partial_sums + blockIdx.x * NUM_PARTIAL_SUMS);
 }
 
 #endif
 
 // --- environments of tensor functions: the policy, and the records of a step ---
 
-struct Draws { float* draws; const u64* stream; int envs, horizon, chances; };
+struct Draws { float* uniform; const u64* random_key; int envs, horizon, chances; };
 
 // Draws all random numbers that the steps and resets of a collection may use: [steps, environments, 2 * chances].
-extern "C" __global__ void __launch_bounds__(256) draw(Draws a) {
-    const int each = 2 * a.chances;
-    const long long i = blockIdx.x * 256ll + threadIdx.x, row = i / each;
-    if (row < (long long)a.envs * a.horizon) a.draws[i] = Luck{(u64)(row % a.envs), (u64)(row / a.envs) * (1 + each) + 1 + i % each, *a.stream}(0);
+extern "C" __global__ void __launch_bounds__(256) draw(Draws args) {
+    const int per_step = 2 * args.chances;
+    const long long i = blockIdx.x * 256ll + threadIdx.x, row = i / per_step;
+    if (row >= (long long)args.envs * args.horizon) return;
+    const u64 env = row % args.envs, step = row / args.envs;
+    args.uniform[i] = RandomNumbers{env, step * (1 + per_step) + 1 + i % per_step, *args.random_key}(0);
 }
 
 struct Act {
-    const float* now;  // observations: a row for each environment
-    float *seen, *facts;
+    const float* observation;  // observations: a row for each environment
+    float *observations, *columns;
     long long* actions;
     const Weights* weights;
-    const u64* stream;
-    int envs, horizon, step, draws;
+    const u64* random_key;
+    int envs, horizon, step, numbers_per_step;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) act(Act a) {
+// Takes one step of the policy: samples an action for every environment.
+extern "C" __global__ void __launch_bounds__(THREADS) act(Act args) {
     extern __shared__ __align__(16) unsigned char memory[];
-    ActRoom& room = *(ActRoom*)memory;
+    ActMemory& shared = *(ActMemory*)memory;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    take_in(room.w, a.weights);
+    copy_to_shared(shared.weights, args.weights);
     __syncthreads();
-    for (int place = (blockIdx.x * (blockDim.x >> 5) + warp) * 16; place < a.envs; place += gridDim.x * (blockDim.x >> 5) * 16) {
-        const int env = place + (lane & 15);
-        const bool mine = env < a.envs && lane < 16;
-        const float* x = a.now + (long long)env * INPUTS;
-        put_seen(room.seen[warp], x, mine);
+    for (int first_env = (blockIdx.x * (blockDim.x >> 5) + warp) * 16; first_env < args.envs; first_env += gridDim.x * (blockDim.x >> 5) * 16) {
+        const int env = first_env + (lane & 15);
+        const bool has_env = env < args.envs && lane < 16;
+        const float* x = args.observation + (long long)env * INPUTS;
+        store_observations(shared.observations[warp], x, has_env);
         u32 slope[LAYERS][WIDTH / 16][4];
-        float y[OUT / 8][4];
-        run_net(y, slope, room.w, room.seen[warp], [](int, const u32 (&)[WIDTH / 16][4]) {});
-        put_logits(room.logits[warp], y);
-        if (mine) {
-            const long long n = (long long)env * a.horizon + a.step;
-            float logp;
-            const int action = choose(room.logits[warp][lane], Luck{(u64)env, (u64)a.step * a.draws, *a.stream}(0), logp);
-            for (int i = 0; i < INPUTS; i++) a.seen[n * INPUTS + i] = x[i];
-            *(float2*)(a.facts + n * FACTS + ACTION) = make_float2(action, logp);
-            a.actions[env] = action;
+        float y[PADDED_ACTIONS / 8][4];
+        run_net(y, slope, shared.weights, shared.observations[warp], [](int, const u32 (&)[WIDTH / 16][4]) {});
+        store_logits(shared.logits[warp], y);
+        if (has_env) {
+            const long long row = (long long)env * args.horizon + args.step;
+            float log_prob;
+            const RandomNumbers random{(u64)env, (u64)args.step * args.numbers_per_step, *args.random_key};
+            const int action = sample_action(shared.logits[warp][lane], random(0), log_prob);
+            for (int i = 0; i < INPUTS; i++) args.observations[row * INPUTS + i] = x[i];
+            *(float2*)(args.columns + row * NUM_COLUMNS + ACTION) = make_float2(action, log_prob);
+            args.actions[env] = action;
         }
     }
 }
 
-struct Book {
-    const float *gained, *beyond_now;
-    const unsigned char* ended;
+struct RecordStep {
+    const float *step_reward, *next_observation;
+    const unsigned char* terminated;
     long long* steps;
-    float *returns, *discounted, *reward, *beyond, *partial;
-    unsigned char *marks, *over;
+    float *returns, *discounted, *reward, *truncated_observations, *partial_sums;
+    unsigned char *end_flags, *done;
     int envs, horizon, step, limit;
     float gamma;
 };
 
 // Records the rewards of a step, and which episodes are done.
-extern "C" __global__ void __launch_bounds__(128) book(Book a) {
+extern "C" __global__ void __launch_bounds__(128) record_step(RecordStep args) {
     const int env = blockIdx.x * 128 + threadIdx.x;
-    float parts[PARTS] = {};
-    if (env < a.envs) {
-        const long long n = (long long)env * a.horizon + a.step, count = a.steps[env] + 1;
-        const float reward = a.gained[env], sum = a.returns[env] + reward, discounted = a.discounted[env] * a.gamma + reward;
-        const bool ended = a.ended[env], over = ended || (a.limit && count >= a.limit);
-        a.reward[n] = reward, a.marks[n] = (ended ? ENDED : 0) | (over ? OVER : 0), a.over[env] = over;
-        a.steps[env] = over ? 0 : count, a.returns[env] = over ? 0.f : sum, a.discounted[env] = over ? 0.f : discounted;
-        if (over && !ended) for (int i = 0; i < INPUTS; i++) a.beyond[n * INPUTS + i] = a.beyond_now[(long long)env * INPUTS + i];
-        parts[COUNT] = 1.f, parts[SUM] = discounted, parts[SQUARES] = discounted * discounted;
-        if (over) parts[3] = 1.f, parts[4] = sum, parts[5] = count;
+    float partial_sums[NUM_PARTIAL_SUMS] = {};
+    if (env < args.envs) {
+        const long long row = (long long)env * args.horizon + args.step, count = args.steps[env] + 1;
+        const float reward = args.step_reward[env], sum = args.returns[env] + reward, discounted = args.discounted[env] * args.gamma + reward;
+        const bool terminated = args.terminated[env], done = terminated || (args.limit && count >= args.limit);
+        args.reward[row] = reward, args.end_flags[row] = (terminated ? TERMINATED : 0) | (done ? DONE : 0), args.done[env] = done;
+        args.steps[env] = done ? 0 : count, args.returns[env] = done ? 0.f : sum, args.discounted[env] = done ? 0.f : discounted;
+        if (done && !terminated)
+            for (int i = 0; i < INPUTS; i++) args.truncated_observations[row * INPUTS + i] = args.next_observation[(long long)env * INPUTS + i];
+        partial_sums[COUNT] = 1.f, partial_sums[SUM] = discounted, partial_sums[SQUARES] = discounted * discounted;
+        if (done) partial_sums[NUM_EPISODES] = 1.f, partial_sums[RETURN_SUM] = sum, partial_sums[LENGTH_SUM] = count;
     }
-    __shared__ float sums[PARTS];
-    sum_of_block(parts, sums);
-    float* to = a.partial + blockIdx.x * PARTS + threadIdx.x;
-    if (threadIdx.x < PARTS) *to = a.step ? *to + sums[threadIdx.x] : sums[threadIdx.x];
+    __shared__ float sums[NUM_PARTIAL_SUMS];
+    reduce_block(partial_sums, sums);
+    float* block_sums = args.partial_sums + blockIdx.x * NUM_PARTIAL_SUMS + threadIdx.x;
+    if (threadIdx.x < NUM_PARTIAL_SUMS) *block_sums = args.step ? *block_sums + sums[threadIdx.x] : sums[threadIdx.x];
 }
 
-struct Spread {
-    const float *partial, *spread, *recent;  // the state's rows, which are all equal
+struct AfterPlay {
+    const float *partial_sums, *reward_sums, *recent;  // the state's rows, which are all equal
     float* stats;
-    int blocks, scaled;
-    float value_share;
+    int blocks, scale_rewards;
+    float value_loss_factor;
 };
 
 // After playing: computes the scale of rewards, and the mean return and length of finished episodes.
-extern "C" __global__ void __launch_bounds__(32) after_play(Spread a) {
-    double total[6] = {};
+extern "C" __global__ void __launch_bounds__(32) after_play(AfterPlay args) {
+    double totals[6] = {};
     for (int i = 0; i < 6; i++) {
-        for (int b = threadIdx.x; b < a.blocks; b += 32) total[i] += a.partial[b * PARTS + i];
-        for (int step = 16; step; step >>= 1) total[i] += __shfl_xor_sync(~0u, total[i], step);
+        for (int block = threadIdx.x; block < args.blocks; block += 32) totals[i] += args.partial_sums[block * NUM_PARTIAL_SUMS + i];
+        for (int offset = 16; offset; offset >>= 1) totals[i] += __shfl_xor_sync(~0u, totals[i], offset);
     }
     if (threadIdx.x) return;
-    for (int i = 0; i < 3; i++) a.stats[i] = a.spread[i] + (float)total[i];
-    const float mean = a.stats[SUM] / a.stats[COUNT];
-    a.stats[SCALE] = a.scaled ? fmaxf(sqrtf(fmaxf(a.stats[SQUARES] / a.stats[COUNT] - mean * mean, 0.f)), 1e-4f) : 1.f;
-    for (int i = 0; i < 2; i++) a.stats[RECENT_RETURN + i] = total[3] > 0 ? (float)(total[4 + i] / total[3]) : a.recent[i];
-    a.stats[VALUE_SHARE] = a.value_share;
+    for (int i = 0; i < 3; i++) args.stats[i] = args.reward_sums[i] + (float)totals[i];
+    const float mean = args.stats[SUM] / args.stats[COUNT];
+    args.stats[SCALE] = args.scale_rewards ? fmaxf(sqrtf(fmaxf(args.stats[SQUARES] / args.stats[COUNT] - mean * mean, 0.f)), 1e-4f) : 1.f;
+    for (int i = 0; i < 2; i++)  // the mean return, then the mean length
+        args.stats[RECENT_RETURN + i] = totals[NUM_EPISODES] > 0 ? (float)(totals[RETURN_SUM + i] / totals[NUM_EPISODES]) : args.recent[i];
+    args.stats[VALUE_LOSS_FACTOR] = args.value_loss_factor;
 }
 
 struct Value {
-    const float* seen;
+    const float* observations;
     const Weights* weights;
     float* values;
-    const unsigned char* marks;  // if not null, only rows of truncated episodes are computed
+    const unsigned char* end_flags;  // if not null, only rows of truncated episodes are computed
     int count;
 };
-struct ValueRoom {
-    Weights w;
-    Seen seen[WARPS];
+struct ValueMemory {
+    Weights weights;
+    Observations observations[WARPS];
 };
 
 // Computes the values of observations.
-extern "C" __global__ void __launch_bounds__(THREADS) value(Value a) {
+extern "C" __global__ void __launch_bounds__(THREADS) value(Value args) {
     extern __shared__ __align__(16) unsigned char memory[];
-    ValueRoom& room = *(ValueRoom*)memory;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    take_in(room.w, a.weights + 1);
+    ValueMemory& shared = *(ValueMemory*)memory;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, member = lane & 3;
+    copy_to_shared(shared.weights, args.weights + 1);
     __syncthreads();
-    for (int place = (blockIdx.x * WARPS + warp) * 16; place < a.count; place += gridDim.x * WARPS * 16) {
-        const int n = place + (lane & 15);
-        const bool wanted = n < a.count && (!a.marks || a.marks[n] == OVER);
-        if (!__any_sync(~0u, wanted)) continue;
-        put_seen(room.seen[warp], a.seen + (long long)n * INPUTS, wanted);
+    for (int first_row = (blockIdx.x * WARPS + warp) * 16; first_row < args.count; first_row += gridDim.x * WARPS * 16) {
+        const int row = first_row + (lane & 15);
+        const bool is_needed = row < args.count && (!args.end_flags || args.end_flags[row] == DONE);
+        if (!__any_sync(~0u, is_needed)) continue;
+        store_observations(shared.observations[warp], args.observations + (long long)row * INPUTS, is_needed);
         u32 slope[LAYERS][WIDTH / 16][4];
-        float y[OUT / 8][4];
-        run_net(y, slope, room.w, room.seen[warp], [](int, const u32 (&)[WIDTH / 16][4]) {});
-        if (t == 0) {
-            if (place + g < a.count) a.values[place + g] = y[0][0];
-            if (place + g + 8 < a.count) a.values[place + g + 8] = y[0][2];
+        float output[PADDED_ACTIONS / 8][4];
+        run_net(output, slope, shared.weights, shared.observations[warp], [](int, const u32 (&)[WIDTH / 16][4]) {});
+        if (member == 0) {
+            if (first_row + group < args.count) args.values[first_row + group] = output[0][0];
+            if (first_row + group + 8 < args.count) args.values[first_row + group + 8] = output[0][2];
         }
     }
 }
 
-struct Judge {
-    const float *reward, *values, *beyond, *last, *stats;
-    const unsigned char* marks;
-    float *facts, *partial;
+struct ComputeAdvantages {
+    const float *reward, *values, *truncated_values, *last_values, *stats;
+    const unsigned char* end_flags;
+    float *columns, *partial_sums;
     int envs, horizon;
-    float gamma, decay;
+    float gamma, gae_lambda;
 };
 
-// Computes generalised advantages, one thread for each environment; memory is read and written for 32 steps of an environment at a time.
-extern "C" __global__ void __launch_bounds__(128) judge(Judge a) {
-    __shared__ float value[128][33], gains[128][33];  // gains: the rewards first, then the advantages
-    __shared__ unsigned char marks[128][36];
-    const int first = blockIdx.x * 128, env = first + threadIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const float per_scale = 1.f / a.stats[SCALE];
-    float parts[PARTS] = {}, gain = 0.f, after = env < a.envs ? a.last[env] : 0.f;
-    for (int end = a.horizon; end > 0; end -= 32) {
+// Computes generalised advantages, one thread for each environment. Reads and writes 32 steps of an environment at a time.
+extern "C" __global__ void __launch_bounds__(128) compute_advantages(ComputeAdvantages args) {
+    __shared__ float values[128][33], advantages[128][33];  // advantages: the rewards first, then the advantages
+    __shared__ unsigned char tile_flags[128][36];
+    const int first_env = blockIdx.x * 128, env = first_env + threadIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const float inverse_scale = 1.f / args.stats[SCALE];
+    float partial_sums[NUM_PARTIAL_SUMS] = {}, advantage = 0.f, later_value = env < args.envs ? args.last_values[env] : 0.f;
+    for (int end = args.horizon; end > 0; end -= 32) {
         const int begin = max(0, end - 32), step = begin + lane;
-        for (int row = warp; row < 128 && first + row < a.envs; row += 4)
+        for (int row = warp; row < 128 && first_env + row < args.envs; row += 4)
             if (step < end) {
-                const long long n = (long long)(first + row) * a.horizon + step;
-                value[row][lane] = a.values[n], gains[row][lane] = a.reward[n], marks[row][lane] = a.marks[n];
+                const long long index = (long long)(first_env + row) * args.horizon + step;
+                values[row][lane] = args.values[index], advantages[row][lane] = args.reward[index], tile_flags[row][lane] = args.end_flags[index];
             }
         __syncthreads();
-        if (env < a.envs)
+        if (env < args.envs)
             for (int i = end - begin - 1; i >= 0; i--) {
-                const unsigned char mark = marks[threadIdx.x][i];
-                const float v = value[threadIdx.x][i];
-                const float next = mark & ENDED ? 0.f : mark & OVER ? a.beyond[(long long)env * a.horizon + begin + i] : after;
-                gain = gains[threadIdx.x][i] * per_scale + a.gamma * next - v + (mark ? 0.f : a.gamma * a.decay * gain);
-                const float target = gain + v;
-                gains[threadIdx.x][i] = gain, after = v;
-                parts[0] += 1.f, parts[1] += gain, parts[2] += gain * gain, parts[3] += target, parts[4] += target * target;
+                const unsigned char flags = tile_flags[threadIdx.x][i];
+                const float value = values[threadIdx.x][i];
+                float next_value = later_value;
+                if (flags & TERMINATED) next_value = 0.f;
+                else if (flags & DONE) next_value = args.truncated_values[(long long)env * args.horizon + begin + i];
+                advantage = advantages[threadIdx.x][i] * inverse_scale + args.gamma * next_value - value + (flags ? 0.f : args.gamma * args.gae_lambda * advantage);
+                const float target = advantage + value;
+                advantages[threadIdx.x][i] = advantage, later_value = value;
+                partial_sums[0] += 1.f, partial_sums[1] += advantage, partial_sums[2] += advantage * advantage;
+                partial_sums[3] += target, partial_sums[4] += target * target;
             }
         __syncthreads();
-        for (int row = warp; row < 128 && first + row < a.envs; row += 4)
+        for (int row = warp; row < 128 && first_env + row < args.envs; row += 4)
             if (step < end) {
-                float2* f = (float2*)(a.facts + ((long long)(first + row) * a.horizon + step) * FACTS + ADVANTAGE);
-                const float v = value[row][lane], g = gains[row][lane];
-                f[0] = make_float2(g, g + v), f[1] = make_float2(v, 1.f);  // the advantage is not normalised: `learn` subtracts the mean
+                const long long index = (long long)(first_env + row) * args.horizon + step;
+                float2* sample_columns = (float2*)(args.columns + index * NUM_COLUMNS + ADVANTAGE);
+                const float value = values[row][lane], own_advantage = advantages[row][lane];
+                // The advantage is not normalised: `learn` does that.
+                sample_columns[0] = make_float2(own_advantage, own_advantage + value), sample_columns[1] = make_float2(value, 1.f);
             }
         __syncthreads();
     }
-    sum_of_block(parts, a.partial + blockIdx.x * PARTS);
+    reduce_block(partial_sums, args.partial_sums + blockIdx.x * NUM_PARTIAL_SUMS);
 }
 
-struct Judged { const float* partial; float* stats; int blocks; };
+struct AfterAdvantages { const float* partial_sums; float* stats; int blocks; };
 
 // Computes the mean and deviation of the advantages, and the explained variance of the values.
-extern "C" __global__ void __launch_bounds__(256) after_judging(Judged a) {
-    float* stats = a.stats;
-    __shared__ double part[8][5];
-    double total[5] = {};
+extern "C" __global__ void __launch_bounds__(256) after_advantages(AfterAdvantages args) {
+    float* stats = args.stats;
+    __shared__ double warp_sums[8][5];
+    double totals[5] = {};
     for (int i = 0; i < 5; i++) {
-        for (int b = threadIdx.x; b < a.blocks; b += 256) total[i] += a.partial[b * PARTS + i];
-        for (int step = 16; step; step >>= 1) total[i] += __shfl_xor_sync(~0u, total[i], step);
-        if ((threadIdx.x & 31) == 0) part[threadIdx.x >> 5][i] = total[i];
+        for (int block = threadIdx.x; block < args.blocks; block += 256) totals[i] += args.partial_sums[block * NUM_PARTIAL_SUMS + i];
+        for (int offset = 16; offset; offset >>= 1) totals[i] += __shfl_xor_sync(~0u, totals[i], offset);
+        if ((threadIdx.x & 31) == 0) warp_sums[threadIdx.x >> 5][i] = totals[i];
     }
     __syncthreads();
     if (threadIdx.x) return;
-    for (int i = 0; i < 5; i++) { total[i] = 0; for (int w = 0; w < 8; w++) total[i] += part[w][i]; }
-    const double mean = total[1] / total[0], middle = total[3] / total[0];
-    const double spread = sqrt(fmax(total[2] / total[0] - mean * mean, 0.)), wide = sqrt(fmax(total[4] / total[0] - middle * middle, 0.));
-    stats[MEAN] = mean, stats[SPREAD] = spread + 1e-8;
-    stats[RECENT_EXPLAINED] = 1. - (spread / fmax(wide, 1e-8)) * (spread / fmax(wide, 1e-8));
-    // Gradients have 16 bits: their scale puts a typical one in the middle of the range, far from overflow and underflow.
-    stats[ACTOR_UNIT] = 1.f / 32.f, stats[CRITIC_UNIT] = fmax(sqrt(total[2] / total[0]), 1e-20) / 32.;
+    for (int i = 0; i < 5; i++) {
+        totals[i] = 0;
+        for (int warp_index = 0; warp_index < 8; warp_index++) totals[i] += warp_sums[warp_index][i];
+    }
+    const double mean = totals[1] / totals[0], target_mean = totals[3] / totals[0];
+    const double deviation = sqrt(fmax(totals[2] / totals[0] - mean * mean, 0.));
+    const double target_deviation = sqrt(fmax(totals[4] / totals[0] - target_mean * target_mean, 0.));
+    stats[MEAN] = mean, stats[DEVIATION] = deviation + 1e-8;
+    stats[RECENT_EXPLAINED_VARIANCE] = 1. - (deviation / fmax(target_deviation, 1e-8)) * (deviation / fmax(target_deviation, 1e-8));
+    // Gradients are stored in fp16: the scale moves a typical one to the middle of the range, far from overflow and underflow.
+    stats[ACTOR_GRADIENT_SCALE] = 1.f / 32.f, stats[CRITIC_GRADIENT_SCALE] = fmax(sqrt(totals[2] / totals[0]), 1e-20) / 32.;
 }
 
-struct Finish {
+struct StoreState {
     const float* stats;
-    float *spread, *recent;
+    float *reward_sums, *recent;
     long long* collections;
     int envs;
 };
 
-// Stores what the next collection needs of this one in the state.
-extern "C" __global__ void __launch_bounds__(256) finish(Finish a) {
-    const int n = blockIdx.x * 256 + threadIdx.x;
-    if (n >= a.envs) return;
-    for (int i = 0; i < 3; i++) a.spread[n * 3 + i] = a.stats[i];
-    for (int i = 0; i < 2; i++) a.recent[n * 2 + i] = a.stats[RECENT_RETURN + i];
-    a.collections[n]++;
+// Copies the statistics that the next collection needs into the state.
+extern "C" __global__ void __launch_bounds__(256) store_state(StoreState args) {
+    const int env = blockIdx.x * 256 + threadIdx.x;
+    if (env >= args.envs) return;
+    for (int i = 0; i < 3; i++) args.reward_sums[env * 3 + i] = args.stats[i];
+    for (int i = 0; i < 2; i++) args.recent[env * 2 + i] = args.stats[RECENT_RETURN + i];
+    args.collections[env]++;
 }
 
-struct Shuffle { int* rows; const u64* streams; int envs, horizon, take; };
+struct Shuffle { int* rows; const u64* random_keys; int envs, horizon, samples_per_step; };  // samples_per_step: of one environment
 
-// The order of samples in each pass: every environment's steps are shuffled separately, as by `SourceFeed`; one warp for each environment.
-extern "C" __global__ void __launch_bounds__(THREADS) shuffle(Shuffle a) {
-    __shared__ u32 draws[WARPS][256];
+// Writes the order of samples in each pass: the steps of each environment are shuffled separately, as by `SourceFeed`. A warp shuffles
+// one environment: it sorts the steps by random keys.
+extern "C" __global__ void __launch_bounds__(THREADS) shuffle(Shuffle args) {
+    __shared__ u32 sort_keys[WARPS][256];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, env = blockIdx.x * WARPS + warp, pass = blockIdx.y;
-    if (env >= a.envs) return;
-    for (int i = lane; i < a.horizon; i += 32) draws[warp][i] = chance(env, i, a.streams[pass]) << 8 | i;
+    if (env >= args.envs) return;
+    for (int i = lane; i < args.horizon; i += 32) sort_keys[warp][i] = random_bits(env, i, args.random_keys[pass]) << 8 | i;
     __syncwarp();
-    for (int i = lane; i < a.horizon; i += 32) {
-        const u32 own = draws[warp][i];
-        int rank = 0;
-        for (int j = 0; j < a.horizon; j++) rank += draws[warp][j] < own;
-        a.rows[((long long)pass * a.horizon + rank / a.take * a.take) * a.envs + (long long)env * a.take + rank % a.take] = env * a.horizon + i;
+    for (int i = lane; i < args.horizon; i += 32) {
+        const u32 own_key = sort_keys[warp][i];
+        int position = 0;
+        for (int j = 0; j < args.horizon; j++) position += sort_keys[warp][j] < own_key;
+        const int first = position / args.samples_per_step * args.samples_per_step;  // of the optimizer step's samples of this environment
+        args.rows[((long long)pass * args.horizon + first) * args.envs + (long long)env * args.samples_per_step + position % args.samples_per_step] =
+            env * args.horizon + i;
     }
 }
 
-extern "C" __device__ const int rooms[4] = {sizeof(LearnRoom), sizeof(ValueRoom), sizeof(ActRoom), sizeof(Weights)};
+// stepper.py reads these sizes.
+extern "C" __device__ const int memory_sizes[4] = {sizeof(LearnMemory), sizeof(ValueMemory), sizeof(ActMemory), sizeof(Weights)};

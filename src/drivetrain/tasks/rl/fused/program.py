@@ -23,13 +23,13 @@ class KernelsUnavailable(Exception):
 
 
 class Program:
-    """The kernels of one source text, for one set of constants. The compiled result is stored in the user's cache."""
+    """The kernels of a source text, compiled with given constants. The user's cache stores the result."""
 
     def __init__(self, source: str, constants: dict[str, int], device: torch.device) -> None:
         major, minor = torch.cuda.get_device_capability(device)
         if major < 8:
             raise KernelsUnavailable(
-                f"this GPU (compute capability {major}.{minor}) lacks the tensor core instructions of compute capability 8.0"
+                f"this GPU (compute capability {major}.{minor}) is too old: the kernels need compute capability 8.0 or later"
             )
         try:
             self._driver = ctypes.CDLL("libcuda.so.1")
@@ -43,9 +43,9 @@ class Program:
         self._kernels: dict[str, ctypes.c_void_p] = {}
 
     def launch(self, name: str, grid: tuple[int, ...], threads: int, *args: Any, shared: int = 0) -> None:
-        """Launches a kernel whose only argument is a struct of pointers (tensors or None), integers and floats, in this order."""
-        codes = "".join("P" if a is None or isinstance(a, Tensor) else "i" if isinstance(a, int) else "f" for a in args)
-        packed = struct.pack(codes, *(a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in args))
+        """Launches a kernel whose only argument is a struct: pointers (tensors or None), then integers, then floats."""
+        codes = "".join(_struct_code(a) for a in args)
+        packed = struct.pack(codes, *(_struct_value(a) for a in args))
         struct_buffer = ctypes.create_string_buffer(packed, len(packed))
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(struct_buffer))
         x, y = (*grid, 1)[:2]
@@ -85,8 +85,21 @@ class Program:
             raise KernelsUnavailable(f"CUDA: {text.value.decode() if text.value else code}")
 
 
+def _struct_code(value: Any) -> str:
+    """Returns the code of `struct.pack` for an argument of a kernel."""
+    if value is None or isinstance(value, Tensor):
+        return "P"
+    return "i" if isinstance(value, int) else "f"
+
+
+def _struct_value(value: Any) -> int | float:
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return 0 if value is None else value
+
+
 def _compiled(source: str, options: list[str]) -> bytes:
-    """Returns the compiled kernels, from the cache if they are there."""
+    """Returns the compiled kernels: from the cache, or compiled now."""
     library, version = _nvrtc()
     key = hashlib.sha256("\0".join([source, *options, str(version)]).encode()).hexdigest()[:24]
     folder = private_cache("kernels")

@@ -20,14 +20,15 @@ from drivetrain.tasks.rl.rollout import Rollout
 from drivetrain.tasks.rl.samples import at_least_fp32
 
 KERNEL_ENVS: dict[type[Env], tuple[str, str]] = {BanditEnv: ("bandit.cu", "env.side"), CartPoleEnv: ("cartpole.cu", "env.motion")}
-"""Environments with rules as a kernel: the file, and the state that they read and write."""
+"""Environments whose rules are CUDA code: the file, and the name of the state that it reads and writes."""
 WIDTHS, LAYERS, MAX_INPUTS, MAX_ACTIONS, MAX_STEPS = range(32, 129, 16), (1, 2, 3), 64, 64, 256
-# As in ppo.cu and play.cu: samples and warps of a block, and the lengths of its arrays.
+# As in ppo.cu and play.cu: samples and warps of a block, and the lengths of arrays.
 TILE, WARPS, NUM_PARTIAL_SUMS, NUM_STATS, NUM_SUMS = 64, 4, 8, 12, 8
 KEY_TABLE_EPOCHS = 64
 """Epochs whose random keys are copied to the device at once."""
-MEAN, ACTOR_UNIT, RECENT = 4, 6, 8
-"""Positions in `stats`, as in play.cu: the advantages' mean, the actor's gradient unit, and the metrics of recent episodes."""
+MEAN, ACTOR_GRADIENT_SCALE, RECENT = 4, 6, 8
+"""Positions in `stats`, as in play.cu: the advantages' mean (then their deviation), the scale of the actor's gradients (then the
+critic's), and the metrics of recent episodes."""
 
 
 def why_unsupported(task: Any, source: Rollout, agent: Agent, optimizer: torch.optim.Optimizer) -> str:
@@ -44,9 +45,9 @@ def _unsupported_agent(source: Rollout, agent: Agent) -> str:
     if isinstance(agent, AgentWithRival):
         return "they train one policy, without an earlier copy as its opponent (rival=0 turns that off)"
     if type(agent) is not MlpAgent or agent.width not in WIDTHS or agent.layers not in LAYERS:
-        return f"they are for net=mlp with 1 to 3 layers of {WIDTHS[0]}, {WIDTHS[1]}, ... {WIDTHS[-1]}"
+        return f"they need net=mlp with 1 to 3 layers of {WIDTHS[0]}, {WIDTHS[1]}, ... {WIDTHS[-1]}"
     if agent.inputs > MAX_INPUTS or agent.actions > MAX_ACTIONS or len(source) // source.groups > MAX_STEPS:
-        return f"they are for at most {MAX_INPUTS} numbers observed, {MAX_ACTIONS} actions and {MAX_STEPS} samples of one environment"
+        return f"they support at most {MAX_INPUTS} numbers observed, {MAX_ACTIONS} actions and {MAX_STEPS} samples of one environment"
     return ""
 
 
@@ -68,22 +69,23 @@ class FusedStepper:
         env, group = source.env, context.optimizer.param_groups[0]
         rules, self._state_name = KERNEL_ENVS.get(type(env), ("", ""))
         self.collects = type(source) is Rollout and not source.memory and env.agents == 1 and not source.scale_values
-        """Whether it also collects: an environment of `KERNEL_ENVS` with one kernel, any other step by step."""
+        """Whether it also collects: one kernel plays an environment of `KERNEL_ENVS`; any other is played step by step."""
         is_small = agent.width * (agent.layers - 1) <= 64
         constants = {"INPUTS": agent.inputs, "WIDTH": agent.width, "ACTIONS": agent.actions, "LAYERS": agent.layers,
                      "RELU": int(agent.activation == "relu"), "RESIDENT": 3 if is_small else 1}  # fmt: skip
         folder = files("drivetrain.tasks.rl.fused")
         names = ["ppo.cu", rules, "play.cu"] if rules else ["ppo.cu", "play.cu"]
         self.program = Program("\n".join(folder.joinpath(name).read_text() for name in names), constants, context.device)
-        self.shared_bytes, value_bytes, act_bytes, self._weights_bytes = self.program.integers("rooms", 4)
-        """Shared memory of a block of `learn`."""
-        self._value_shared_bytes, self._act_shared_bytes = value_bytes, act_bytes
+        self.shared_bytes, self._value_shared_bytes, self._act_shared_bytes, self._weights_bytes = self.program.integers("memory_sizes", 4)
+        """Shared memory of a block of `learn`, of `value`, of `act` and `play`; bytes of one network's weights."""
         self._processors = torch.cuda.get_device_properties(context.device).multi_processor_count
         self.envs, self.horizon, self.count = source.groups, source.horizon, len(source)
         self.batch = task.global_batch
-        concurrent = self.program.blocks_per_processor("learn", 32 * WARPS, self.shared_bytes) * self._processors // 2
+        # Half of the blocks that run at the same time compute the actor's gradients, the other half the critic's.
+        max_blocks = max(1, self.program.blocks_per_processor("learn", 32 * WARPS, self.shared_bytes) * self._processors // 2)
         tiles = -(-self.batch // TILE)
-        self.blocks = -(-tiles // -(-tiles // max(1, concurrent)))  # the fewest blocks that need no more rounds
+        tiles_per_block = -(-tiles // max_blocks)
+        self.blocks = -(-tiles // tiles_per_block)
         self.steps = self.count // self.batch * source.passes
         self._adam = (*group["betas"], group["eps"], group["weight_decay"])
         self._flatten([*agent.actor.parameters(), *agent.critic.parameters()])
@@ -127,13 +129,14 @@ class FusedStepper:
         self.squares, self.stats = self._floats(self.num_reduce_blocks), self._floats(NUM_STATS)
         self.rows = torch.zeros(passes, self.count, dtype=torch.int32, device=self.device)
         self.weights = torch.zeros(2, self._weights_bytes, dtype=torch.uint8, device=self.device)
-        """The parameters of both networks, in the layout that matrix products read."""
+        """The parameters of both networks, as matrix products read them."""
         self.step = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.random_keys = torch.zeros(1 + passes, dtype=torch.int64, device=self.device)
-        """Of this epoch: the key of its collection, and of the sample order in each pass."""
+        """The keys of this epoch's random numbers: of its collection, then of the sample order in each pass."""
         self.key_table = torch.zeros(KEY_TABLE_EPOCHS, 1 + passes, dtype=torch.int64, device=self.device)
         self.key_row = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.corrections = self._floats(2)
+        """Adam's bias corrections."""
 
     def _allocate_collection(self, agent: MlpAgent) -> None:
         self.observations, self.columns = self._floats(self.count, agent.inputs), self._floats(self.count, 8)
@@ -141,8 +144,8 @@ class FusedStepper:
         self.last_observations, self.reward = self._floats(self.envs * agent.inputs), self._floats(self.count)
         self.values, self.truncated_values = self._floats(self.count), self._floats(self.count)
         self.last_values = self._floats(self.envs)
-        self.marks = torch.zeros(self.count, dtype=torch.uint8, device=self.device)
-        """Of each step: bit 0, the agent terminated; bit 1, the episode is done."""
+        self.end_flags = torch.zeros(self.count, dtype=torch.uint8, device=self.device)
+        """For each step: bit 0, the agent has terminated; bit 1, the episode is done."""
         num_warps = -(-self.envs // 16)
         self.warps_per_block = 1 if num_warps <= 4 * self._processors else WARPS  # few environments are spread over all processors
         self.play_blocks, self.advantage_blocks = -(-num_warps // self.warps_per_block), -(-self.envs // 128)
@@ -154,7 +157,7 @@ class FusedStepper:
     # --- an epoch ---
 
     def __call__(self, epoch: int, first_step: int, samples: dict[str, Tensor] | None = None) -> None:
-        """Learns from a collection: `samples`, or one that it plays itself."""
+        """Learns from `samples`, or from a collection that it plays itself."""
         self._update_keys(epoch, first_step)
         if self.collects:
             self._take_state()
@@ -162,12 +165,12 @@ class FusedStepper:
             assert samples is not None
             self._take_samples(samples)
         self._num_calls += 1
-        if self._num_calls == 2:  # the first two calls launch the kernels one by one
+        if self._num_calls == 2:  # the first two calls launch the kernels one by one; later calls replay a CUDA graph
             with self.context.host_waits() as waits:
                 self._run_epoch()
             self.host_wait = waits[0] if waits else ""
             if waits:
-                self.context.notice(f"collections are not captured: {self.host_wait}")
+                self.context.notice(f"collections are not captured as a CUDA graph: {self.host_wait}")
         elif self._num_calls < 2 or self.host_wait:
             self._run_epoch()
         if self._num_calls <= 2 or self.host_wait:
@@ -177,7 +180,7 @@ class FusedStepper:
         self._replay()
 
     def _update_keys(self, epoch: int, first_step: int) -> None:
-        """Copies random keys to the device where the table lacks them; each epoch on the device advances its own counters."""
+        """Copies the next random keys to the device once the table is used up. Within the table, the device advances the row itself."""
         if epoch != self._next_epoch:
             self.step.fill_(first_step)
             self.key_row.fill_(epoch % KEY_TABLE_EPOCHS)
@@ -188,17 +191,17 @@ class FusedStepper:
         self._next_epoch = epoch + 1
 
     def _take_state(self) -> None:
-        """Makes the source use the state's tensors of this stepper, whose addresses a CUDA graph needs."""
+        """Makes the source use this stepper's state tensors: a CUDA graph needs fixed addresses."""
         current = self.source.state()
         if not self.state:
             self.state = {k: v.clone() for k, v in current.items()}
         elif any(current[k] is not v for k, v in self.state.items()):
-            for name, own in self.state.items():
-                own.copy_(current[name])
+            for name, tensor in self.state.items():
+                tensor.copy_(current[name])
         self.source.load(self.state)
 
     def _take_samples(self, samples: dict[str, Tensor]) -> None:
-        """Uses the samples of a collection; other tensors than before need another CUDA graph."""
+        """Uses the samples of a collection; new tensors need a new CUDA graph."""
         tensors = samples["observation"], samples["columns"]
         if any(a is not b for a, b in zip(tensors, self.samples, strict=False)):
             self._replay, self._num_calls = None, 0
@@ -223,12 +226,12 @@ class FusedStepper:
         launch("advance", (1,), 32, self.step, self.counts, self.key_row, len(self.counts), self.steps, KEY_TABLE_EPOCHS)
 
     def _fill_stats(self, columns: Tensor) -> None:
-        """Sets the statistics for samples that the engine collected: their advantages are already normalised."""
+        """Sets the statistics of samples that the engine collected: their advantages are already normalised."""
         error = (columns[:, 3] - columns[:, 4]).square().mean().sqrt().clamp(min=1e-20)
         self.stats[MEAN].fill_(0.0)
         self.stats[MEAN + 1].fill_(1.0)
-        self.stats[ACTOR_UNIT].fill_(1 / 32)
-        self.stats[ACTOR_UNIT + 1].copy_(error / 32)
+        self.stats[ACTOR_GRADIENT_SCALE].fill_(1 / 32)
+        self.stats[ACTOR_GRADIENT_SCALE + 1].copy_(error / 32)
         self.stats[RECENT : RECENT + 3].copy_(columns[0, 8:11])
         self.stats[RECENT + 3].fill_(0.5 * self.task.value_weight)
 
@@ -241,15 +244,15 @@ class FusedStepper:
         )  # fmt: skip
 
     def gradients(self, observations: Tensor, columns: Tensor, rows: Tensor, blocks: int, number: int = 0) -> None:
-        """Writes the gradients of some samples, and sums of their metrics, to `sums`; `number` is the step's number in the epoch."""
+        """Writes the gradients and metrics of the samples `rows` to `sums`, as sums over samples. `number`: of the step in the epoch."""
         task, launch = self.task, self.program.launch
         launch(
             "learn", (blocks, 2), 32 * WARPS, observations, columns, self.stats[MEAN:], self.weights, rows, self.partial, len(rows), columns.stride(0),
             float(task.ratio_clip), float(task.value_clip), float(task.value_weight), float(task.entropy_weight), shared=self.shared_bytes,
         )  # fmt: skip
         launch(
-            "add_up", (self.num_reduce_blocks,), 512, self.partial, self.counts, self.sums, self.squares, self.corrections, blocks, number,
-            *(float(x) for x in self._adam[:2]),
+            "reduce_gradients", (self.num_reduce_blocks,), 512, self.partial, self.counts, self.sums, self.squares, self.corrections, blocks, number,
+            *(float(beta) for beta in self._adam[:2]),
         )  # fmt: skip
 
     def _take_step(self, number: int, observations: Tensor, columns: Tensor) -> None:
@@ -275,21 +278,21 @@ class FusedStepper:
             "after_play", (1,), 32, self.partial_sums, state["spread"], state["recent"], self.stats, blocks, int(source.scale_rewards),
             0.5 * float(self.task.value_weight),
         )  # fmt: skip
-        for observations, values, marks in (
+        for observations, values, end_flags in (
             (self.observations, self.values, None),
-            (self.truncated_observations, self.truncated_values, self.marks),
+            (self.truncated_observations, self.truncated_values, self.end_flags),
             (self.last_observations, self.last_values, None),
         ):
             count = len(values)
             blocks = min(-(-count // TILE), 8 * self._processors)
-            launch("value", (blocks,), 32 * WARPS, observations, self.weights, values, marks, count, shared=self._value_shared_bytes)
+            launch("value", (blocks,), 32 * WARPS, observations, self.weights, values, end_flags, count, shared=self._value_shared_bytes)
         launch(
-            "judge", (self.advantage_blocks,), 128, self.reward, self.values, self.truncated_values, self.last_values, self.stats, self.marks,
+            "compute_advantages", (self.advantage_blocks,), 128, self.reward, self.values, self.truncated_values, self.last_values, self.stats, self.end_flags,
             self.columns, self.partial_sums, self.envs, self.horizon, float(source.gamma), float(source.gae_lambda),
         )  # fmt: skip
-        launch("after_judging", (1,), 256, self.partial_sums, self.stats, self.advantage_blocks)
-        launch("finish", (-(-self.envs // 256),), 256, self.stats, state["spread"], state["recent"], state["collections"], self.envs)
-        if not self._state_name:  # a user's environment may give values that are not finite
+        launch("after_advantages", (1,), 256, self.partial_sums, self.stats, self.advantage_blocks)
+        launch("store_state", (-(-self.envs // 256),), 256, self.stats, state["spread"], state["recent"], state["collections"], self.envs)
+        if not self._state_name:  # a user's environment may return values that are not finite
             reward, observations = (t.view(self.envs, self.horizon, -1) for t in (self.reward, self.observations))
             state["fault"].copy_(first_fault(state["fault"], state["collections"], reward, observations))
 
@@ -299,13 +302,13 @@ class FusedStepper:
         self.program.launch(
             "play", (self.play_blocks,), 32 * self.warps_per_block, state[self._state_name], state["steps"], state["return"],
             state["discounted"], self.observations, self.columns, self.truncated_observations, self.last_observations, self.reward,
-            self.partial_sums, self.marks, self.weights, self.random_keys, self.envs, self.horizon, float(self.source.gamma),
+            self.partial_sums, self.end_flags, self.weights, self.random_keys, self.envs, self.horizon, float(self.source.gamma),
             shared=self._act_shared_bytes,
         )  # fmt: skip
         return self.play_blocks
 
     def _play_step_by_step(self) -> int:
-        """Plays an environment of tensor functions: its own operations, and two kernels in each step for everything else."""
+        """Plays an environment of tensor functions. In each step, two kernels do everything else; returns the number of their blocks."""
         launch, env, state = self.program.launch, self.source.env, self.state
         env_state = {k.removeprefix("env."): v for k, v in state.items() if k.startswith("env.")}
         if env.chances:
@@ -318,10 +321,10 @@ class FusedStepper:
             )  # fmt: skip
             step_rand, reset_rand = self.uniform[step].split(env.chances, 1) if env.chances else (self.uniform[step],) * 2
             env_state, reward, terminated = env.step(env_state, self.actions, step_rand)
-            after = env.observe(env_state).float().reshape(self.envs, -1).contiguous() if env.limit else observation
+            next_observation = env.observe(env_state).float().reshape(self.envs, -1).contiguous() if env.limit else observation
             launch(
-                "book", (self.advantage_blocks,), 128, reward.float().contiguous(), after, terminated.contiguous(), state["steps"], state["return"],
-                state["discounted"], self.reward, self.truncated_observations, self.partial_sums, self.marks, self.done, self.envs, self.horizon, step,
+                "record_step", (self.advantage_blocks,), 128, reward.float().contiguous(), next_observation, terminated.contiguous(), state["steps"], state["return"],
+                state["discounted"], self.reward, self.truncated_observations, self.partial_sums, self.end_flags, self.done, self.envs, self.horizon, step,
                 env.limit or 0, float(self.source.gamma),
             )  # fmt: skip
             env_state = select_rows(self.done, env.reset(reset_rand), env_state)
@@ -332,7 +335,7 @@ class FusedStepper:
 
 
 def make_stepper(task: Any, source: Any, model: Agent, context: StepperContext) -> FusedStepper | None:
-    """Returns the stepper of the kernels; where they cannot be used, tells the user why and returns None."""
+    """Returns the stepper with kernels. Where they cannot be used, tells the user why and returns None."""
     reason = why_unsupported(task, source, model, context.optimizer)
     if not reason:
         try:
