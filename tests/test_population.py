@@ -47,7 +47,7 @@ from drivetrain.tune.study import Study
 from drivetrain.tune.table import Table
 from drivetrain.tune.tuner import TunerSettings
 from drivetrain.watch.files import MetricsFile
-from drivetrain.watch.screen import Screen, replay
+from drivetrain.watch.screen import Screen, show_event
 from tests.command import COMMAND, bad, environment, good
 from tests.patience import until
 
@@ -216,7 +216,7 @@ def here(job: PopulationJob, plan: Any, place: Any, screen: Any, gpus: list[str]
     """Does a worker's job; more than `most` trials at once are out of memory."""
     if max(len(group) for group in programs(job.members, VARYING, job.size)) > most:
         return JobEnd(Outcome.OOM, "out of memory")
-    train_population(job, CPU, lambda kind, value: replay(screen, kind, json.loads(json.dumps(value))), False)
+    train_population(job, CPU, lambda kind, value: show_event(screen, kind, json.loads(json.dumps(value))), False)
     return JobEnd(Outcome.OK)
 
 
@@ -310,7 +310,7 @@ def test_trials_that_cannot_be_a_population_leave_no_folders(folder: Path, monke
 
 
 def test_steps_end_with_a_collection(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Problem, match="ends within a collection, of which 8 steps are taken: steps=16"):
+    with pytest.raises(Problem, match=r"a collection takes 8 steps\. Write steps=16"):
         begin(monkeypatch, 2, 2, SEARCH, steps=20).run()
     shutil.rmtree("study")
     tuner = begin(monkeypatch, 2, 2, SEARCH, steps=16)

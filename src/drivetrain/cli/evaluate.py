@@ -31,7 +31,7 @@ def run(verb: str, words: list[str]) -> int:
     from drivetrain.launch.report import shown
     from drivetrain.launch.request import Request
     from drivetrain.runs import find
-    from drivetrain.watch.screen import Screen, number
+    from drivetrain.watch.screen import Screen, format_metric
 
     found, screen = find(args.target), Screen(quiet=args.quiet or args.json)
     ended = evaluate(found, Request(procs=args.procs, gpus=args.gpus, device=args.device, verbose=args.verbose), screen)
@@ -44,7 +44,7 @@ def run(verb: str, words: list[str]) -> int:
         return 0
     weights_text = "" if result["step"] is None else f"; weights of step {result['step']:,}"
     screen.line(
-        "eval", "   ".join(number(k, v) for k, v in result["metrics"].items()) + f"   ({result['samples']:,} samples{weights_text})"
+        "eval", "   ".join(format_metric(k, v) for k, v in result["metrics"].items()) + f"   ({result['samples']:,} samples{weights_text})"
     )
     if "confusion" in result["figures"]:
         path = found.path / "confusion.png"

@@ -33,7 +33,7 @@ def run(verb: str, words: list[str]) -> int:
     from drivetrain import runs
     from drivetrain.export import describe, export, writable
     from drivetrain.launch.trained import load_trained, user_code
-    from drivetrain.watch.screen import Screen, size
+    from drivetrain.watch.screen import Screen, format_size
 
     screen = Screen(quiet=args.quiet or args.json)
     found = runs.find(args.target)
@@ -49,7 +49,7 @@ def run(verb: str, words: list[str]) -> int:
         if args.json:
             print(json.dumps({"folder": str(folder), "files": files}))
         for name in files:
-            screen.line("export", f"{name:<28}{size((folder / name).stat().st_size):>8}")
+            screen.line("export", f"{name:<28}{format_size((folder / name).stat().st_size):>8}")
         screen.line("", str(folder))
         return 0
     if args.merge:
@@ -62,6 +62,6 @@ def run(verb: str, words: list[str]) -> int:
         return 0
     for graph in graphs.values():
         signature = ", ".join(spec.name for spec in graph.inputs) + " -> " + ", ".join(spec.name for spec in graph.outputs)
-        screen.line("export", f"{graph.file:<14}{size(graph.bytes):>8}   {signature}   (within {graph.difference:.0e} of torch)")
+        screen.line("export", f"{graph.file:<14}{format_size(graph.bytes):>8}   {signature}   (within {graph.difference:.0e} of torch)")
     screen.line("", f"{folder}/model.safetensors, {folder}/export.json")
     return 0

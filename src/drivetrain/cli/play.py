@@ -37,7 +37,7 @@ def run(verb: str, words: list[str]) -> int:
     args = parser(verb).parse(words)
 
     from drivetrain import play
-    from drivetrain.watch.screen import Screen, size
+    from drivetrain.watch.screen import Screen, format_size
 
     screen = Screen(quiet=args.quiet)
     agents = [_find_agent(target, screen) for target in dict.fromkeys(args.targets)] or play.shipped_agents()
@@ -46,7 +46,7 @@ def run(verb: str, words: list[str]) -> int:
     files = play.site(agents)
     if args.out:
         num_bytes = play.write_site(files, Path(args.out))
-        screen.line("play", f"{args.out}: {len(files)} files, {size(num_bytes)}; any web server can serve it, from any path")
+        screen.line("play", f"{args.out}: {len(files)} files, {format_size(num_bytes)}; any web server can serve it, from any path")
         return 0
     with play.server(files, args.port) as server:
         address = f"http://127.0.0.1:{server.server_address[1]}/"

@@ -13,7 +13,7 @@ from drivetrain.plan import Plan
 from drivetrain.recipe import Recipe
 from drivetrain.runs import Run
 from drivetrain.supervise import JobEnd
-from drivetrain.watch.screen import Screen, duration, number, size
+from drivetrain.watch.screen import Screen, format_duration, format_metric, format_size
 from drivetrain.watch.time_breakdown import TimeBreakdown
 
 
@@ -60,9 +60,11 @@ def _report_success(run: Run, ended: JobEnd, screen: Screen) -> None:
     metrics, facts = ended.result["metrics"], ended.result["facts"]
     if metrics:
         weights = f"; {weights_text(facts)}" if facts["best"] else ""
-        values = "   ".join(number(k, v) for k, v in metrics.items())
+        values = "   ".join(format_metric(k, v) for k, v in metrics.items())
         screen.line("eval", f"{values}   ({facts['test_samples']:,} samples{weights})")
-    screen.line("done", f"{ended.result['step']:,} steps in {duration(facts['time'])}, peak memory {size(facts['peak_memory_bytes'])}")
+    screen.line(
+        "done", f"{ended.result['step']:,} steps in {format_duration(facts['time'])}, peak memory {format_size(facts['peak_memory_bytes'])}"
+    )
     if sentence := bottleneck(run, ended.spent):
         screen.line("time", sentence)
     screen.line("run", f"{shown(run)}   next: drivetrain eval {run.name} | drivetrain status {run.name}")

@@ -8,7 +8,7 @@ from drivetrain.launch.report import weights_text
 from drivetrain.plan import Plan
 from drivetrain.recipe import Recipe
 from drivetrain.supervise import JobEnd
-from drivetrain.watch.screen import duration, size
+from drivetrain.watch.screen import format_duration, format_size
 
 
 def summary(recipe: Recipe, plan: Plan, ended: JobEnd) -> str:
@@ -26,8 +26,8 @@ def summary(recipe: Recipe, plan: Plan, ended: JobEnd) -> str:
         "Total Parameters": f"{facts['parameters']:,}",
         "Steps": f"{ended.result['step']:,}",
         "Weights": weights_text(facts).removeprefix("weights "),
-        "Training Time": duration(facts["time"]),
-        "Peak Memory": size(facts["peak_memory_bytes"]),
+        "Training Time": format_duration(facts["time"]),
+        "Peak Memory": format_size(facts["peak_memory_bytes"]),
     }
     return "".join(f"{name + ':':<20}{value}\n" for name, value in rows.items())
 

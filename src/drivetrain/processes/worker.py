@@ -74,12 +74,12 @@ def work(job: Job, group: Group, screen: Observer, stop: StopFlag, observers: Se
 
 def _do(job: Job, group: Group, screen: Observer, stop: StopFlag, observers: Sequence[Observer]) -> dict[str, Any]:
     from drivetrain.task_ref import instantiate
-    from drivetrain.watch.screen import Wire
+    from drivetrain.watch.screen import EventPipe
 
     if isinstance(job, PopulationJob):
         from drivetrain.processes.population import train_population
 
-        assert isinstance(screen, Wire)
+        assert isinstance(screen, EventPipe)
         return train_population(job, group, screen.send, stop)
     assert isinstance(job, TaskJob)
     if isinstance(job, TrainJob) and job.diagnostics.check_collectives:  # before the task is imported, which may import them by name
@@ -189,9 +189,9 @@ def _join_and_work(job: Job, folder: Path, event_pipe: int, page: int, stop: Sto
     from drivetrain.engine.log.deviceclock import DeviceClock
     from drivetrain.processes.stack_dumps import dump_collectives_on_request
     from drivetrain.watch.heartbeat import PARTS, HeartbeatWriter
-    from drivetrain.watch.screen import Wire
+    from drivetrain.watch.screen import EventPipe
 
-    wire, heartbeat = Wire(event_pipe), HeartbeatWriter(page)
+    events, heartbeat = EventPipe(event_pipe), HeartbeatWriter(page)
     if int(os.environ["WORLD_SIZE"]) > 1:
         dump_collectives_on_request(folder, int(os.environ["RANK"]))
     try:
@@ -204,8 +204,8 @@ def _join_and_work(job: Job, folder: Path, event_pipe: int, page: int, stop: Sto
     else:
         if group.device_counters:
             heartbeat.device = DeviceClock(len(PARTS))
-        result = work(job, group, wire, stop, [heartbeat])
-    wire.send("result", result)
+        result = work(job, group, events, stop, [heartbeat])
+    events.send("result", result)
     return result
 
 

@@ -24,7 +24,7 @@ from drivetrain.supervise.hang_detector import HangDetector, WatchedRank
 from drivetrain.supervise.verdicts import LocalVerdicts, Verdict
 from drivetrain.watch.deadline import MIN_SECONDS
 from drivetrain.watch.heartbeat import HeartbeatReader, open_heartbeat_page
-from drivetrain.watch.screen import Screen, replay
+from drivetrain.watch.screen import Screen, show_event
 from drivetrain.watch.time_breakdown import TimeBreakdown
 
 PLAN_RECORDING_JOBS = (TrainJob, VerifyJob)
@@ -254,9 +254,9 @@ class Attempt:
                 worker.log.write(line + b"\n")
         text = line.decode(errors="replace")
         if worker.rank == self.place.first_rank:
-            self.screen.passed_on(text)
+            self.screen.worker_output(text)
         elif self.verbose:
-            self.screen.passed_on(f"[rank {worker.rank}] {text}")
+            self.screen.worker_output(f"[rank {worker.rank}] {text}")
 
     def _take_event(self, worker: Worker, line: bytes) -> None:
         event, value = json.loads(line)
@@ -265,7 +265,7 @@ class Attempt:
         elif worker.rank == 0:
             if event == "planned" and self.records_plan:
                 record_plan(self.run_dir, value)
-            replay(self.screen, event, value)
+            show_event(self.screen, event, value)
 
     # --- the end ---
 

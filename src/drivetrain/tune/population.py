@@ -26,7 +26,7 @@ from drivetrain.tune.study import Proposal, Study
 from drivetrain.tune.table import Table
 from drivetrain.tune.trial import MAX_RESTARTS, RunningTrial
 from drivetrain.tune.tuner import Tuner, TunerSettings
-from drivetrain.watch.screen import LABEL, Screen
+from drivetrain.watch.screen import LABEL_WIDTH, Screen
 
 MAX_DEFAULT_SIZE = 64
 """Trials at once with `--population auto`, at most."""
@@ -253,7 +253,7 @@ class PopulationTuner(Tuner):
         step, epoch = row["step"], row["epoch"]
         numbers = f"{training[0].number}-{training[-1].number}"
         speed = row["samples_per_second"] * len(training)
-        return f"{'train':<{LABEL}}trials {numbers}   epoch {epoch}, step {step:,}   {speed:,.0f} samples/s"
+        return f"{'train':<{LABEL_WIDTH}}trials {numbers}   epoch {epoch}, step {step:,}   {speed:,.0f} samples/s"
 
     # --- the end ---
 
@@ -287,7 +287,7 @@ class _WorkerScreen(Screen):
         is_stopping = text.startswith("stopping after this step")  # after a Ctrl-C; but a population has nothing to save
         self._tuner.table.screen.notice("stopping; this generation will be trained anew" if is_stopping else text)
 
-    def passed_on(self, text: str) -> None:
+    def worker_output(self, text: str) -> None:
         pass
 
     def busy(self, text: str) -> None:

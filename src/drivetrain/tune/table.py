@@ -9,12 +9,12 @@ from typing import Any
 
 from drivetrain.terminal import one_line
 from drivetrain.tune.space import Space, short
-from drivetrain.watch.screen import LABEL, PLAIN_SECONDS, Screen, number
+from drivetrain.watch.screen import LABEL_WIDTH, PLAIN_SECONDS, Screen, format_metric
 
 
 def format_value(metric: str, value: float | None) -> str:
     """Returns a metric's value as people read it."""
-    return "-" if value is None else number(metric, value).removeprefix(f"{metric} ")
+    return "-" if value is None else format_metric(metric, value).removeprefix(f"{metric} ")
 
 
 class Table:
@@ -40,7 +40,7 @@ class Table:
     def _line(self, label: str, values: Sequence[str], progress: str, value: str, state: str, best: str) -> str:
         cells = [f"{text:<{width}}" for text, width in zip(values, self.widths, strict=True)]
         cells += [f"{progress:<9}", f"{value:<{max(9, len(self.metric))}}", f"{state:<10}", best]
-        return (f"{label:<{LABEL}}" + "  ".join(cells)).rstrip()
+        return (f"{label:<{LABEL_WIDTH}}" + "  ".join(cells)).rstrip()
 
     def print(self, line: str, note: str = "") -> None:
         """Prints a line that stays, and a note below it."""
@@ -48,7 +48,7 @@ class Table:
             self.clear()
             self.screen.put(line)
             if note:
-                self.screen.put(" " * LABEL + note)
+                self.screen.put(" " * LABEL_WIDTH + note)
 
     def show(self, lines: list[str]) -> None:
         """Shows the running trials: redrawn on a terminal, printed from time to time in a log."""
