@@ -200,7 +200,7 @@ class Screen(Observer):
 
 
 class _FirstDraw(NamedTuple):
-    """When the progress line was first drawn, and at which step: the start of the speed that the time left is computed from."""
+    """When and at which step the progress line was first drawn: the time left is computed from the speed since then."""
 
     time: float
     step: int

@@ -260,7 +260,7 @@ class Leader:
         """Returns the time breakdown of all ranks, in their order."""
         assert self._members is not None
         for peer in self._members.peers:
-            own = own.beside(self._time_spent.get(peer) or TimeBreakdown.unknown(peer.procs))
+            own = own.with_ranks_of(self._time_spent.get(peer) or TimeBreakdown.unknown(peer.procs))
         return own
 
     def _unfinished_peers(self) -> list[Peer]:
