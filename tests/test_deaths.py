@@ -99,7 +99,7 @@ def test_whatever_ends_without_a_result_is_started_anew(folder: Path) -> None:
     told = [line for line in output.splitlines() if line.startswith("restart ")]
     assert len(told) == 4 and "Traceback" not in output, output
     for how, sample in (("ended with code 0", 16), ("was killed by SIGKILL", 48), ("was killed by SIGSEGV", 80)):
-        [line] = [line for line in told if f"{how} while it read sample {sample} of the data set; starting anew from" in line]
+        [line] = [line for line in told if f"{how} while it read sample {sample} of the data set; restarting from" in line]
         assert line.startswith("restart loader worker ") and " of rank " in line
     assert any(line.startswith("restart worker 1 ended with code 0 and without a result; starting anew") for line in told)
     info = json.loads(Path("runs/broken/run.json").read_text())
@@ -239,8 +239,8 @@ def test_a_start_that_fails_is_retried(tmp_path: Path, monkeypatch: pytest.Monke
     ):
         supervisor.run()
     assert said == [
-        "restart the workers could not be started: Resource temporarily unavailable; starting anew from the beginning",
-        "restart the workers could not be started: Too many open files; starting anew from the beginning",
+        "restart the workers could not be started: Resource temporarily unavailable; restarting from the beginning",
+        "restart the workers could not be started: Too many open files; restarting from the beginning",
     ]
 
 

@@ -60,7 +60,7 @@ def test_all_machines_name_the_rank_that_hangs(way: str, place: str, rank: int, 
     assert took < LIMIT + WITHIN, f"{took:.1f} s"
     stacks = (both / "logs" / "hang-1.txt").read_text()
     assert "--- rank 0, " in stacks and "--- rank 1, " in stacks
-    assert stacks.count("as torch's flight recorder has them") == 2 and "gloo:all_reduce" in stacks
+    assert stacks.count("from torch's flight recorder") == 2 and "gloo:all_reduce" in stacks
 
 
 @pytest.mark.system  # slow by design
@@ -159,7 +159,7 @@ def test_no_verdict_while_a_machine_has_its_reasons() -> None:
     room = Room()
     room.verdicts.receive("b", [seen(1)])
     assert room.verdicts([seen(0)]) is None, "of c nothing is heard: it may be saving"
-    room.verdicts.receive("c", [seen(2, over=False, waits=False)])
+    room.verdicts.receive("c", [seen(2, is_over_limit=False, is_waiting=False)])
     assert room.verdicts([seen(0)]) is None and not room.told, "c is not over its limit"
     room.verdicts.receive("c", [seen(2, since=120.0)])
     room.verdicts.receive("b", [])
@@ -168,10 +168,10 @@ def test_no_verdict_while_a_machine_has_its_reasons() -> None:
 
 def test_all_must_have_waited_at_one_time() -> None:
     room = Room()
-    room.verdicts.receive("b", [seen(1, line="task.py:3 in loss", users=True)])
+    room.verdicts.receive("b", [seen(1, line="task.py:3 in loss", is_users_line=True)])
     room.verdicts.receive("c", [seen(2)])
     assert room.verdicts([seen(0)]) is None, "b and c may have gone on since they were seen"
-    room.verdicts.receive("b", [seen(1, line="task.py:3 in loss", users=True)])
+    room.verdicts.receive("b", [seen(1, line="task.py:3 in loss", is_users_line=True)])
     room.verdicts.receive("c", [seen(2)])
     verdict = room.verdicts(None)
     assert verdict is not None and verdict.ranks == [1] and room.told == [verdict]
@@ -180,9 +180,9 @@ def test_all_must_have_waited_at_one_time() -> None:
 
 def test_others_are_asked_what_they_wait_in(monkeypatch: pytest.MonkeyPatch) -> None:
     room = Room()
-    room.verdicts.receive("b", [seen(1, waits=False, line="task.py:3 in loss", where=" at task.py:3 in loss")])
+    room.verdicts.receive("b", [seen(1, is_waiting=False, line="task.py:3 in loss", location=" at task.py:3 in loss")])
     assert room.verdicts([]) is None and room.verdicts.wants_reports and room.asked == 1
-    assert room.verdicts([seen(0, over=False)]) is None and not room.verdicts.wants_reports and room.asked == 1
+    assert room.verdicts([seen(0, is_over_limit=False)]) is None and not room.verdicts.wants_reports and room.asked == 1
     monkeypatch.setattr("drivetrain.supervise.verdicts.time.monotonic", lambda at=room.verdicts._decide_at: at + 1)
     verdict = room.verdicts([])
     assert verdict is not None, "c does not answer"
@@ -194,7 +194,7 @@ def test_a_machine_that_does_not_say_what_its_ranks_do_is_excluded(monkeypatch: 
     """The leader's rank waits beyond its limit, b has its reasons, and of c there are only beats."""
     room = Room()
     assert room.verdicts([seen(0)]) is None and room.asked == 1
-    room.verdicts.receive("b", [seen(1, over=False, waits=False)])
+    room.verdicts.receive("b", [seen(1, is_over_limit=False, is_waiting=False)])
     now = room.verdicts._requested_at
     monkeypatch.setattr("drivetrain.supervise.verdicts.time.monotonic", lambda: now + 29)
     assert room.verdicts([seen(0)]) is None and not room.excluded

@@ -45,7 +45,7 @@ def test_dead_and_hung_processes_change_nothing(folder: Path) -> None:
     assert rows("runs/broken") == rows("runs/whole") and weights("runs/broken") == weights("runs/whole")
     assert [event["why"] for event in events("broken", "restarted")] == ["infra", "hang", "infra", "hang", "infra"]
     assert [event["ranks"] for event in events("broken", "hang")] == [[0], [1]]
-    assert "restart worker 1 was killed by SIGKILL; starting anew from step 9" in output
+    assert "restart worker 1 was killed by SIGKILL; restarting from step 9" in output
     assert "rank 1 waits in all_reduce" in output and "rank 1 is stopped (state T)" in output
     assert "is damaged and not used" in output, "the torn checkpoint"
     assert not left_over("broken")
@@ -58,7 +58,7 @@ def test_what_never_gets_further_is_given_up(folder: Path) -> None:
     done = drivetrain("train", "small.py", "--name", "hopeless", "--restarts", "2")
     assert done.returncode == 201, done.stderr
     assert len(events("hopeless", "restarted")) == 2
-    assert "2 fresh starts brought no new checkpoint" in done.stdout and "drivetrain resume hopeless" in done.stderr
+    assert "2 restarts brought no new checkpoint" in done.stdout and "drivetrain resume hopeless" in done.stderr
 
 
 def test_nothing_is_left_of_a_front_end_that_is_killed(folder: Path) -> None:

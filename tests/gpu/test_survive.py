@@ -73,7 +73,7 @@ def test_a_kernel_that_never_ends_is_told_by_its_power(folder: Path) -> None:
     done = drivetrain(*command, "--name", "stuck")
     assert done.returncode == 202, done.stdout + done.stderr
     print(done.stderr)
-    assert "rank 0 hangs" in done.stderr and "without a sign of life" in done.stderr
+    assert "rank 0 hangs" in done.stderr and "without a heartbeat" in done.stderr
     assert "busy at" in done.stderr and "it waits in a kernel" in done.stderr
 
 

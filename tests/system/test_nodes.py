@@ -141,7 +141,7 @@ def test_the_host_that_leads_may_be_started_again(pair: list[Host], folder: Path
     try:
         reached("steps of both", lambda: step() >= 15)
         first.kill(workers=False)
-        reached("a guest that looks for it", lambda: "looking for it again" in second.output)
+        reached("a guest that looks for it", lambda: "reconnecting" in second.output)
         first = start(one)
         assert first.process.wait(400) == 0, first.output
         assert second.process.wait(120) == 0, second.output

@@ -113,17 +113,17 @@ def draw_faults(seed: int, count: int, steps: int, procs: int, kinds: list[str])
 def run_experiment(experiment: Experiment, folder: Path | None, screen: Screen) -> dict[str, Any]:
     """Trains twice and returns the report. Both runs and report.json stay in `folder`, if one is given."""
     faults = experiment.faults()
-    place = folder.resolve() if folder else Path(tempfile.mkdtemp(prefix="drivetrain-chaos-"))
+    working_folder = folder.resolve() if folder else Path(tempfile.mkdtemp(prefix="drivetrain-chaos-"))
     try:
-        undisturbed, broken = _train_twice(experiment, faults, place, screen)
+        undisturbed, broken = _train_twice(experiment, faults, working_folder, screen)
         report = compare(undisturbed, broken, faults)
         report |= {"seed": experiment.seed, "processes": experiment.procs, "steps": experiment.steps}
         if folder:
-            (place / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+            (working_folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
         return report
     finally:
         if not folder:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(working_folder, ignore_errors=True)
 
 
 def _train_twice(experiment: Experiment, faults: list[str], folder: Path, screen: Screen) -> tuple[Run, Run]:

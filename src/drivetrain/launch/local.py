@@ -63,15 +63,15 @@ def _as_before(machine: LocalMachine, request: Request, opened: OpenedRun) -> Lo
 
 
 def _train_opened(recipe: Recipe, request: Request, opened: OpenedRun, machine: LocalMachine, plan: Plan, screen: Screen) -> JobEnd:
-    place = local_placement(machine.procs)
+    placement = local_placement(machine.procs)
     report_start(recipe, machine, plan, screen, opened.note)
     record_start(opened, recipe, plan, machine)
-    opened.run.log_event("started", world_size=place.world_size, device=plan.device)
+    opened.run.log_event("started", world_size=placement.world_size, device=plan.device)
     folder = opened.previous["folder"] if opened.previous else None
     job = make_train_job(recipe, opened.run, plan, request, folder)
     # A training that did not wait for its survey makes a better plan once it needs one: when memory runs out.
     planned_without_survey = plan.device == "cuda" and not plan.predicted and request.planner == "auto" and request.saved_plan is None
     replan = partial(make_plan, recipe, cluster_of(machine), screen) if planned_without_survey else None
-    ended = run_workers(job, plan, place, screen, machine.gpus, request.verbose, replan, request.policy)
+    ended = run_workers(job, plan, placement, screen, machine.gpus, request.verbose, replan, request.policy)
     finish(opened, recipe, plan, ended, screen)
     return ended

@@ -47,12 +47,12 @@ def _follow(member: Member, recipe: Recipe, request: Request, machine: LocalMach
     """Takes part in the leader's attempts until the run has ended."""
     run = Run("")
 
-    def make_supervisor(start: StartAttempt, place: WorkerPlacement) -> Supervisor:
+    def make_supervisor(start: StartAttempt, placement: WorkerPlacement) -> Supervisor:
         nonlocal run
         run = _own_run(start.run, request)
         job = make_train_job(recipe, run, start.plan, request)
         job = replace(job, task=recipe.task)  # this machine may have no copy in the run; the digests of the code are equal
-        return stack.enter_context(supervised(job, start.plan, place, screen, machine.gpus, request.verbose, policy=request.policy))
+        return stack.enter_context(supervised(job, start.plan, placement, screen, machine.gpus, request.verbose, policy=request.policy))
 
     with contextlib.ExitStack() as stack:
         # A member takes no paths from the leader: its DeepSpeed file is its own.
@@ -105,14 +105,14 @@ def _lead_opened(
                 opened.run.update(plan=plan.to_json())
         return plan
 
-    place = WorkerPlacement(0, machine.procs, members.world_size, ("", 0))
+    placement = WorkerPlacement(0, machine.procs, members.world_size, ("", 0))
     plan = plan_run(recipe, request, cluster_of(machine, members.world_size, members.nodes), opened.previous, screen)
     report_start(recipe, machine, plan, screen, opened.note)
     record_start(opened, recipe, plan, machine)
     opened.run.log_event("started", world_size=members.world_size, device=plan.device)
     folder = opened.previous["folder"] if opened.previous else None
     job = make_train_job(recipe, opened.run, plan, request, folder)
-    with supervised(job, plan, place, screen, machine.gpus, request.verbose, policy=request.policy) as supervisor:
+    with supervised(job, plan, placement, screen, machine.gpus, request.verbose, policy=request.policy) as supervisor:
         supervisor.is_leader = True
         try:
             ended = rendezvous.lead(leader, supervisor, members, plan_attempt, _name_for_members(opened.run))

@@ -259,7 +259,7 @@ ENDED = {"kind": "attempt-ended", "attempt": 1, "outcome": "oom", "message": "",
         ENDED | {"spent": {"ranks": [{}], "steps": 1}},
         ENDED | {"outcome": 5},
         {"kind": "time-spent", "spent": {"ranks": [{"surprise": 1.0}], "steps": 1}},
-        {"kind": "hang-report", "attempt": 1, "sights": [{"rank": 1}]},
+        {"kind": "hang-report", "attempt": 1, "reports": [{"rank": 1}]},
         {"kind": "start-attempt"},
     ],
 )

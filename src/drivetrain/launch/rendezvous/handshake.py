@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-VERSION = 5
+VERSION = 6
 ANSWER_SECONDS = 5.0  # drivetrain answers at once; another program that listens on the port may stay silent
 MAX_LINE_BYTES = 4096
 

@@ -232,7 +232,7 @@ class Leader:
         if newcomers and self._members.nodes < self.max_nodes and not self._is_growing and supervisor.steps_taken:
             self.notice(f"{newcomers[0].name} has come: stopping after this step, to go on with it")
             self._is_growing = True
-            supervisor.regroup()
+            supervisor.stop_after_step()
 
     def _read_messages(self, peer: Peer) -> None:
         while (message := peer.link.receive(0)) is not None:
@@ -251,9 +251,9 @@ class Leader:
         if isinstance(message, AttemptEnded) and message.attempt == self._attempt:
             self._ends[peer] = message
         elif isinstance(message, HangReport) and message.attempt == self._attempt:
-            if any(sight.rank not in peer.ranks for sight in message.sights):
+            if any(report.rank not in peer.ranks for report in message.reports):
                 return False
-            self.verdicts.receive(peer, message.sights)
+            self.verdicts.receive(peer, message.reports)
         return True
 
     def merge_time_breakdown(self, own: TimeBreakdown) -> TimeBreakdown:

@@ -117,7 +117,7 @@ class Member:
                 return received
             if received is None and not self.link.is_alive:
                 self.link.close()
-                self.notice(f"lost {self.config.where}{self.link.fault and f', which {self.link.fault}'}: looking for it again")
+                self.notice(f"lost {self.config.where}{self.link.fault and f', which {self.link.fault}'}: reconnecting")
                 self.link = self._join(is_reconnect=True, stopped=stopped)
                 self.notice(f"back at {self.config.where}")
             if stopped():
@@ -148,8 +148,8 @@ class Member:
     def report_time_breakdown(self, spent: TimeBreakdown) -> None:
         self.link.send(TimeSpent(spent))
 
-    def report(self, attempt: int, sights: list[RankReport]) -> None:
-        self.link.send(HangReport(attempt, sights))
+    def report(self, attempt: int, reports: list[RankReport]) -> None:
+        self.link.send(HangReport(attempt, reports))
 
     def report_end(self, attempt: int, ended: JobEnd) -> None:
         self._attempt = 0
@@ -175,10 +175,10 @@ def follow(
             message = member.wait(stopped)
             if isinstance(message, RunEnded):
                 return JobEnd(message.outcome, message.message)
-            place, plan = member.start_attempt(message), adapt(message.plan)
+            placement, plan = member.start_attempt(message), adapt(message.plan)
             if supervisor is None:
-                supervisor = make_supervisor(replace(message, plan=plan), place)
-            supervisor.prepare_attempt(plan, place, message.diagnostics)
+                supervisor = make_supervisor(replace(message, plan=plan), placement)
+            supervisor.prepare_attempt(plan, placement, message.diagnostics)
             supervisor.on_poll = partial(member.check, supervisor, message.attempt)
             supervisor.verdicts = MemberVerdicts(partial(member.report, message.attempt))
             supervisor.merge_time_breakdown = member.report_time_breakdown

@@ -67,7 +67,7 @@ class HangReport:
 
     kind: ClassVar = "hang-report"
     attempt: int
-    sights: list[RankReport]
+    reports: list[RankReport]
 
 
 @dataclass(frozen=True)
