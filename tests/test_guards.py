@@ -242,7 +242,7 @@ def alone() -> dict[str, str]:
 def test_flags_that_another_launcher_leaves_without_effect_are_named(folder: Path) -> None:
     write_task()
     output = good("train", "small.py", "steps=4", "--restarts", "5", "--hang-after", "1min", "--name", "told", **alone())
-    assert "without effect, for it needs drivetrain's own processes (--procs N): --restarts, --hang-after" in output
+    assert "ignored, because only drivetrain's own processes (--procs N) support it: --restarts, --hang-after" in output
     assert "without effect" not in good("train", "small.py", "steps=4", "--name", "plain", **alone())
 
 

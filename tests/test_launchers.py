@@ -66,7 +66,7 @@ def test_torchrun_and_a_stop_from_which_the_repeated_command_goes_on(task: Path,
     assert 3 <= at < STEPS
 
     output = run(*command, folder=task)
-    assert "going on with small-001" in output
+    assert "continuing small-001" in output
     assert [event["step"] for event in events(stopped, "resumed")] == [at]
     check_same(only_run(task), own, "torchrun")
     check_one_machine(only_run(task), own)
@@ -78,7 +78,7 @@ def test_accelerate_with_two_processes_and_accumulation(task: Path, own: Path) -
         "accelerate", "launch", *flags, "--main_process_port", 0, "-m", *MODULE,
         folder=task, HF_HOME=task, ACCELERATE_GRADIENT_ACCUMULATION_STEPS=2,
     )  # fmt: skip
-    assert "plan.accumulation=2, as accelerate launch was told (the global batch stays 32)" in output
+    assert "plan.accumulation=2, from accelerate launch (the global batch stays 32)" in output
     check_same(only_run(task), own, "accelerate")
     check_one_machine(only_run(task), own)
     plan = info(only_run(task))["plan"]
@@ -89,7 +89,7 @@ def test_accelerate_on_a_cpu_starts_one_process_and_a_notice_says_so(task: Path,
     flags = ("--cpu", "--num_processes", 2, "--mixed_precision", "bf16")
     output = run("accelerate", "launch", *flags, "-m", *MODULE, folder=task, HF_HOME=task)
     assert "accelerate launch started one process" in output
-    assert "precision=bf16, as accelerate launch was told" in output
+    assert "precision=bf16, from accelerate launch" in output
     plan = info(only_run(task))["plan"]
     assert (plan["world_size"], plan["precision"]) == (1, "bf16")
     assert losses(only_run(task)) == pytest.approx(losses(own), rel=0.05)
@@ -169,7 +169,7 @@ def test_two_machines_without_one_stop_and_go_on(task: Path, own: Path, tmp_path
         assert (first.wait(), second.wait()) == (200, 200)
     assert info(only_run(task))["outcome"] == "preempted"
     with start_on_two_machines(task, other, port=port) as (first, second):
-        assert "going on with small-001" in first.succeed()
+        assert "continuing small-001" in first.succeed()
         second.succeed()
     assert len(events(only_run(task), "resumed")) == 1
     check_same(only_run(task), own, None)

@@ -253,7 +253,7 @@ def test_sigusr1_leaves_a_run_that_goes_on_exactly(procs: int, folder: Path) -> 
     front.send_signal(signal.SIGUSR1)
     output, _ = front.communicate(timeout=240)
     step = Run("runs/asked").checkpoint_steps()[-1]
-    assert front.returncode == 200 and f"after step {step:,}, saved; go on with: drivetrain resume asked" in output, output
+    assert front.returncode == 200 and f"after step {step:,}, saved; continue with: drivetrain resume asked" in output, output
     assert json.loads(Path("runs/asked/run.json").read_text())["outcome"] == "preempted" and 5 < step < 56
     assert rows("runs/asked")[-1]["step"] == step
     good("resume", "asked")
@@ -273,7 +273,7 @@ def test_a_run_that_has_not_begun_its_first_step_stops_at_once(number: int, fold
         output, _ = front.communicate(timeout=240)
         assert watch.seconds < 10, f"{watch.seconds:.1f} s"
         assert front.returncode == (200 if number == signal.SIGTERM else 130), output
-        assert "before its first step; go on with: drivetrain resume early" in output
+        assert "before its first step; continue with: drivetrain resume early" in output
         assert json.loads(Path("runs/early/run.json").read_text())["outcome"] == "preempted" and not left_over("early")
     assert "done    56 steps" in good(*WORDS, "--name", "early")
 
@@ -284,7 +284,7 @@ def test_time_is_up_while_the_task_still_loads(folder: Path) -> None:
     done = drivetrain(*WORDS, "--name", "early", "--time-limit", "3s")
     assert done.returncode == 200, done.stdout + done.stderr
     assert watch.seconds < 20
-    assert "before its first step; go on with: drivetrain resume early" in done.stdout
+    assert "before its first step; continue with: drivetrain resume early" in done.stdout
 
 
 @pytest.mark.parametrize("procs", [pytest.param(1, marks=pytest.mark.system), 2])

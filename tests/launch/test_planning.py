@@ -98,7 +98,7 @@ def test_a_survey_that_crashes_leaves_a_plan_by_the_models_sizes(monkeypatch: py
     write_task(change=CRASHES)
     [recipe] = load("small.py", [])
     plan = make_plan(recipe, Cluster(parse("1xT4"), "cuda", 1, 1), Screen(quiet=True))
-    assert "could not be traced: the process that looked at it died of SIGSEGV; bounded by its sizes" in plan.reasons["predicted"]
+    assert "could not be traced: the process that traced it died of SIGSEGV; the memory counts parameters" in plan.reasons["predicted"]
     assert "its state alone needs" in plan.reasons["strategy"] and not plan.predicted
 
 
@@ -111,7 +111,7 @@ class _BusyProcess(survey_process.SurveyProcess):
 
 def test_work_and_not_the_clock_decides_that_a_task_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey_process, "WORK_LIMIT_SECONDS", 0.5)
-    with pytest.raises(Problem, match=r"longer than .* s to look at: --planner off"):
+    with pytest.raises(Problem, match=r"longer than .* s: --planner off"):
         profiling.ended_in_time(_BusyProcess("while True: pass"), None)
     assert profiling.ended_in_time(_BusyProcess("import time; time.sleep(1.5)"), None), "waiting for a busy machine is no work"
     monkeypatch.setattr(survey_process, "WALL_LIMIT_SECONDS", 1.0)

@@ -67,7 +67,7 @@ def test_scancel_leaves_a_run_from_which_the_repeated_command_goes_on(task: Path
     at = events(stopped, "checkpoint")[-1]["step"]
     assert 3 <= at < STEPS
 
-    assert "going on with small-001" in run(*TWO_NODES, folder=task, SLURM_CONF=slurm.config)
+    assert "continuing small-001" in run(*TWO_NODES, folder=task, SLURM_CONF=slurm.config)
     assert [event["step"] for event in events(stopped, "resumed")] == [at]
     check_same(only_run(task), own)
 

@@ -28,7 +28,7 @@ def run(verb: str, words: list[str]) -> int:
 
     from drivetrain.launch.ending import exit_code, raise_failure
     from drivetrain.launch.evaluation import RECORDED, evaluate
-    from drivetrain.launch.report import shown
+    from drivetrain.launch.report import shown_path
     from drivetrain.launch.request import Request
     from drivetrain.runs import find
     from drivetrain.watch.screen import Screen, format_metric
@@ -49,7 +49,7 @@ def run(verb: str, words: list[str]) -> int:
     if "confusion" in result["figures"]:
         path = found.path / "confusion.png"
         draw_confusion(result["figures"]["confusion"], result["classes"], str(path), found.name)
-        screen.line("", f"confusion matrix: {shown(found)}/{path.name}")
+        screen.line("", f"confusion matrix: {shown_path(found)}/{path.name}")
     return 0
 
 

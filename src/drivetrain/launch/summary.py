@@ -1,4 +1,4 @@
-"""summary.txt: the figures of a finished run that people note."""
+"""Writes summary.txt: the main figures of a finished run."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ def summary(recipe: Recipe, plan: Plan, ended: JobEnd) -> str:
 
 
 def _metric_rows(train: Mapping[str, float], test: Mapping[str, float]) -> dict[str, str]:
-    """Returns the evaluation's metrics, each after its mean over the last epoch of training if that was logged; the loss comes last."""
+    """Returns each metric in training (the mean over the last epoch) and in evaluation; the loss is last."""
     rows: dict[str, str] = {}
-    for name in [name for name in test or train if name != "loss"]:
+    for name in test or train:
         title = name.replace("_", " ").title()
-        rows |= {f"{kind} {title}": _text(name, values[name]) for kind, values in (("Training", train), ("Test", test)) if name in values}
+        for prefix, values in (("Training", train), ("Test", test)):
+            if name != "loss" and name in values:
+                rows[f"{prefix} {title}"] = _text(name, values[name])
     return rows | {"Test Loss": f"{test['loss']:.4f}" if "loss" in test else "not measured"}
 
 

@@ -113,7 +113,7 @@ class SurveyJob(TaskJob):
 
     purpose: ClassVar = "survey"
     with_values: bool
-    """Whether to run on the CPU instead of the meta device, for a task that needs the values of tensors."""
+    """Whether to use real tensors only, after a survey with fake tensors crashed."""
 
 
 @dataclass(frozen=True, kw_only=True)
