@@ -154,7 +154,7 @@ def start_on_two_machines(*folders: Path, port: int, **variables: object) -> Ite
 
 def test_two_machines_with_a_shared_folder(task: Path, own: Path) -> None:
     with start_on_two_machines(task, task, port=free_port()) as (first, second):
-        assert "2 of 2 machines are here" in first.succeed()
+        assert "2 of 2 machines have joined" in first.succeed()
         second.succeed()
     check_same(only_run(task), own, None)
     assert info(only_run(task))["plan"]["nodes"] == 2
@@ -192,7 +192,7 @@ def test_machines_with_different_commands_do_not_train_together() -> None:
     first = threading.Thread(target=join, args=({"seed": 0},), daemon=True)
     first.start()
     until(lambda: any("waiting at" in text for text in notices), "a machine that waits")
-    with pytest.raises(Problem, match=f"the run at {LOCAL}:{port} does not take this machine: another task, code or settings"):
+    with pytest.raises(Problem, match=f"the run at {LOCAL}:{port} rejected this machine: another task, code or settings"):
         join({"seed": 1})
     until(lambda: any("turned" in text and "away: another task" in text for text in notices), "a notice")
     join({"seed": 0})

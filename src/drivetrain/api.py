@@ -66,10 +66,10 @@ def resume(
 ) -> Run:  # fmt: skip
     """Goes on with a run where its last good checkpoint is, with the code and settings it began with. `settings` are those that may
     change, such as `epochs`."""
-    found = _find(run)
+    run_dir = _find(run)
     request = Request(verb="resume", procs=procs, device=device, gpus=gpus, quiet=quiet)
     words = [f"{key}={value}" for key, value in _dotted(settings).items()]
-    return _checked(*start.resume(found, recorded_recipe(found, words), request, Screen(quiet=quiet)))
+    return _checked(*start.resume(run_dir, recorded_recipe(run_dir, words), request, Screen(quiet=quiet)))
 
 
 def plan(
@@ -93,11 +93,11 @@ def evaluate(
     run: Run | str | os.PathLike[str], *, procs: int | None = None, device: str | None = None, gpus: str | None = None, quiet: bool = False
 ) -> dict[str, float]:
     """Returns the metrics of a run's model on its task's evaluation data, and writes eval.json in the run."""
-    found, request = _find(run), Request(procs=procs, device=device, gpus=gpus, quiet=quiet)
-    ended = evaluation.evaluate(found, request, Screen(quiet=quiet))
-    _checked(found, ended)
+    run_dir, request = _find(run), Request(procs=procs, device=device, gpus=gpus, quiet=quiet)
+    ended = evaluation.evaluate(run_dir, request, Screen(quiet=quiet))
+    _checked(run_dir, ended)
     if ended.outcome is not Outcome.OK:
-        raise Problem(f"the evaluation of {found.name} was stopped", ended.outcome)
+        raise Problem(f"the evaluation of {run_dir.name} was stopped", ended.outcome)
     return dict(ended.result["metrics"])
 
 
@@ -105,8 +105,8 @@ def load(run: Run | str | os.PathLike[str]) -> nn.Module:
     """Returns the trained model of a run in evaluation mode: final weights, or those of the last good checkpoint."""
     from drivetrain.engine.inference import trained_model
 
-    found = _find(run)
-    return trained_model(instantiate(recorded_task(found), found.read()["recipe"]["settings"]), found)
+    run_dir = _find(run)
+    return trained_model(instantiate(recorded_task(run_dir), run_dir.read()["recipe"]["settings"]), run_dir)
 
 
 # --- from Python's objects to recipes and runs -------------------------------------------------

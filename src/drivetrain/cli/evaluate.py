@@ -33,9 +33,9 @@ def run(verb: str, words: list[str]) -> int:
     from drivetrain.runs import find
     from drivetrain.watch.screen import Screen, format_metric
 
-    found, screen = find(args.target), Screen(quiet=args.quiet or args.json)
-    ended = evaluate(found, Request(procs=args.procs, gpus=args.gpus, device=args.device, verbose=args.verbose), screen)
-    raise_failure(ended, found)
+    run_dir, screen = find(args.target), Screen(quiet=args.quiet or args.json)
+    ended = evaluate(run_dir, Request(procs=args.procs, gpus=args.gpus, device=args.device, verbose=args.verbose), screen)
+    raise_failure(ended, run_dir)
     if ended.outcome is not Outcome.OK:
         return exit_code(ended)
     result = ended.result
@@ -47,9 +47,9 @@ def run(verb: str, words: list[str]) -> int:
         "eval", "   ".join(format_metric(k, v) for k, v in result["metrics"].items()) + f"   ({result['samples']:,} samples{weights_text})"
     )
     if "confusion" in result["figures"]:
-        path = found.path / "confusion.png"
-        draw_confusion(result["figures"]["confusion"], result["classes"], str(path), found.name)
-        screen.line("", f"confusion matrix: {shown_path(found)}/{path.name}")
+        path = run_dir.path / "confusion.png"
+        draw_confusion(result["figures"]["confusion"], result["classes"], str(path), run_dir.name)
+        screen.line("", f"confusion matrix: {shown_path(run_dir)}/{path.name}")
     return 0
 
 

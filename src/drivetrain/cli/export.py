@@ -36,15 +36,15 @@ def run(verb: str, words: list[str]) -> int:
     from drivetrain.watch.screen import Screen, format_size
 
     screen = Screen(quiet=args.quiet or args.json)
-    found = runs.find(args.target)
-    default_folder = "merged" if args.merge else "model" if found.is_finished else "export"
-    folder = Path(args.out) if args.out else found.path / default_folder
-    task, model = load_trained(found, screen)
+    run_dir = runs.find(args.target)
+    default_folder = "merged" if args.merge else "model" if run_dir.is_finished else "export"
+    folder = Path(args.out) if args.out else run_dir.path / default_folder
+    task, model = load_trained(run_dir, screen)
     with writable(folder):
         facts = {"run": folder.name, "metrics": {}}
         files = task.model_files(model.state_dict(), folder, facts, merge=model if args.merge else None)
         if files is not None:
-            describe(found, files, folder)
+            describe(run_dir, files, folder)
     if files is not None:
         if args.json:
             print(json.dumps({"folder": str(folder), "files": files}))
@@ -55,8 +55,8 @@ def run(verb: str, words: list[str]) -> int:
     if args.merge:
         raise Problem(f"{type(task).__name__} has no adapters to merge: leave --merge out")
     screen.busy("making graphs ...")
-    with user_code(found):
-        graphs = export(task, model, found, folder)
+    with user_code(run_dir):
+        graphs = export(task, model, run_dir, folder)
     if args.json:
         print(json.dumps({"folder": str(folder), "graphs": {name: asdict(graph) for name, graph in graphs.items()}}))
         return 0

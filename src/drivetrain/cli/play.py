@@ -66,28 +66,28 @@ def _find_agent(target: str, screen: Screen) -> ExportedAgent:
 
     shipped = {agent.name: agent for agent in play.shipped_agents()}
     try:
-        found = runs.find(target)
+        run_dir = runs.find(target)
     except Problem:
         if target in shipped:
             return shipped[target]
         raise
-    agent = play.ExportedAgent(found.name, found.path / ("model" if found.is_finished else "export"))
-    if not (agent.folder / runs.EXPORT_CARD).is_file() or not play.is_current(agent, found):
+    agent = play.ExportedAgent(run_dir.name, run_dir.path / ("model" if run_dir.is_finished else "export"))
+    if not (agent.folder / runs.EXPORT_CARD).is_file() or not play.is_current(agent, run_dir):
         screen.busy("making graphs ...")
-        _export(found, agent, screen)
+        _export(run_dir, agent, screen)
     return agent
 
 
-def _export(found: Run, agent: ExportedAgent, screen: Screen) -> None:
+def _export(run_dir: Run, agent: ExportedAgent, screen: Screen) -> None:
     from drivetrain import play
     from drivetrain.export import export
     from drivetrain.launch.trained import load_trained, user_code
 
-    task, model = load_trained(found, screen)
-    with user_code(found):
+    task, model = load_trained(run_dir, screen)
+    with user_code(run_dir):
         if not play.is_playable(task.exports(model) or {}):
-            raise play.not_playable(found.name, type(task).__name__)
-        export(task, model, found, agent.folder)
+            raise play.not_playable(run_dir.name, type(task).__name__)
+        export(task, model, run_dir, agent.folder)
 
 
 def _has_screen() -> bool:

@@ -34,11 +34,11 @@ def run(verb: str, words: list[str]) -> int:
     from drivetrain.launch.trained import load_trained, user_code
     from drivetrain.watch.screen import Screen
 
-    found = runs.find(args.target)
-    task, model = load_trained(found, Screen(sys.stderr, args.quiet))
+    run_dir = runs.find(args.target)
+    task, model = load_trained(run_dir, Screen(sys.stderr, args.quiet))
     text = _read_standard_input() if args.input == "-" else args.input
     options = _read_options(task.predict, args.options)
-    with user_code(found):
+    with user_code(run_dir):
         pieces = task.predict(model, text, **options)
         if not isinstance(pieces, Iterable):
             raise Problem(f"{type(task).__name__}.predict gave a {type(pieces).__name__}: yield pieces of text")

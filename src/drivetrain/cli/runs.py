@@ -51,15 +51,22 @@ def run(verb: str, words: list[str]) -> int:
     return 0
 
 
-def _run_facts(found: Run) -> dict[str, Any]:
-    facts: dict[str, Any] = {"name": found.name, "task": "?", "status": "unreadable", "step": 0, "metric": "", "bytes": found.disk_bytes()}
+def _run_facts(run_dir: Run) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "name": run_dir.name,
+        "task": "?",
+        "status": "unreadable",
+        "step": 0,
+        "metric": "",
+        "bytes": run_dir.disk_bytes(),
+    }
     try:
-        info = found.read()
-        facts |= {"task": info["recipe"]["identity"]["task"], "status": found.status, "created": info["created"][:16].replace("T", " ")}
+        info = run_dir.read()
+        facts |= {"task": info["recipe"]["identity"]["task"], "status": run_dir.status, "created": info["created"][:16].replace("T", " ")}
     except Problem:
         return facts | {"created": ""}
-    metric = next((format_metric(name, value) for name, value in evaluation_metrics(found.evaluation()).items()), "")
-    return facts | {"step": found.last_row().get("step", 0), "metric": metric}
+    metric = next((format_metric(name, value) for name, value in evaluation_metrics(run_dir.evaluation()).items()), "")
+    return facts | {"step": run_dir.last_row().get("step", 0), "metric": metric}
 
 
 def _study_facts(path: Path) -> dict[str, Any]:

@@ -28,9 +28,9 @@ def parser(verb: str) -> Parser:
 
 def run(verb: str, words: list[str]) -> int:
     args = parser(verb).parse(words)
-    found = runs.find(args.target)
-    info = found.read()
-    facts = _facts(found, info)
+    run_dir = runs.find(args.target)
+    info = run_dir.read()
+    facts = _facts(run_dir, info)
     if args.json:
         print(json.dumps(facts))
         return 0
@@ -39,34 +39,34 @@ def run(verb: str, words: list[str]) -> int:
     return 0
 
 
-def _facts(found: Run, info: dict[str, Any]) -> dict[str, Any]:
+def _facts(run_dir: Run, info: dict[str, Any]) -> dict[str, Any]:
     """Returns what --json prints."""
-    events, remarks = _newest_events(found)
-    weights = found.final_weights()
+    events, remarks = _newest_events(run_dir)
+    weights = run_dir.final_weights()
     facts = {
-        "name": found.name, "status": found.status, "message": info["message"], "last": found.last_row(), "evaluated": found.evaluation(),
-        "weights_step": weights and weights["step"], "checkpoints": found.checkpoint_steps(), "plan": info["plan"], "bytes": found.disk_bytes(),
+        "name": run_dir.name, "status": run_dir.status, "message": info["message"], "last": run_dir.last_row(), "evaluated": run_dir.evaluation(),
+        "weights_step": weights and weights["step"], "checkpoints": run_dir.checkpoint_steps(), "plan": info["plan"], "bytes": run_dir.disk_bytes(),
         "events": events, "remarks": remarks,
     }  # fmt: skip
-    if (time_breakdown := _time_breakdown(found)) is not None:
+    if (time_breakdown := _time_breakdown(run_dir)) is not None:
         facts["time"] = time_breakdown
     return facts
 
 
-def _time_breakdown(found: Run) -> dict[str, Any] | None:
+def _time_breakdown(run_dir: Run) -> dict[str, Any] | None:
     """Returns where the run's time went, or None if it was not recorded."""
     try:
-        spent = TimeBreakdown(**json.loads(found.time_breakdown_path.read_text()))
-        return spent.to_json() | {"shares": spent.shares, "bottleneck": bottleneck(found, spent), "sentence": spent.sentence()}
+        spent = TimeBreakdown(**json.loads(run_dir.time_breakdown_path.read_text()))
+        return spent.to_json() | {"shares": spent.shares, "bottleneck": bottleneck(run_dir, spent), "sentence": spent.sentence()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def _newest_events(found: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _newest_events(run_dir: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Returns the newest events, and the task's remarks at its newest evaluation; each oldest first."""
     events: list[dict[str, Any]] = []
     remarks: list[dict[str, Any]] = []
-    for event in rows_backwards(found.events_path):
+    for event in rows_backwards(run_dir.events_path):
         if not isinstance(event.get("event"), str) or not isinstance(event.get("time"), (int, float)):
             continue
         if event["event"] != "remark" and len(events) < NUM_EVENTS:

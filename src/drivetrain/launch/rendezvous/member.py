@@ -1,4 +1,4 @@
-"""A member: it joins, takes part in the attempts that the leader starts, and reconnects if the leader is lost."""
+"""A member: joins, takes part in the leader's attempts, and reconnects if the leader is lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from drivetrain.supervise import JobEnd, Supervisor, WorkerPlacement
 from drivetrain.supervise.verdicts import MemberVerdicts, RankReport
 from drivetrain.watch.time_breakdown import TimeBreakdown
 
-STALLED_SECONDS = 10.0  # after which a supervisor that did not call check() counts as stalled: heartbeats no longer name its attempt
+STALLED_SECONDS = 10.0  # a supervisor that does not call check() for this long is stalled: heartbeats no longer name its attempt
 
 
 class Member:
@@ -43,12 +43,12 @@ class Member:
         self.interface = ""
         self._attempt, self._last_check = 0, 0.0
         self._next: StartAttempt | RunEnded | None = None
-        """A message that came before the current attempt had ended."""
-        self.notice(f"joining the machines that meet at {config.where}")
+        """A message that came before the current attempt ended."""
+        self.notice(f"joining the machines at {config.where}")
         self.link = self._join(is_reconnect=False)
 
     def _join(self, is_reconnect: bool, stopped: Callable[[], bool] = lambda: False) -> Link:
-        """Connects to the leader, trying for a while. After a connection that worked, every fault of the network may be temporary."""
+        """Connects to the leader; retries for some minutes. When it reconnects, every network error may be temporary."""
         deadline = time.monotonic() + JOIN_SECONDS
         while True:
             try:
@@ -63,7 +63,7 @@ class Member:
                 time.sleep(0.5)
 
     def _connect(self, is_reconnect: bool) -> Link:
-        """Connects once, and proves the token. Raises OSError if it may work later, Problem if the user must act."""
+        """Connects once, and proves the token. Raises OSError if a retry may succeed, Problem if the user must act."""
         where = self.config.where
         peer = socket.create_connection(self.config.address, timeout=ANSWER_SECONDS)
         try:
@@ -86,7 +86,7 @@ class Member:
         except WrongToken:
             peer.close()
             raise Problem(
-                f"the token here is not that of the run at {where}: start this machine with the command that the first one printed"
+                f"this machine has another token than the run at {where}: start it with the command that the first machine printed"
             ) from None
         except BaseException:
             peer.close()
@@ -99,11 +99,11 @@ class Member:
             return link
         link.close()
         if isinstance(welcome, Welcome):
-            raise Problem(f"the run at {where} does not take this machine: {welcome.reason}; run the same command on each machine")
+            raise Problem(f"the run at {where} rejected this machine: {welcome.reason}; run the same command on each machine")
         raise ConnectionResetError(0, "no welcome")
 
     def _supervised_attempt(self) -> int:
-        """Returns the attempt for heartbeats; 0 if there is none, or its supervisor is stalled."""
+        """Returns the current attempt, for heartbeats; 0 if there is none, or if its supervisor is stalled."""
         return self._attempt if time.monotonic() - self._last_check < STALLED_SECONDS else 0
 
     def wait(self, stopped: Callable[[], bool] = lambda: False) -> StartAttempt | RunEnded:
@@ -129,7 +129,7 @@ class Member:
         return WorkerPlacement(start.first_rank, start.local_procs, start.world_size, start.master, self.interface)
 
     def check(self, supervisor: Supervisor, attempt: int) -> None:
-        """Called while an attempt runs: aborts it if the leader says so, or is lost."""
+        """Called while an attempt runs: aborts it if the leader asks for that, or is lost."""
         self._last_check = time.monotonic()
         while (message := self.link.receive(0)) is not None:
             if isinstance(message, ReportNow) and message.attempt == attempt:
@@ -137,11 +137,11 @@ class Member:
             elif isinstance(message, HangVerdict) and message.attempt == attempt:
                 supervisor.end_hung(message.verdict)
             elif isinstance(message, Abort) and message.attempt == attempt:
-                supervisor.abort("the machines meet anew")
+                supervisor.abort("the leader starts another attempt")
             elif isinstance(message, (StartAttempt, RunEnded)):
                 self._next = message
                 if isinstance(message, StartAttempt):
-                    supervisor.abort("the machines meet anew")
+                    supervisor.abort("the leader starts another attempt")
         if not self.link.is_alive:
             supervisor.abort(f"the machine at {self.config.where} was lost")
 
@@ -163,8 +163,8 @@ def follow(
     make_supervisor: Callable[[StartAttempt, WorkerPlacement], Supervisor],
     adapt: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> JobEnd:
-    """Takes part in attempt after attempt, as the leader starts them; returns how the run ended. `adapt` replaces the parts of the
-    leader's plan that each machine decides by itself."""
+    """Takes part in the leader's attempts; returns how the run ended. `adapt` replaces the parts of the leader's plan that each machine
+    decides by itself."""
     supervisor: Supervisor | None = None
 
     def stopped() -> bool:
