@@ -194,7 +194,7 @@ def test_machines_with_different_commands_do_not_train_together() -> None:
     until(lambda: any("waiting at" in text for text in notices), "a machine that waits")
     with pytest.raises(Problem, match=f"the run at {LOCAL}:{port} rejected this machine: another task, code or settings"):
         join({"seed": 1})
-    until(lambda: any("turned" in text and "away: another task" in text for text in notices), "a notice")
+    until(lambda: any("rejected" in text and ": another task" in text for text in notices), "a notice")
     join({"seed": 0})
     first.join(5)
     assert sorted(ranks) == [0, 1]

@@ -347,7 +347,7 @@ def chosen(
 
 def test_auto_uses_a_population_where_it_can() -> None:
     assert chosen("auto", *SEARCH, "seed=0..9")[0] == 25
-    assert "width changes the program" in chosen("auto", *SEARCH, "width=32|64")[1]
+    assert "trials with another width cannot be trained at once" in chosen("auto", *SEARCH, "width=32|64")[1]
     assert "no GPU" in chosen("auto", *SEARCH, device="cpu")[1]
     assert "kl_stop=0" in chosen("auto", *SEARCH, kl_stop="0.1")[1]
     for size, _ in (
@@ -361,8 +361,8 @@ def test_auto_uses_a_population_where_it_can() -> None:
 @pytest.mark.parametrize(
     ("asked", "search", "given", "said"),
     [
-        ("many", SEARCH, {}, "how many trials at once"),
-        ("0", SEARCH, {}, "how many trials at once"),
+        ("many", SEARCH, {}, "write the number of trials at once"),
+        ("0", SEARCH, {}, "write the number of trials at once"),
         ("4", ["kl_stop=0..0.1"], {}, "kl_stop=0"),
         ("4", SEARCH, {"kl_stop": "0.05"}, "kl_stop=0"),
         ("4", ["net=mlp|lstm"], {}, "an LSTM is not batched"),
