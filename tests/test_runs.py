@@ -177,7 +177,7 @@ def test_one_broken_folder_does_not_hide_the_others(kind: str, ask: Callable[...
     assert json.loads(ask("runs", "--json"))
     for verb in ("status", "logs", "resume", "eval"):
         assert ask(verb, "odd").startswith("error: ")
-    assert "left alone odd" in ask("runs", "prune")
+    assert "skipped odd" in ask("runs", "prune")
     assert ask("runs", "rm", "odd", "--yes").endswith("unreadable\n")
     assert not Path("runs/odd").exists()
 

@@ -258,7 +258,7 @@ def test_a_folder_in_use_names_the_process(folder: Path) -> None:
         (["learning_rate=0..1,log"], {}, "must begin above 0"),
         (["optim=adam..sgd"], {}, "optim is not a number"),
         (["best=a..b"], {}, "best is not a number"),
-        (["hidden=64|64"], {}, "twice"),
+        (["hidden=64|64"], {}, "repeated"),
         (["hidden"], {}, "--search learning_rate="),
         (["hidden=8..64"], {"hidden": "32"}, "give only one"),
         ([], {}, "nothing to search: write --search learning_rate="),

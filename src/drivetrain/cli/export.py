@@ -37,7 +37,10 @@ def run(verb: str, words: list[str]) -> int:
 
     screen = Screen(quiet=args.quiet or args.json)
     run_dir = runs.find(args.target)
-    default_folder = "merged" if args.merge else "model" if run_dir.is_finished else "export"
+    if args.merge:
+        default_folder = "merged"
+    else:
+        default_folder = "model" if run_dir.is_finished else "export"
     folder = Path(args.out) if args.out else run_dir.path / default_folder
     task, model = load_trained(run_dir, screen)
     with writable(folder):

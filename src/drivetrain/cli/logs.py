@@ -42,8 +42,11 @@ def run(verb: str, words: list[str]) -> int:
 
 
 def _print_new_lines(run_dir: Run, rank: int | None, offsets: dict[Path, int], max_lines: int) -> None:
-    """Prints the logs from the given offsets on and updates these; of a new log prints the last lines, or all for `max_lines` 0."""
-    files = {int(m[1]): p for p in (run_dir.path / "logs").glob("rank-*.log") if (m := re.fullmatch(r"rank-(\d+)\.log", p.name))}
+    """Prints what was added to the logs after `offsets`, and updates these. Of a new log prints the last lines; `max_lines` 0: all."""
+    files: dict[int, Path] = {}
+    for file in (run_dir.path / "logs").glob("rank-*.log"):
+        if match := re.fullmatch(r"rank-(\d+)\.log", file.name):
+            files[int(match[1])] = file
     chosen = [file for number, file in sorted(files.items()) if rank in (None, number) and file.is_file()]
     for file in chosen:
         if file not in offsets:

@@ -61,7 +61,7 @@ def run(verb: str, words: list[str]) -> int:
 
 
 def _find_agent(target: str, screen: Screen) -> ExportedAgent:
-    """Returns the export of a run, made anew where it is missing or old, or an agent that comes with the package."""
+    """Returns the export of a run, which is made if it is missing or old; or an agent that comes with the package."""
     from drivetrain import play, runs
 
     shipped = {agent.name: agent for agent in play.shipped_agents()}

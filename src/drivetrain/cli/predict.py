@@ -52,16 +52,17 @@ def _read_standard_input() -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError:
-        raise Problem("what comes on standard input is no text in UTF-8") from None
+        raise Problem("the standard input is not UTF-8 text") from None
 
 
 def _read_options(predict: Callable[..., Any], words: list[str]) -> dict[str, Any]:
     """Converts NAME=VALUE words to the types that the task's `predict` declares."""
     try:
         types = get_type_hints(predict)
-    except (NameError, TypeError):  # names that are imported for type checkers only: options stay text
+    except (NameError, TypeError):  # it has names that only type checkers import: all options stay text
         types = {}
-    names = [name for name, p in inspect.signature(predict).parameters.items() if p.default is not p.empty]
+    parameters = inspect.signature(predict).parameters
+    names = [name for name, parameter in parameters.items() if parameter.default is not parameter.empty]
     options = {}
     for word in words:
         name, equals, value = word.partition("=")
