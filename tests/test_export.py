@@ -252,9 +252,9 @@ class Batch:
 @pytest.mark.parametrize(
     ("net", "members", "said"),
     [
-        (Branch(len), {}, r"test_export.py:\d+ \(return y if y.sum\(\) > 0 else -y\) goes by the values of a tensor\nUse torch.where"),
+        (Branch(len), {}, r"test_export.py:\d+ \(return y if y.sum\(\) > 0 else -y\) branches on the values of a tensor\nUse torch.where"),
         (Svd(len), {}, r"test_export.py:\d+ \(return torch.linalg.svd.*No ONNX function found.*\nChange that part, or say in exports"),
-        (Net(lambda self, x: F.dropout(self.linear(x))), {}, r"other numbers each time, with random numbers of test_export.py:\d+ .*F.dropout"),
+        (Net(lambda self, x: F.dropout(self.linear(x))), {}, r"outputs change from call to call, because of random numbers in test_export.py:\d+ .*F.dropout"),
         (Net(lambda self, x: torch.multinomial(self.linear(x).softmax(-1), 1)), {}, "random numbers of .*multinomial.*\n.* exports\\(model\\)"),
         (Net(lambda self, x: self.linear(x).detach().numpy()), {}, "gives a ndarray without tensors: say in exports"),
         (Net(lambda self, x: torch.fft.fft(self.linear(x))), {}, "'output' is complex64"),
@@ -378,7 +378,7 @@ def test_a_graph_that_differs_from_torch_is_refused_and_nothing_is_left(folder: 
     good("train", "small.py", "--name", "one", "-q")
     before = sorted(Path("runs/one").rglob("*"))
     message = bad("export", "one", code=2)
-    assert "second cannot be exported: it gives other numbers each time, with random numbers of small.py:" in message
+    assert "second cannot be exported: its outputs change from call to call, because of random numbers in small.py:" in message
     assert sorted(Path("runs/one").rglob("*")) == before
     assert "cannot be exported" in bad("export", "one", "--out", "files", code=2)
     assert not Path("files").exists()

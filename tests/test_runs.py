@@ -104,7 +104,7 @@ def test_links_and_folders_that_hold_more_are_not_deleted(ask: Callable[..., str
     make_run("elsewhere")
     assert "holds other runs" in ask("runs", "rm", "elsewhere", "--yes")
     make_run(".")
-    assert "is no run's name" in ask("runs", "rm", ".", "--yes")
+    assert "is not the name of a run" in ask("runs", "rm", ".", "--yes")
     assert "holds the current folder" in ask("runs", "rm", str(Path.cwd()), "--yes")
     assert Path("elsewhere/big/run.json").is_file() and Path("elsewhere/two/1-one/run.json").is_file()
 
