@@ -253,10 +253,10 @@ class Batch:
     ("net", "members", "said"),
     [
         (Branch(len), {}, r"test_export.py:\d+ \(return y if y.sum\(\) > 0 else -y\) branches on the values of a tensor\nUse torch.where"),
-        (Svd(len), {}, r"test_export.py:\d+ \(return torch.linalg.svd.*No ONNX function found.*\nChange that part, or say in exports"),
+        (Svd(len), {}, r"test_export.py:\d+ \(return torch.linalg.svd.*No ONNX function found.*\nChange that part, or define exports"),
         (Net(lambda self, x: F.dropout(self.linear(x))), {}, r"outputs change from call to call, because of random numbers in test_export.py:\d+ .*F.dropout"),
         (Net(lambda self, x: torch.multinomial(self.linear(x).softmax(-1), 1)), {}, "random numbers of .*multinomial.*\n.* exports\\(model\\)"),
-        (Net(lambda self, x: self.linear(x).detach().numpy()), {}, "gives a ndarray without tensors: say in exports"),
+        (Net(lambda self, x: self.linear(x).detach().numpy()), {}, "gives a ndarray without tensors: define exports"),
         (Net(lambda self, x: torch.fft.fft(self.linear(x))), {}, "'output' is complex64"),
         (Net(lambda self, x, n: self.linear(x) / n), {"call": lambda model, x: model(x, len(x))}, r"differs between batches \(8, 3, 1\)"),
         (Net(lambda self, b: self.linear(b.x)), {"call": lambda model, x: model(Batch(x))}, "called with a Batch, whose tensors have no names"),
