@@ -210,7 +210,7 @@ def test_ctrl_c_leaves_a_resumable_run(folder: Path) -> None:
     command.send_signal(signal.SIGINT)
     output, _ = command.communicate(timeout=240)
     assert command.returncode == 130
-    assert "go on with: drivetrain resume small-001" in output
+    assert "continue with: drivetrain resume small-001" in output
     assert not _processes_of_run("runs/small-001")
     step = json.loads(Path("runs/small-001/metrics.jsonl").read_text().splitlines()[-1])["step"]
     assert f"from step {step}" in run_ok("resume", "small-001", f"steps={step + 2}").replace(",", "")

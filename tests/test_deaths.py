@@ -100,9 +100,9 @@ def test_processes_that_end_without_a_result_are_restarted(folder: Path) -> None
     restart_lines = [line for line in output.splitlines() if line.startswith("restart ")]
     assert len(restart_lines) == 4 and "Traceback" not in output, output
     for ending, sample in (("ended with code 0", 16), ("was killed by SIGKILL", 48), ("was killed by SIGSEGV", 80)):
-        [line] = [line for line in restart_lines if f"{ending} while it read sample {sample} of the data set; starting anew from" in line]
+        [line] = [line for line in restart_lines if f"{ending} while it read sample {sample} of the data set; restarting from" in line]
         assert line.startswith("restart loader worker ") and " of rank " in line
-    assert any(line.startswith("restart worker 1 ended with code 0 and without a result; starting anew") for line in restart_lines)
+    assert any(line.startswith("restart worker 1 ended with code 0 and without a result; restarting") for line in restart_lines)
     info = json.loads(Path("runs/restarted/run.json").read_text())
     assert (info["status"], info["outcome"]) == ("finished", "ok")
     new_folders = {path for path in set(Path(tempfile.gettempdir()).glob("pymp-*")) - folders_before if any(path.glob("listener-*"))}
@@ -241,8 +241,8 @@ def test_a_start_that_fails_is_retried(tmp_path: Path, monkeypatch: pytest.Monke
     ):
         supervisor.run()
     assert lines == [
-        "restart the workers could not be started: Resource temporarily unavailable; starting anew from the beginning",
-        "restart the workers could not be started: Too many open files; starting anew from the beginning",
+        "restart the workers could not be started: Resource temporarily unavailable; restarting from the beginning",
+        "restart the workers could not be started: Too many open files; restarting from the beginning",
     ]
 
 

@@ -254,17 +254,17 @@ class Batch:
 @pytest.mark.parametrize(
     ("net", "members", "message"),
     [
-        (Branch(len), {}, r"test_export.py:\d+ \(return y if y.sum\(\) > 0 else -y\) goes by the values of a tensor\nUse torch.where"),
-        (Svd(len), {}, r"test_export.py:\d+ \(return torch.linalg.svd.*No ONNX function found.*\nChange that part, or say in exports"),
-        (Net(lambda self, x: F.dropout(self.linear(x))), {}, r"other numbers each time, with random numbers of test_export.py:\d+ .*F.dropout"),
+        (Branch(len), {}, r"test_export.py:\d+ \(return y if y.sum\(\) > 0 else -y\) branches on the values of a tensor\nUse torch.where"),
+        (Svd(len), {}, r"test_export.py:\d+ \(return torch.linalg.svd.*No ONNX function found.*\nChange that part, or define exports"),
+        (Net(lambda self, x: F.dropout(self.linear(x))), {}, r"outputs change from call to call, because of random numbers in test_export.py:\d+ .*F.dropout"),
         (Net(lambda self, x: torch.multinomial(self.linear(x).softmax(-1), 1)), {}, "random numbers of .*multinomial.*\n.* exports\\(model\\)"),
-        (Net(lambda self, x: self.linear(x).detach().numpy()), {}, "gives a ndarray without tensors: say in exports"),
+        (Net(lambda self, x: self.linear(x).detach().numpy()), {}, "gives a ndarray without tensors: define exports"),
         (Net(lambda self, x: torch.fft.fft(self.linear(x))), {}, "'output' is complex64"),
         (Net(lambda self, x, n: self.linear(x) / n), {"call": lambda model, x: model(x, len(x))}, r"differs between batches \(8, 3, 1\)"),
         (Net(lambda self, b: self.linear(b.x)), {"call": lambda model, x: model(Batch(x))}, "called with a Batch, whose tensors have no names"),
         (Net(lambda self, x: x), {"call": lambda model, x: model.linear(x)}, "metrics never calls the model itself"),
         (Net(lambda self, x: self.parts["rnn"](x.transpose(0, 1))[0], rnn=nn.GRU(6, 4)),
-            {"samples": list(zip(X, Y, strict=True)), "collate": padded}, r"holds for the sizes it was made with \(input 8x9x6\): give batches of"),
+            {"samples": list(zip(X, Y, strict=True)), "collate": padded}, r"works for the sizes it was made with \(input 8x9x6\): make all batches of"),
     ],
     ids=["branch", "operator", "dropout", "sampling", "no tensors", "complex", "number", "object", "method", "lengths"],
 )  # fmt: skip
@@ -279,7 +279,7 @@ def test_an_unexportable_model_is_refused_in_two_lines(net: Net, members: dict[s
     [
         ([1], "gave a list: return a dict"),
         ({"a/b": (nn.Identity(), {"x": X})}, "names a graph 'a/b'"),
-        ({"a": nn.Identity()}, "gave for 'a' something else than"),
+        ({"a": nn.Identity()}, r"exports\(model\)\['a'\] must be"),
         ({"a": (nn.Identity(), {"x": X, "y": X[:3]})}, "have different numbers of rows: {'x': 20, 'y': 3}"),
     ],
     ids=["list", "path", "no inputs", "rows"],
@@ -386,7 +386,7 @@ def test_a_graph_that_differs_from_torch_is_refused_and_nothing_is_left(folder: 
     run_ok("train", "small.py", "--name", "one", "-q")
     before = sorted(Path("runs/one").rglob("*"))
     message = expect_error("export", "one", code=2)
-    assert "second cannot be exported: it gives other numbers each time, with random numbers of small.py:" in message
+    assert "second cannot be exported: its outputs change from call to call, because of random numbers in small.py:" in message
     assert sorted(Path("runs/one").rglob("*")) == before
     assert "cannot be exported" in expect_error("export", "one", "--out", "files", code=2)
     assert not Path("files").exists()

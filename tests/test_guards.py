@@ -244,7 +244,7 @@ def test_flags_that_another_launcher_leaves_without_effect_are_named(folder: Pat
     output = run_ok(
         "train", "small.py", "steps=4", "--restarts", "5", "--hang-after", "1min", "--name", "flags", **environment_of_one_rank()
     )
-    assert "without effect, for it needs drivetrain's own processes (--procs N): --restarts, --hang-after" in output
+    assert "ignored, because only drivetrain's own processes (--procs N) support it: --restarts, --hang-after" in output
     assert "without effect" not in run_ok("train", "small.py", "steps=4", "--name", "plain", **environment_of_one_rank())
 
 

@@ -66,7 +66,7 @@ def test_torchrun_stops_and_the_same_command_resumes(task: Path, reference: Path
     assert 3 <= stopped_at < STEPS
 
     output = run(*command, folder=task)
-    assert "going on with small-001" in output
+    assert "continuing small-001" in output
     assert [event["step"] for event in events(stopped, "resumed")] == [stopped_at]
     check_same_training(only_run(task), reference, "torchrun")
     check_one_machine(only_run(task), reference)
@@ -78,7 +78,7 @@ def test_accelerate_with_two_processes_and_accumulation(task: Path, reference: P
         "accelerate", "launch", *flags, "--main_process_port", 0, "-m", *MODULE,
         folder=task, HF_HOME=task, ACCELERATE_GRADIENT_ACCUMULATION_STEPS=2,
     )  # fmt: skip
-    assert "plan.accumulation=2, as accelerate launch was told (the global batch stays 32)" in output
+    assert "plan.accumulation=2, from accelerate launch (the global batch stays 32)" in output
     check_same_training(only_run(task), reference, "accelerate")
     check_one_machine(only_run(task), reference)
     plan = info(only_run(task))["plan"]
@@ -89,7 +89,7 @@ def test_accelerate_on_a_cpu_starts_one_process_and_a_notice_says_so(task: Path,
     flags = ("--cpu", "--num_processes", 2, "--mixed_precision", "bf16")
     output = run("accelerate", "launch", *flags, "-m", *MODULE, folder=task, HF_HOME=task)
     assert "accelerate launch started one process" in output
-    assert "precision=bf16, as accelerate launch was told" in output
+    assert "precision=bf16, from accelerate launch" in output
     plan = info(only_run(task))["plan"]
     assert (plan["world_size"], plan["precision"]) == (1, "bf16")
     assert losses(only_run(task)) == pytest.approx(losses(reference), rel=0.05)
@@ -154,7 +154,7 @@ def start_on_two_machines(*folders: Path, port: int, **variables: object) -> Ite
 
 def test_two_machines_with_a_shared_folder(task: Path, reference: Path) -> None:
     with start_on_two_machines(task, task, port=free_port()) as (first, second):
-        assert "2 of 2 machines are here" in first.succeed()
+        assert "2 of 2 machines have joined" in first.succeed()
         second.succeed()
     check_same_training(only_run(task), reference, None)
     assert info(only_run(task))["plan"]["nodes"] == 2
@@ -169,7 +169,7 @@ def test_two_machines_without_a_shared_folder_stop_and_resume(task: Path, refere
         assert (first.wait(), second.wait()) == (200, 200)
     assert info(only_run(task))["outcome"] == "preempted"
     with start_on_two_machines(task, other, port=port) as (first, second):
-        assert "going on with small-001" in first.succeed()
+        assert "continuing small-001" in first.succeed()
         second.succeed()
     assert len(events(only_run(task), "resumed")) == 1
     check_same_training(only_run(task), reference, None)
@@ -192,9 +192,9 @@ def test_machines_with_different_commands_do_not_train_together() -> None:
     first = threading.Thread(target=join, args=({"seed": 0},), daemon=True)
     first.start()
     wait_until(lambda: any("waiting at" in text for text in notices), "a machine that waits")
-    with pytest.raises(Problem, match=f"the run at {LOCAL}:{port} does not take this machine: another task, code or settings"):
+    with pytest.raises(Problem, match=f"the run at {LOCAL}:{port} rejected this machine: another task, code or settings"):
         join({"seed": 1})
-    wait_until(lambda: any("turned" in text and "away: another task" in text for text in notices), "a notice")
+    wait_until(lambda: any("rejected" in text and ": another task" in text for text in notices), "a notice")
     join({"seed": 0})
     first.join(5)
     assert sorted(ranks) == [0, 1]

@@ -85,7 +85,7 @@ def test_in_the_optimizers_update_the_run_restarts_from_its_checkpoint(folder: P
     write_task()
     words = ("train", "small.py", "--procs", "2", "save_every=8")
     output = run_ok(*words, "--name", "short", DRIVETRAIN_FAULTS="oom@update:20:rank=0")  # the restart waits for the last save
-    assert "out of memory at step 20 on rank 0: micro-batch 50 -> 25; starting anew from step 16" in output
+    assert "out of memory at step 20 on rank 0: micro-batch 50 -> 25; restarting from step 16" in output
     assert kinds("short") == ["oom", "replanned", "restarted", "resumed", "finished"]
     assert [e["rank"] for e in events("short") if e["event"] == "oom"] == [0]
     assert (plan("short")["micro_batch"], plan("short")["accumulation"]) == (25, 2)

@@ -181,7 +181,7 @@ def test_a_run_is_exported_when_it_is_first_played_and_when_it_has_changed(runs:
 
 
 def test_unplayable_runs_are_refused(runs: Path) -> None:
-    assert "learns nothing that can be played" in expect_error("play", "other", "--out", "new")
+    assert "cannot be played" in expect_error("play", "other", "--out", "new")
     assert not list((runs / "other").rglob("*.onnx")) and not Path("new").exists()
     assert "there is no run 'nobody'" in expect_error("play", "nobody")
 
@@ -193,7 +193,7 @@ def test_a_broken_file_is_named(runs: Path) -> None:
     assert "policy.onnx is broken: it has" in expect_error("play", "plays", "--out", "site")
     policy.write_bytes(b"\xff" * len(original))
     message = expect_error("play", "plays", "--out", "site")
-    assert "policy.onnx is broken: " in message and "drivetrain export plays writes it anew" in message
+    assert "policy.onnx is broken: " in message and "drivetrain export plays writes it again" in message
     flipped = bytearray(original)  # a flipped bit in the weights: the graph can still be read
     flipped[len(original) // 2] ^= 255
     policy.write_bytes(flipped)
@@ -222,7 +222,7 @@ def test_a_policy_for_another_grid_size_is_refused(tmp_path: Path, monkeypatch: 
         "policy", as_named("policy", export_graphs(small, ConvAgent(small.shape, small.actions), steps=1)["policy"]), agent_folder
     )
     message = "policy.onnx takes observation of 4x5x10x10, reset.onnx gives 4x5x20x20: they are of different worlds"
-    with pytest.raises(Problem, match=f"{message}; drivetrain export other writes them anew"):
+    with pytest.raises(Problem, match=f"{message}; drivetrain export other writes them again"):
         play.check(agent)
     card = json.loads((agent_folder / EXPORT_CARD).read_text())
     card["graphs"]["policy"] = asdict(policy_of_small)

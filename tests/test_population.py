@@ -47,7 +47,7 @@ from drivetrain.tune.study import Study
 from drivetrain.tune.table import Table
 from drivetrain.tune.tuner import TunerSettings
 from drivetrain.watch.files import MetricsFile
-from drivetrain.watch.screen import Screen, replay
+from drivetrain.watch.screen import Screen, show_event
 from tests.command import COMMAND, environment, expect_error, run_ok
 from tests.waiting import wait_until
 
@@ -220,7 +220,7 @@ def run_in_this_process(job: PopulationJob, plan: Any, placement: Any, screen: A
     """Does a worker's job in this process; with more than `max_trials` trials at once it reports out of memory."""
     if max(len(group) for group in programs(job.members, VARYING, job.size)) > max_trials:
         return JobEnd(Outcome.OOM, "out of memory")
-    train_population(job, CPU, lambda kind, value: replay(screen, kind, json.loads(json.dumps(value))), False)
+    train_population(job, CPU, lambda kind, value: show_event(screen, kind, json.loads(json.dumps(value))), False)
     return JobEnd(Outcome.OK)
 
 
@@ -314,7 +314,7 @@ def test_trials_that_cannot_be_a_population_leave_no_folders(folder: Path, monke
 
 
 def test_steps_end_with_a_collection(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Problem, match="ends within a collection, of which 8 steps are taken: steps=16"):
+    with pytest.raises(Problem, match=r"a collection takes 8 steps\. Write steps=16"):
         begin(monkeypatch, 2, 2, SEARCH, steps=20).run()
     shutil.rmtree("study")
     tuner = begin(monkeypatch, 2, 2, SEARCH, steps=16)
@@ -353,7 +353,7 @@ def chosen(
 
 def test_auto_uses_a_population_where_it_can() -> None:
     assert chosen("auto", *SEARCH, "seed=0..9")[0] == 25
-    assert "width changes the program" in chosen("auto", *SEARCH, "width=32|64")[1]
+    assert "trials with another width cannot be trained at once" in chosen("auto", *SEARCH, "width=32|64")[1]
     assert "no GPU" in chosen("auto", *SEARCH, device="cpu")[1]
     assert "kl_stop=0" in chosen("auto", *SEARCH, kl_stop="0.1")[1]
     for size, _ in (
@@ -367,8 +367,8 @@ def test_auto_uses_a_population_where_it_can() -> None:
 @pytest.mark.parametrize(
     ("option", "search", "given", "reason"),
     [
-        ("many", SEARCH, {}, "how many trials at once"),
-        ("0", SEARCH, {}, "how many trials at once"),
+        ("many", SEARCH, {}, "write the number of trials at once"),
+        ("0", SEARCH, {}, "write the number of trials at once"),
         ("4", ["kl_stop=0..0.1"], {}, "kl_stop=0"),
         ("4", SEARCH, {"kl_stop": "0.05"}, "kl_stop=0"),
         ("4", ["net=mlp|lstm"], {}, "an LSTM is not batched"),

@@ -174,7 +174,7 @@ def test_a_run_uses_its_copies_of_modules(folder: Path) -> None:
     # The run has taken no step, so the corrected command restarts it under the same name.
     other.write_text("def say():\n    print('version 3')\n")
     text = run_ok("train", "exp/pkg/task.py", "steps=3", "hidden=8", "--name", "b")
-    assert "b stopped before its first step: starting it anew" in text
+    assert "b stopped before its first step: it starts again" in text
     assert "version 3" in text
     assert json.loads(Path("runs/b/run.json").read_text())["recipe"]["settings"]["hidden"] == 8
     assert "hidden=8 (now 9)" in expect_error("train", "exp/pkg/task.py", "steps=3", "hidden=9", "--name", "b"), "it has taken steps"
@@ -206,4 +206,4 @@ def test_a_refused_start_leaves_no_run(folder: Path) -> None:
     assert "empty data set" in expect_error("train", "other.py", "--run-dir", "mine")
     assert Path("mine").is_dir(), "a folder that existed before stays"
     write_task(name="other.py")
-    assert "starting it anew" in run_ok("train", "other.py", "--run-dir", "mine", "steps=1")
+    assert "it starts again" in run_ok("train", "other.py", "--run-dir", "mine", "steps=1")

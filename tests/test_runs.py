@@ -104,7 +104,7 @@ def test_links_and_folders_with_other_files_are_not_deleted(ask: Callable[..., s
     make_run("elsewhere")
     assert "holds other runs" in ask("runs", "rm", "elsewhere", "--yes")
     make_run(".")
-    assert "is no run's name" in ask("runs", "rm", ".", "--yes")
+    assert "is not the name of a run" in ask("runs", "rm", ".", "--yes")
     assert "holds the current folder" in ask("runs", "rm", str(Path.cwd()), "--yes")
     assert Path("elsewhere/big/run.json").is_file() and Path("elsewhere/two/1-one/run.json").is_file()
 
@@ -177,7 +177,7 @@ def test_one_broken_folder_does_not_hide_the_others(kind: str, ask: Callable[...
     assert json.loads(ask("runs", "--json"))
     for verb in ("status", "logs", "resume", "eval"):
         assert ask(verb, "malformed").startswith("error: ")
-    assert "left alone malformed" in ask("runs", "prune")
+    assert "skipped malformed" in ask("runs", "prune")
     assert ask("runs", "rm", "malformed", "--yes").endswith("unreadable\n")
     assert not Path("runs/malformed").exists()
 

@@ -45,7 +45,7 @@ def test_dead_and_hung_processes_change_nothing(folder: Path) -> None:
     assert rows("runs/interrupted") == rows("runs/uninterrupted") and weights("runs/interrupted") == weights("runs/uninterrupted")
     assert [event["why"] for event in events("interrupted", "restarted")] == ["infra", "hang", "infra", "hang", "infra"]
     assert [event["ranks"] for event in events("interrupted", "hang")] == [[0], [1]]
-    assert "restart worker 1 was killed by SIGKILL; starting anew from step 9" in output
+    assert "restart worker 1 was killed by SIGKILL; restarting from step 9" in output
     assert "rank 1 waits in all_reduce" in output and "rank 1 is stopped (state T)" in output
     assert "is damaged and not used" in output, "the damaged checkpoint"
     assert not processes_of_run("interrupted")
@@ -58,7 +58,7 @@ def test_a_run_without_progress_is_given_up(folder: Path) -> None:
     process = run_drivetrain("train", "small.py", "--name", "no-progress", "--restarts", "2")
     assert process.returncode == 201, process.stderr
     assert len(events("no-progress", "restarted")) == 2
-    assert "2 fresh starts brought no new checkpoint" in process.stdout and "drivetrain resume no-progress" in process.stderr
+    assert "2 restarts brought no new checkpoint" in process.stdout and "drivetrain resume no-progress" in process.stderr
 
 
 def test_a_killed_command_leaves_no_process(folder: Path) -> None:
@@ -257,7 +257,7 @@ def test_sigusr1_stops_a_run_that_resumes_exactly(procs: int, folder: Path) -> N
     command.send_signal(signal.SIGUSR1)
     output, _ = command.communicate(timeout=240)
     step = Run("runs/stopped").checkpoint_steps()[-1]
-    assert command.returncode == 200 and f"after step {step:,}, saved; go on with: drivetrain resume stopped" in output, output
+    assert command.returncode == 200 and f"after step {step:,}, saved; continue with: drivetrain resume stopped" in output, output
     assert json.loads(Path("runs/stopped/run.json").read_text())["outcome"] == "preempted" and 5 < step < 56
     assert rows("runs/stopped")[-1]["step"] == step
     run_ok("resume", "stopped")
@@ -277,7 +277,7 @@ def test_a_run_that_has_not_begun_its_first_step_stops_at_once(number: int, fold
         output, _ = command.communicate(timeout=240)
         assert stopwatch.seconds < 10, f"{stopwatch.seconds:.1f} s"
         assert command.returncode == (200 if number == signal.SIGTERM else 130), output
-        assert "before its first step; go on with: drivetrain resume early" in output
+        assert "before its first step; continue with: drivetrain resume early" in output
         assert json.loads(Path("runs/early/run.json").read_text())["outcome"] == "preempted" and not processes_of_run("early")
     assert "done    56 steps" in run_ok(*WORDS, "--name", "early")
 
@@ -288,7 +288,7 @@ def test_a_time_limit_stops_a_task_that_still_loads(folder: Path) -> None:
     process = run_drivetrain(*WORDS, "--name", "early", "--time-limit", "3s")
     assert process.returncode == 200, process.stdout + process.stderr
     assert stopwatch.seconds < 20
-    assert "before its first step; go on with: drivetrain resume early" in process.stdout
+    assert "before its first step; continue with: drivetrain resume early" in process.stdout
 
 
 @pytest.mark.parametrize("procs", [pytest.param(1, marks=pytest.mark.system), 2])

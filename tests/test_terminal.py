@@ -64,7 +64,7 @@ def test_a_screen_shows_only_plain_text(monkeypatch: pytest.MonkeyPatch) -> None
         screen.put(case)
         screen.notice(case)
         screen.busy(case)
-        screen.passed_on(f"{RED}{case}{RESET}")
+        screen.worker_output(f"{RED}{case}{RESET}")
         screen.started({"steps": 2, "epochs": 1, "parameters": 1, "trainable": 1, "processes": 1, "device": case, "precision": "fp32", "accumulation": 1, "step": 0})  # fmt: skip
         screen.row({"step": 2, "epoch": 1, "train/loss": 0.5, f"train/{case}": 0.5, "learning_rate": 1.0, "samples_per_second": 1.0, "time": 1.0})  # fmt: skip
     shown = screen.stream.getvalue()  # type: ignore[attr-defined]
@@ -76,7 +76,7 @@ def test_a_screen_shows_only_plain_text(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_quiet_screen_prints_no_worker_output() -> None:
     stream = io.StringIO()
     screen = Screen(stream, quiet=True)
-    screen.passed_on("UserWarning: something")
+    screen.worker_output("UserWarning: something")
     assert stream.getvalue() == ""
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 import pytest
 
-from drivetrain.cli import tune
 from drivetrain.describe import task_settings, tune_facts
 from drivetrain.hardware import Hardware
 from drivetrain.launch.machine import LocalMachine
@@ -24,6 +23,7 @@ from drivetrain.task_ref import find_task
 from drivetrain.tasks.rl.population_rules import VARYING
 from drivetrain.tune import folder as folders
 from drivetrain.tune.folder import Goal
+from drivetrain.tune.search import SearchRequest, requests_of_slots
 from drivetrain.tune.space import make_space
 from drivetrain.tune.study import Study
 from drivetrain.tune.table import Table
@@ -254,14 +254,14 @@ def test_a_folder_in_use_names_the_process(folder: Path) -> None:
         (["hidden=1.5..4"], {}, "a whole number"),
         (["learning_rate=1e-4"], {}, "LOW..HIGH"),
         (["learning_rate=1e-4..1e-2,lin"], {}, "LOW..HIGH,log"),
-        (["learning_rate=1e-2..1e-4"], {}, "from the lower to the higher"),
-        (["learning_rate=0..1,log"], {}, "begins above 0"),
-        (["optim=adam..sgd"], {}, "optim is no number"),
-        (["best=a..b"], {}, "best is no number"),
-        (["hidden=64|64"], {}, "twice"),
+        (["learning_rate=1e-2..1e-4"], {}, "lower end of the range first"),
+        (["learning_rate=0..1,log"], {}, "must begin above 0"),
+        (["optim=adam..sgd"], {}, "optim is not a number"),
+        (["best=a..b"], {}, "best is not a number"),
+        (["hidden=64|64"], {}, "repeated"),
         (["hidden"], {}, "--search learning_rate="),
-        (["hidden=8..64"], {"hidden": "32"}, "say only one"),
-        ([], {}, "nothing to search: say what, such as --search learning_rate="),
+        (["hidden=8..64"], {"hidden": "32"}, "give only one"),
+        ([], {}, "nothing to search: write --search learning_rate="),
     ],
 )
 def test_an_invalid_search_names_the_fix(words: list[str], given: dict[str, str], message: str) -> None:
@@ -328,24 +328,25 @@ def test_help_shows_examples_and_settings(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "gpus", "slots"),
+    ("flags", "num_gpus", "requests"),
     [
-        ([], 0, [Request()]),
-        (["--jobs", "2"], 0, [Request(settings=("plan.threads=4",))] * 2),
-        (["--jobs", "2", "--procs", "2"], 0, [Request(procs=2, settings=("plan.threads=2",))] * 2),
-        ([], 2, [Request(gpus="0"), Request(gpus="1")]),
-        (["--jobs", "2"], 4, [Request(gpus="0,1"), Request(gpus="2,3")]),
-        (["--procs", "2"], 4, [Request(procs=2, gpus="0,1"), Request(procs=2, gpus="2,3")]),
-        (["--gpus", "5,7"], 2, [Request(gpus="5"), Request(gpus="7")]),
+        ({}, 0, [Request()]),
+        ({"jobs": 2}, 0, [Request(settings=("plan.threads=4",))] * 2),
+        ({"jobs": 2, "procs": 2}, 0, [Request(procs=2, settings=("plan.threads=2",))] * 2),
+        ({}, 2, [Request(gpus="0"), Request(gpus="1")]),
+        ({"jobs": 2}, 4, [Request(gpus="0,1"), Request(gpus="2,3")]),
+        ({"procs": 2}, 4, [Request(procs=2, gpus="0,1"), Request(procs=2, gpus="2,3")]),
+        ({"gpus": "5,7"}, 2, [Request(gpus="5"), Request(gpus="7")]),
     ],
 )
-def test_each_trial_gets_its_share_of_the_machine(words: list[str], gpus: int, slots: list[Request]) -> None:
-    machine = LocalMachine(Hardware(8, 2**34, gpu_note="a test"), "cuda" if gpus else "cpu", [str(i) for i in range(gpus)], max(1, gpus))
+def test_each_trial_gets_its_share_of_the_machine(flags: dict[str, Any], num_gpus: int, requests: list[Request]) -> None:
+    gpus = [str(number) for number in range(num_gpus)]
+    machine = LocalMachine(Hardware(8, 2**34, gpu_note="a test"), "cuda" if gpus else "cpu", gpus, max(1, num_gpus))
     recipe = make(find_task("digits"), {}, {})
-    assert tune._slots(tune.parser("tune").parse(["digits", *words]), machine, recipe) == slots
+    assert requests_of_slots(SearchRequest(**flags), machine, recipe) == requests
     if gpus:
         with pytest.raises(Problem, match="GPUs to use"):
-            tune._slots(tune.parser("tune").parse(["digits", *words, "--jobs", "5"]), machine, recipe)
+            requests_of_slots(SearchRequest(**flags | {"jobs": 5}), machine, recipe)
 
 
 # --- proposals ---------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from drivetrain.watch.files import TensorBoard
-from drivetrain.watch.screen import Screen, duration, number, size
+from drivetrain.watch.screen import Screen, format_duration, format_metric, format_size
 from tests.command import COMMAND, environment, write_task
 
 
@@ -43,12 +43,12 @@ def test_tensorboard_gets_ten_rows_a_second_and_the_last(tmp_path: Path) -> None
 
 
 def test_numbers_have_units_and_few_digits() -> None:
-    assert (number("accuracy", 0.9784), number("loss", 0.08123), number("reward", 123456.0)) == (
+    assert (format_metric("accuracy", 0.9784), format_metric("loss", 0.08123), format_metric("reward", 123456.0)) == (
         "accuracy 97.8 %",
         "loss 0.08123",
         "reward 123,456",
     )
-    assert (duration(3725), duration(0.2), size(337e6), size(12)) == ("1:02:05", "0:00:00", "337 MB", "12 B")
+    assert (format_duration(3725), format_duration(0.2), format_size(337e6), format_size(12)) == ("1:02:05", "0:00:00", "337 MB", "12 B")
 
 
 def test_without_a_terminal_there_are_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:

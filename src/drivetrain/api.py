@@ -1,4 +1,4 @@
-"""The Python front door: each function does what the verb of its name does, and raises Problem where the command would fail."""
+"""The Python API: each function does the same as the verb with its name, and raises Problem if that fails."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def train(
 ) -> Run:
     """Trains a task, or a built-in by its name, and returns the run. `plan__KEY=VALUE` pins a choice of the plan.
 
-    A task whose class is defined in a notebook or a script reaches the workers as a pickle, which the run keeps.
+    A task whose class is defined in a notebook or a script is pickled for the workers, and the pickle stays in the run.
     """
     request = Request(procs=procs, device=device, gpus=gpus, name=name, run_dir=None if run_dir is None else str(run_dir), quiet=quiet)
     screen = Screen(quiet=quiet)
@@ -64,12 +64,12 @@ def resume(
     run: Run | str | os.PathLike[str], *, procs: int | None = None, device: str | None = None, gpus: str | None = None, quiet: bool = False,
     **settings: Any,
 ) -> Run:  # fmt: skip
-    """Goes on with a run where its last good checkpoint is, with the code and settings it began with. `settings` are those that may
-    change, such as `epochs`."""
-    found = _find(run)
+    """Continues a run from its last good checkpoint, with the code and settings it began with. `settings` are those that may change,
+    such as `epochs`."""
+    run_dir = _find(run)
     request = Request(verb="resume", procs=procs, device=device, gpus=gpus, quiet=quiet)
     words = [f"{key}={value}" for key, value in _dotted(settings).items()]
-    return _checked(*start.resume(found, recorded_recipe(found, words), request, Screen(quiet=quiet)))
+    return _checked(*start.resume(run_dir, recorded_recipe(run_dir, words), request, Screen(quiet=quiet)))
 
 
 def plan(
@@ -81,7 +81,7 @@ def plan(
     measure: bool = False,
     **settings: Any,
 ) -> Plan:
-    """Returns how a task would run on this machine, and why. Nothing is trained; with `measure`, a few micro-batches are timed."""
+    """Returns the plan of a task on this machine. Nothing is trained; with `measure`, a few micro-batches are timed."""
     recipe = _recipe(task, settings)
     if recipe.task.pickled:
         raise Problem(f"{recipe.task.label} is defined in a notebook or a script: put its class into a file of its own to plan it")
@@ -93,11 +93,11 @@ def evaluate(
     run: Run | str | os.PathLike[str], *, procs: int | None = None, device: str | None = None, gpus: str | None = None, quiet: bool = False
 ) -> dict[str, float]:
     """Returns the metrics of a run's model on its task's evaluation data, and writes eval.json in the run."""
-    found, request = _find(run), Request(procs=procs, device=device, gpus=gpus, quiet=quiet)
-    ended = evaluation.evaluate(found, request, Screen(quiet=quiet))
-    _checked(found, ended)
+    run_dir, request = _find(run), Request(procs=procs, device=device, gpus=gpus, quiet=quiet)
+    ended = evaluation.evaluate(run_dir, request, Screen(quiet=quiet))
+    _checked(run_dir, ended)
     if ended.outcome is not Outcome.OK:
-        raise Problem(f"the evaluation of {found.name} was stopped", ended.outcome)
+        raise Problem(f"the evaluation of {run_dir.name} was stopped", ended.outcome)
     return dict(ended.result["metrics"])
 
 
@@ -105,8 +105,8 @@ def load(run: Run | str | os.PathLike[str]) -> nn.Module:
     """Returns the trained model of a run in evaluation mode: final weights, or those of the last good checkpoint."""
     from drivetrain.engine.inference import trained_model
 
-    found = _find(run)
-    return trained_model(instantiate(recorded_task(found), found.read()["recipe"]["settings"]), found)
+    run_dir = _find(run)
+    return trained_model(instantiate(recorded_task(run_dir), run_dir.read()["recipe"]["settings"]), run_dir)
 
 
 # --- from Python's objects to recipes and runs -------------------------------------------------
@@ -117,7 +117,7 @@ def _find(run: Run | str | os.PathLike[str]) -> Run:
 
 
 def _checked(run: Run, ended: JobEnd) -> Run:
-    """Returns the run; raises what a failed or interrupted command shows."""
+    """Returns the run; raises Problem if it failed, KeyboardInterrupt if it was interrupted."""
     raise_failure(ended, run)
     if ended.interrupted and ended.outcome is not Outcome.OK:
         raise KeyboardInterrupt
@@ -125,27 +125,27 @@ def _checked(run: Run, ended: JobEnd) -> Run:
 
 
 def _dotted(settings: dict[str, Any]) -> dict[str, Any]:
-    """plan__KEY is plan.KEY, which Python cannot write as a keyword."""
-    return {k.replace("__", ".", 1) if k.startswith("plan__") else k: v for k, v in settings.items()}
+    """Renames plan__KEY to plan.KEY, which is no valid keyword in Python."""
+    return {name.replace("__", ".", 1) if name.startswith("plan__") else name: value for name, value in settings.items()}
 
 
 def _recipe(task: Task | str, settings: dict[str, Any]) -> Recipe:
     values = _dotted(settings)
     if isinstance(task, str):
         return make(find_task(task), {}, values)
-    known = settings_of_class(type(task))
+    declared = settings_of_class(type(task))
     values = task.chosen_settings() | values
     module, name = type(task).__module__, type(task).__name__
     file = getattr(sys.modules.get(module), "__file__", None)
     if module == "__main__" or file is None or "<locals>" in type(task).__qualname__:
         ref = TaskRef(name.lower(), "task.pkl", name, pickled=True, code=_digest(task))
-        return make(ref, {}, values, known=known)
+        return make(ref, {}, values, known=declared)
     path = Path(file).resolve()
-    return make(TaskRef(name.lower(), str(path), name, package=package_of(path)), {}, values, known=known)
+    return make(TaskRef(name.lower(), str(path), name, package=package_of(path)), {}, values, known=declared)
 
 
 def _store_pickled(task: Task, recipe: Recipe, run: Run) -> Recipe:
-    """Writes the pickled task into the run, with its source for people to read; returns the recipe that has it there."""
+    """Writes the pickled task into the run, and its source for people to read; returns the recipe with that copy."""
     import cloudpickle
 
     file = run.path / "task" / "task.pkl"

@@ -1,4 +1,4 @@
-"""Names of runs and studies, and folders: those that users name, and private ones for caches."""
+"""Checks the names of runs, studies and folders that users give, and creates private cache folders."""
 
 from __future__ import annotations
 

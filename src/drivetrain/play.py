@@ -58,7 +58,7 @@ def read_card(agent: ExportedAgent) -> dict[str, Any]:
             graph["bytes"], Path(graph["file"]), [spec["name"] + str(spec["shape"][1:]) for spec in (*graph["inputs"], *graph["outputs"])]
         return dict(card) | parts
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Problem(f"{path} cannot be read ({type(error).__name__}): drivetrain export {agent.name} writes it anew") from None
+        raise Problem(f"{path} cannot be read ({type(error).__name__}): drivetrain export {agent.name} writes it again") from None
 
 
 def is_playable(graphs: Any) -> bool:
@@ -66,7 +66,7 @@ def is_playable(graphs: Any) -> bool:
 
 
 def not_playable(name: str, task: str) -> Problem:
-    return Problem(f"{task} learns nothing that can be played: {name} has no world (drivetrain play snake shows one that has)")
+    return Problem(f"{name} cannot be played: {task} has no environment that was exported (an example that can: drivetrain play snake)")
 
 
 def is_current(agent: ExportedAgent, run: Run) -> bool:
@@ -77,7 +77,7 @@ def is_current(agent: ExportedAgent, run: Run) -> bool:
 
 
 def check(agent: ExportedAgent) -> None:
-    """Refuses an export that a browser could not play, and names the file."""
+    """Raises Problem, with the name of the file, if a browser could not play an export."""
     card = read_card(agent)
     if not is_playable(card["graphs"]):
         raise not_playable(agent.name, str(card.get("task")))
@@ -85,18 +85,18 @@ def check(agent: ExportedAgent) -> None:
     paths = {name: agent.folder / card["graphs"][name]["file"] for name in REQUIRED_GRAPHS}
     for path in paths.values():
         if path.parent != agent.folder or not path.is_file():
-            raise Problem(f"{path} is missing: {fix} it anew")
+            raise Problem(f"{path} is missing: {fix} it again")
     shapes = {name: _read_shapes(path, card["graphs"][name]) for name, path in paths.items()}
     if reason := _shape_mismatch({name: graph for name, graph in shapes.items() if not isinstance(graph, str)}):
-        raise Problem(f"{agent.folder}: {reason}: they are of different worlds; {fix} them anew")
+        raise Problem(f"{agent.folder}: {reason}: they are of different worlds; {fix} them again")
     for name, path in paths.items():
         size, expected, error = path.stat().st_size, card["graphs"][name]["bytes"], shapes[name]
         if size != expected:
-            raise Problem(f"{path} is broken: it has {size} bytes, not {expected}; {fix} it anew")
+            raise Problem(f"{path} is broken: it has {size} bytes, not {expected}; {fix} it again")
         if isinstance(error, str):
-            raise Problem(f"{path} is broken: {error}; {fix} it anew")
+            raise Problem(f"{path} is broken: {error}; {fix} it again")
         if sha256_of(path) != card["sha256"].get(path.name):
-            raise Problem(f"{path} is broken: its SHA-256 is not the one in {EXPORT_CARD}; {fix} it anew")
+            raise Problem(f"{path} is broken: its SHA-256 is not the one in {EXPORT_CARD}; {fix} it again")
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _read_shapes(path: Path, graph_card: Any) -> GraphShapes | str:
 
 
 def _shape_mismatch(graphs: dict[str, GraphShapes]) -> str:
-    """Returns which graph's input has another shape than the output it comes from, or "": an agent trained on another grid."""
+    """Returns the graph whose input has another shape than the output that feeds it, as for an agent of another grid; "" if none has."""
     connections = [(source, "observation", "policy", "observation") for source in ("reset", "step")] + [
         ("policy", "action", "step", "action")
     ]
@@ -145,9 +145,9 @@ def _format_shape(shape: list[Any] | None) -> str:
 
 
 def site(agents: list[ExportedAgent]) -> Site:
-    """Returns every file of the site by its URL path. Nothing else is ever served."""
+    """Returns URL path -> file. The server serves no other files."""
     if not (PAGE / "index.html").is_file():
-        raise Problem(f"{PAGE} has no page: make page builds it")
+        raise Problem(f"{PAGE} has no page: build it with `make page`")
     files: Site = {}
     for path in sorted(PAGE.rglob("*")):
         if path.is_file() and SHIPPED_AGENTS not in path.parents:
@@ -155,7 +155,8 @@ def site(agents: list[ExportedAgent]) -> Site:
     entries: list[dict[str, str]] = []
     for number, agent in enumerate(agents):
         folder = "agents/" + (re.sub(r"[^A-Za-z0-9.-]+", "-", agent.name).strip("-.") or "agent")
-        folder += f"-{number}" if any(folder == entry["folder"] for entry in entries) else ""
+        if any(folder == entry["folder"] for entry in entries):
+            folder += f"-{number}"
         entries.append({"name": agent.name, "folder": folder})
         graphs = read_card(agent)["graphs"]
         files |= {f"{folder}/{name}": agent.folder / name for name in (EXPORT_CARD, *(graphs[g]["file"] for g in REQUIRED_GRAPHS))}
@@ -176,7 +177,7 @@ def write_site(files: Site, folder: Path) -> int:
     if folder.exists() and not folder.is_dir():
         raise Problem(f"--out {folder} is a file: name a folder")
     if folder.is_dir() and any(folder.iterdir()) and not _is_site(folder):
-        raise Problem(f"--out {folder} is not empty and no site that drivetrain play wrote: name another folder")
+        raise Problem(f"--out {folder} is not empty, and not a site of drivetrain play: name another folder")
     num_bytes = 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -220,13 +221,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _respond(self, with_body: bool) -> None:
         hosts = self.headers.get_all("Host", [])
         if len(hosts) != 1 or not LOCAL_HOST.fullmatch(hosts[0]):  # DNS rebinding: another site's page could read this one
-            self._send(403, ".txt", b"drivetrain play answers on this machine alone: open it at localhost or 127.0.0.1\n", with_body)
+            self._send(403, ".txt", b"drivetrain play answers only on this machine: open it at localhost or 127.0.0.1\n", with_body)
             return
         name = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path).removeprefix("/") or "index.html"
         try:
             data, is_gzip = self._read(name)
         except (KeyError, OSError):  # an unknown name, or a file deleted since the start
-            self._send(404, ".txt", f"{name} is no file of this site\n".encode(), with_body)
+            self._send(404, ".txt", f"this site has no file {name}\n".encode(), with_body)
             return
         self._send(200, Path(name).suffix, data, with_body, is_gzip)
 
@@ -268,6 +269,6 @@ def server(files: Site, port: int = 0) -> ThreadingHTTPServer:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise Problem(f"port {port} is in use: leave --port out, or name another") from None
-        raise Problem(f"port {port} cannot be had: {error.strerror}") from None
+        raise Problem(f"port {port} cannot be used: {error.strerror}") from None
     except OverflowError:
         raise Problem(f"--port {port}: a port is a number up to 65535") from None

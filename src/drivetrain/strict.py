@@ -18,7 +18,7 @@ class Mismatch(ValueError):
 
 
 def read(kind: type[T], value: object, where: str = "value") -> T:
-    """Returns the value as a `kind`: a dataclass, an enum, or a type built of plain ones. `where` names the value in an error."""
+    """Returns the value as a `kind`: a dataclass, an enum, or a type of plain values. `where` is the value's name in errors."""
     return typing.cast(T, _read(kind, value, where))
 
 
@@ -29,7 +29,8 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):
         return _read_union(kind, value, where)
     if origin is Literal:
-        return _checked(value in get_args(kind) and type(value) in {type(a) for a in get_args(kind)}, value, kind, where)
+        types_of_choices = {type(choice) for choice in get_args(kind)}  # because True == 1
+        return _checked(value in get_args(kind) and type(value) in types_of_choices, value, kind, where)
     if origin is list:
         _checked(isinstance(value, list), value, kind, where)
         return [_read(get_args(kind)[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
@@ -50,8 +51,8 @@ def _read_plain(kind: Any, value: Any, where: str) -> Any:
     if kind is float:
         _checked(isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value), value, kind, where)
         return float(value)
-    exact = type(None) if kind is None else kind
-    return _checked(type(value) is exact, value, kind, where)
+    exact_type = type(None) if kind is None else kind
+    return _checked(type(value) is exact_type, value, kind, where)
 
 
 def _read_union(kind: Any, value: Any, where: str) -> Any:

@@ -1,4 +1,4 @@
-"""Reads YAML and JSON that anybody may have written: small files, no key twice, bounded depth, bounded aliases."""
+"""Reads YAML and JSON from untrusted files. Limits their size, depth and aliases, and refuses repeated keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_BYTES = 4 << 20
 MAX_YAML_BYTES = 1 << 18  # YAML is slow to read
 MAX_DEPTH = 50
 MAX_VALUES = 20_000
-"""Values in a YAML file; an alias counts as many as its anchor has."""
+"""The limit for values in a YAML file. An alias counts as the values that it repeats."""
 
 
 def read_text(path: Path, purpose: str) -> str:

@@ -14,7 +14,7 @@ from drivetrain.engine.group.requests import HOST_LEAD_SECONDS, MAX_LAG_STEPS, R
 from drivetrain.engine.log.observe import Observer
 from drivetrain.engine.log.slots import FIRST_REQUEST, PIGGYBACK_FLOATS
 from drivetrain.runs import Run
-from drivetrain.watch.deadline import MIN_SECONDS, NUM_SAVES, NUM_STEPS, Deadline
+from drivetrain.watch.deadline import MIN_SECONDS, NUM_RESERVED_SAVES, NUM_RESERVED_STEPS, Deadline
 from tests.processes import on_ranks
 from tests.sample_tasks import training
 
@@ -101,6 +101,6 @@ def test_a_time_limit_stops_early_enough_for_steps_and_a_save(monkeypatch: pytes
     for _ in range(3):
         pass_through(step=0.5, taken=0.5)
     pass_through(evaluate=100.0)
-    assert stop_times[-1] == pytest.approx(2000 - MIN_SECONDS - NUM_STEPS - 50)
+    assert stop_times[-1] == pytest.approx(2000 - MIN_SECONDS - NUM_RESERVED_STEPS - 50)
     pass_through(saving=1.0, save=4.0, published=0.0, step=1.0)
-    assert stop_times[-1] == pytest.approx(2000 - MIN_SECONDS - NUM_STEPS - NUM_SAVES * 4)
+    assert stop_times[-1] == pytest.approx(2000 - MIN_SECONDS - NUM_RESERVED_STEPS - NUM_RESERVED_SAVES * 4)

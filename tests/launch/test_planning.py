@@ -98,7 +98,7 @@ def test_after_a_crash_of_the_survey_the_plan_follows_from_the_models_size(monke
     write_task(change=CRASHES)
     [recipe] = load("small.py", [])
     plan = make_plan(recipe, Cluster(parse("1xT4"), "cuda", 1, 1), Screen(quiet=True))
-    assert "could not be traced: the process that looked at it died of SIGSEGV; bounded by its sizes" in plan.reasons["predicted"]
+    assert "could not be traced: the process that traced it died of SIGSEGV; the memory counts parameters" in plan.reasons["predicted"]
     assert "its state alone needs" in plan.reasons["strategy"] and not plan.predicted
 
 
@@ -111,7 +111,7 @@ class _BusyProcess(survey_process.SurveyProcess):
 
 def test_a_survey_is_limited_by_cpu_time_and_much_later_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey_process, "WORK_LIMIT_SECONDS", 0.5)
-    with pytest.raises(Problem, match=r"longer than .* s to look at: --planner off"):
+    with pytest.raises(Problem, match=r"longer than .* s: --planner off"):
         profiling.ended_in_time(_BusyProcess("while True: pass"), None)
     assert profiling.ended_in_time(_BusyProcess("import time; time.sleep(1.5)"), None), "a process that only waits uses no CPU time"
     monkeypatch.setattr(survey_process, "WALL_LIMIT_SECONDS", 1.0)

@@ -141,7 +141,7 @@ def test_the_leading_host_may_be_restarted(two_hosts: list[Host], folder: Path) 
     try:
         seconds_until("steps of both", lambda: step() >= 15)
         first.kill(workers=False)
-        seconds_until("a member that looks for its leader", lambda: "looking for it again" in second.output)
+        seconds_until("a member that looks for its leader", lambda: "reconnecting" in second.output)
         first = start(one)
         assert first.process.wait(400) == 0, first.output
         assert second.process.wait(120) == 0, second.output

@@ -67,7 +67,7 @@ def test_after_scancel_the_same_command_resumes_the_run(task: Path, reference_lo
     stopped_at = events(stopped, "checkpoint")[-1]["step"]
     assert 3 <= stopped_at < STEPS
 
-    assert "going on with small-001" in run(*TWO_NODES, folder=task, SLURM_CONF=slurm.config)
+    assert "continuing small-001" in run(*TWO_NODES, folder=task, SLURM_CONF=slurm.config)
     assert [event["step"] for event in events(stopped, "resumed")] == [stopped_at]
     check_same_training(only_run(task), reference_losses)
 

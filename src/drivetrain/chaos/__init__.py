@@ -1,1 +1,1 @@
-"""Experiments on robustness: trainings with injected faults or lost hosts, compared with undisturbed ones."""
+"""Tests of fault tolerance: trainings with injected faults or lost hosts, compared with trainings without."""

@@ -1,4 +1,4 @@
-"""One experiment: train undisturbed, train again with faults, compare."""
+"""One experiment: trains without faults, trains again with faults, and compares."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from drivetrain.chaos import outages
 from drivetrain.chaos.report import compare, injected
 from drivetrain.engine.faults.injection import ACTIONS, FAULTS_VARIABLE, PACE_VARIABLE, SAMPLES_VARIABLE, read_fault
 from drivetrain.launch.request import Request
-from drivetrain.outcomes import EXIT_CODES, Outcome, Problem
+from drivetrain.outcomes import EXIT_CODES, Outcome, Problem, outcome_of_code
 from drivetrain.runs import Run, die_with_parent
 
 if TYPE_CHECKING:
     from drivetrain.watch.screen import Screen
 
-NUM_FAULTS, NUM_OUTAGES = 20, 3  # unless the user gives a number
-NUM_SAVES = 12  # checkpoints in the whole run
-NUM_RESTARTS = 5  # without progress, after which the training is given up
-STEP_DELAY_SECONDS = 0.15  # on hosts: without it the run ends before a lost host is back
+NUM_FAULTS, NUM_OUTAGES = 20, 3  # the defaults of --faults, without and with --hosts
+NUM_SAVES = 12  # checkpoints of a run
+NUM_RESTARTS = 5  # the run's --restarts
+STEP_DELAY_SECONDS = 0.15  # added to each step with --hosts, so that a lost host can come back before the run ends
 COMMAND_ENDING_KINDS = ("agent", "preempt", "nan", "full")  # the command is repeated after these, as a launcher does
-USUAL_KINDS = [kind for kind in ACTIONS if kind != "oom"]  # oom changes the plan, and so the order of sums and dropout's masks
+USUAL_KINDS = [kind for kind in ACTIONS if kind != "oom"]  # oom changes the plan, and with it the order of sums and the dropout masks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +41,12 @@ class Experiment:
     settings: Sequence[str] = ()
     steps: int
     procs: int
-    """On each host."""
+    """Processes on each host."""
     num_hosts: int | None = None
-    """Hosts to create on this machine; None: train on this machine itself."""
+    """The number of hosts to create on this machine; None: train on this machine itself."""
     num_faults: int | None = None
     schedule: Sequence[str] = ()
-    """The faults; where empty they are drawn."""
+    """The faults; empty: they are drawn at random."""
     kinds: Sequence[str] = ()
     seed: int
     hang_after: float
@@ -59,7 +59,7 @@ class Experiment:
         return max(1, self.steps // NUM_SAVES)
 
     def request(self, procs: int, run_dir: Path) -> Request:
-        """Returns the training, on so many processes of this machine or of each host."""
+        """Returns the training command, for `procs` processes on this machine or on each host."""
         settings = (
             *self.settings, f"steps={self.steps}", "log_every=1", f"save_every={self.save_every}", f"eval_every={4 * self.save_every}",
         )  # fmt: skip
@@ -69,7 +69,7 @@ class Experiment:
         )  # fmt: skip
 
     def faults(self) -> list[str]:
-        """Returns the scheduled faults, or draws them; raises Problem where one is malformed."""
+        """Returns the scheduled faults, or draws them; raises Problem for an invalid fault."""
         usual_kinds = USUAL_KINDS if self.num_hosts is None else list(outages.KINDS)
         known_kinds = list(ACTIONS) if self.num_hosts is None else list(outages.KINDS)
         for kind in self.kinds:
@@ -95,7 +95,7 @@ def _default(value: int | None, default: int) -> int:
 
 
 def draw_faults(seed: int, count: int, steps: int, procs: int, kinds: list[str]) -> list[str]:
-    """Draws faults: the kinds alternate, each strikes at a random step of its own and on a random rank."""
+    """Draws faults: all kinds equally often, each at another random step and on a random rank."""
     rng = random.Random(seed)
     if count > steps - 2:
         raise Problem(f"--faults {count}: at most one a step, so {steps - 2} in {steps} steps; raise --steps")
@@ -113,17 +113,17 @@ def draw_faults(seed: int, count: int, steps: int, procs: int, kinds: list[str])
 def run_experiment(experiment: Experiment, folder: Path | None, screen: Screen) -> dict[str, Any]:
     """Trains twice and returns the report. Both runs and report.json stay in `folder`, if one is given."""
     faults = experiment.faults()
-    place = folder.resolve() if folder else Path(tempfile.mkdtemp(prefix="drivetrain-chaos-"))
+    working_folder = folder.resolve() if folder else Path(tempfile.mkdtemp(prefix="drivetrain-chaos-"))
     try:
-        undisturbed, broken = _train_twice(experiment, faults, place, screen)
+        undisturbed, broken = _train_twice(experiment, faults, working_folder, screen)
         report = compare(undisturbed, broken, faults)
         report |= {"seed": experiment.seed, "processes": experiment.procs, "steps": experiment.steps}
         if folder:
-            (place / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+            (working_folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
         return report
     finally:
         if not folder:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(working_folder, ignore_errors=True)
 
 
 def _train_twice(experiment: Experiment, faults: list[str], folder: Path, screen: Screen) -> tuple[Run, Run]:
@@ -131,8 +131,8 @@ def _train_twice(experiment: Experiment, faults: list[str], folder: Path, screen
     world_size = experiment.procs * (num_hosts or 1)
     screen.line("chaos", f"{experiment.steps} steps on {world_size} process{'' if world_size == 1 else 'es'}, undisturbed")
     undisturbed = _train(experiment.request(world_size, folder / "whole"), [], screen)
-    where, plural = f" on {num_hosts} hosts" if num_hosts else "", "" if len(faults) == 1 else "s"
-    screen.line("chaos", f"the same{where} with {len(faults)} fault{plural} (seed {experiment.seed})")
+    on_hosts, plural = f" on {num_hosts} hosts" if num_hosts else "", "" if len(faults) == 1 else "s"
+    screen.line("chaos", f"the same{on_hosts} with {len(faults)} fault{plural} (seed {experiment.seed})")
     request = experiment.request(experiment.procs, folder / "broken")
     if num_hosts is None:
         return undisturbed, _train(request, faults, screen)
@@ -142,7 +142,7 @@ def _train_twice(experiment: Experiment, faults: list[str], folder: Path, screen
 def _environment(folder: Path, **variables: str) -> dict[str, str]:
     """Returns the environment of a training that logs its samples and keeps its temporary files beside its run."""
     (folder.parent / "tmp").mkdir(parents=True, exist_ok=True)
-    inherited = {k: v for k, v in os.environ.items() if k not in (FAULTS_VARIABLE, PACE_VARIABLE)}
+    inherited = {name: value for name, value in os.environ.items() if name not in (FAULTS_VARIABLE, PACE_VARIABLE)}
     return inherited | {SAMPLES_VARIABLE: "1", "TMPDIR": str(folder.parent / "tmp")} | variables
 
 
@@ -159,7 +159,7 @@ def _train_on_hosts(request: Request, faults: list[str], screen: Screen, num_hos
 
 
 def _train(request: Request, faults: list[str], screen: Screen) -> Run:
-    """Trains as users do; repeats the command, as launchers do, until the run is finished."""
+    """Trains with the `train` command; repeats it, as launchers do, until the run is finished."""
     run = Run(str(request.run_dir))
     environment = _environment(run.path, **({FAULTS_VARIABLE: ",".join(faults)} if faults else {}))
     for _ in range(1 + sum(fault.startswith(COMMAND_ENDING_KINDS) for fault in faults)):
@@ -170,19 +170,19 @@ def _train(request: Request, faults: list[str], screen: Screen) -> Run:
         )  # fmt: skip
         if done.returncode == 0:
             return run
-        struck = injected(run)[num_before:]
-        if done.returncode not in _expected_exit_codes(struck):
-            outcome = next((o for o, code in EXIT_CODES.items() if code == done.returncode), Outcome.INFRA)
-            raise Problem(f"the training ended with {done.returncode} after {struck or 'no fault'}:\n{done.stderr.strip()}", outcome)
-        screen.line("", f"{len(injected(run))} of {len(faults)} faults so far; the command ended after {struck[-1]}, and is repeated")
-    raise Problem("the training did not come to its end", Outcome.INFRA)
+        new_faults = injected(run)[num_before:]
+        if done.returncode not in _expected_exit_codes(new_faults):
+            message = f"the training ended with {done.returncode} after {new_faults or 'no fault'}:\n{done.stderr.strip()}"
+            raise Problem(message, outcome_of_code(done.returncode))
+        screen.line("", f"{len(injected(run))} of {len(faults)} faults so far; the command ended after {new_faults[-1]}, and is repeated")
+    raise Problem("the training did not finish", Outcome.INFRA)
 
 
-def _expected_exit_codes(struck: list[str]) -> list[int]:
-    """Returns the exit codes with which the command may end after faults."""
-    if not struck:
+def _expected_exit_codes(faults: list[str]) -> list[int]:
+    """Returns the exit codes that the command may have after these faults."""
+    if not faults:
         return []
     codes = [-9, Outcome.PREEMPTED.code, Outcome.NAN.code]
-    if any(fault.startswith(("preempt", "full")) for fault in struck):  # it ended early, or without space for its last save
+    if any(fault.startswith(("preempt", "full")) for fault in faults):  # the command ended early, or its last save found no space
         codes += [code for outcome, code in EXIT_CODES.items() if outcome.retryable]
     return codes

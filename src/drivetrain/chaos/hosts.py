@@ -1,6 +1,6 @@
-"""Several hosts on one machine: network namespaces, each with a name, an address and a cable that can be cut.
+"""Creates several hosts on one machine: network namespaces, each with a name, an address and a connection that can be cut.
 
-The hosts are connected to a bridge in a namespace of its own, so this machine's network stays untouched. The kernel
+The hosts are connected to a bridge in another namespace, so this machine's network does not change. The kernel
 removes everything when the processes that hold the namespaces end. Root is not needed where users may create namespaces.
 """
 
@@ -96,7 +96,7 @@ def hosts(count: int) -> Iterator[list[Host]]:
 
 
 def _hold_namespaces(command: list[str], hostname: str = "") -> subprocess.Popen[bytes]:
-    """Starts a process that keeps new namespaces alive until this process ends."""
+    """Starts a process in new namespaces. They exist until it ends, at the latest when this process ends."""
     script = (f"hostname {hostname} && " if hostname else "") + "echo up && exec cat"
     holder = subprocess.Popen([*command, "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert holder.stdout is not None and holder.stderr is not None

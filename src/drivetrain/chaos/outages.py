@@ -20,7 +20,7 @@ from drivetrain.runs import Run
 
 KINDS = ("host", "agent", "cut")
 PORT = 29500
-PATIENCE_SECONDS = 180.0  # without progress of the run
+PATIENCE_SECONDS = 180.0  # the experiment fails after this long without progress of the run
 
 
 class Outage(NamedTuple):
@@ -44,7 +44,7 @@ def read_outage(text: str, num_hosts: int) -> Outage:
 
 
 def draw_outages(seed: int, count: int, first_step: int, steps: int, num_hosts: int, kinds: list[str]) -> list[Outage]:
-    """Draws outages: the kinds alternate, the steps spread from `first_step` to the end, and host 1, the leader, stays."""
+    """Draws outages: all kinds equally often, at steps spread from `first_step` to the end, never of host 1, the leader."""
     rng = random.Random(seed)
     span = (steps - first_step) / (count + 1)
     if span < 1:
@@ -55,7 +55,7 @@ def draw_outages(seed: int, count: int, first_step: int, steps: int, num_hosts: 
 
 
 class TrainingOnHosts:
-    """Runs the same command on every host, and loses and restores hosts as the outages say."""
+    """Runs the same command on every host, and loses and restores hosts according to the outages."""
 
     def __init__(
         self, hosts: list[Host], request: Request, run: Run, environment: Mapping[str, str], notify: Callable[[str], None]
@@ -66,7 +66,7 @@ class TrainingOnHosts:
         self.commands: dict[str, subprocess.Popen[bytes]] = {}
 
     def train(self, outages: list[Outage]) -> None:
-        """Trains to the end. Every host that takes part then must end with exit code 0."""
+        """Trains to the end; raises Problem unless every host that still takes part ends with exit code 0."""
         for host in self.hosts:
             self._start(host)
         for outage in outages:
@@ -79,7 +79,7 @@ class TrainingOnHosts:
             command = self.commands[host.name]
             is_back = host is self.hosts[0] or self._all_take_part()
             if not is_back:
-                command.terminate()  # the run finished before this host was back: it would wait for another leader
+                command.terminate()  # it came back after the end of the run, and would wait for a leader
             try:
                 code = command.wait(PATIENCE_SECONDS)
             except subprocess.TimeoutExpired:
@@ -106,8 +106,8 @@ class TrainingOnHosts:
             host.mend_cable()
         else:
             command.wait()
-            if left := host.processes():
-                raise Problem(f"{outage}: processes were left on {host.name}: {left}", Outcome.INFRA)
+            if pids := host.processes():
+                raise Problem(f"{outage}: processes were left on {host.name}: {pids}", Outcome.INFRA)
             self._start(host)
 
     def _start(self, host: Host) -> None:
@@ -154,5 +154,8 @@ class TrainingOnHosts:
         return [path.stat().st_size if path.exists() else 0 for path in (self.run.events_path, self.run.metrics_path)]
 
     def _failure(self, message: str) -> Problem:
-        last_lines = {host.name: "\n".join(self._log_path(host).read_text(errors="replace").splitlines()[-15:]) for host in self.hosts}
-        return Problem(f"{message}\n" + "\n".join(f"--- {name}\n{text}" for name, text in last_lines.items()), Outcome.INFRA)
+        parts = [message]
+        for host in self.hosts:
+            last_lines = self._log_path(host).read_text(errors="replace").splitlines()[-15:]
+            parts += [f"--- {host.name}", "\n".join(last_lines)]
+        return Problem("\n".join(parts), Outcome.INFRA)

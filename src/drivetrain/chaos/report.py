@@ -15,13 +15,13 @@ from drivetrain.runs import Run, read_lines
 if TYPE_CHECKING:
     from drivetrain.watch.screen import Screen
 
-MAX_LOSS_DIFFERENCE = 0.5  # relative, where sums were added in another order and dropout drew other masks
-CLOCK_KEYS = ("time", "memory_bytes")
+MAX_LOSS_DIFFERENCE = 0.5  # relative; allowed if the plan changed, so that the order of sums and the dropout masks differ
+CLOCK_KEYS = ("time", "memory_bytes")  # these always differ between runs
 FAULTS_WITHOUT_RESTART = ("slow", "oom", "full")
 
 
 def injected(run: Run) -> list[str]:
-    """Returns the faults that have struck so far."""
+    """Returns the faults that were injected so far."""
     return [event["fault"] for event in run.events() if event["event"] == "injected"]
 
 
@@ -65,7 +65,7 @@ def _max_loss_difference(undisturbed: Run, broken: Run) -> float:
 
 
 def compare_samples(undisturbed: Run, broken: Run) -> tuple[int, int]:
-    """Returns how many samples the broken run lost, and how many it took too often, over all steps."""
+    """Returns how many samples the broken run lost, and how many it repeated, over all steps."""
     num_lost = num_repeated = 0
     actual, expected = _samples_by_step(broken), _samples_by_step(undisturbed)
     for step in expected.keys() | actual.keys():
@@ -75,7 +75,7 @@ def compare_samples(undisturbed: Run, broken: Run) -> tuple[int, int]:
 
 
 def _samples_by_step(run: Run) -> dict[int, Counter[int]]:
-    """Returns for each step the samples of all ranks, as the step was last taken."""
+    """Returns step -> samples of all ranks; if a step was repeated, those of the last time."""
     ranks: list[dict[int, tuple[int, list[int]]]] = []
     while (file := run.path / "logs" / f"samples-{len(ranks)}.jsonl").exists():
         last = {}
@@ -83,7 +83,7 @@ def _samples_by_step(run: Run) -> dict[int, Counter[int]]:
             try:
                 step, world_size, samples = json.loads(line)
             except ValueError:
-                continue  # half a line: the process was killed while it wrote, and the step was repeated
+                continue  # an incomplete line: the process was killed while it wrote, and the step was repeated
             last[step] = world_size, samples
         ranks.append(last)
     samples_by_step: dict[int, Counter[int]] = defaultdict(Counter)
@@ -99,15 +99,15 @@ def _processes_with_open_files(folder: Path, patience_seconds: float = 3.0) -> l
 
     deadline = time.monotonic() + patience_seconds
     while True:
-        left = []
+        processes = []
         for process in psutil.process_iter(["name"]):
             try:
                 if any(f.path.startswith(f"{folder}{os.sep}") for f in process.open_files()):
-                    left.append(f"{process.pid} {process.info['name']}")
+                    processes.append(f"{process.pid} {process.info['name']}")
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-        if not left or time.monotonic() > deadline:
-            return left
+        if not processes or time.monotonic() > deadline:
+            return processes
         time.sleep(0.1)
 
 
@@ -139,7 +139,7 @@ def show(report: dict[str, Any], screen: Screen) -> bool:
             "lost", f"{kind:<8} {len(seconds):>3} x, {statistics.median(seconds):.1f} s each to the next step (worst {max(seconds):.1f} s)"
         )
     for fault in report["missed"]:
-        screen.line("missed", f"{fault} did not strike (it came after the last save, or a replayed step has no such point)")
+        screen.line("missed", f"{fault} did not strike (it was due after the last save, or at a point that a CUDA graph skips)")
     has_passed = bool(report["struck"]) and all(passed for passed, _, _ in checks.values())
     screen.line("chaos", f"{report['struck']} of {report['faults']} faults struck: {'passed' if has_passed else 'FAILED'}")
     return has_passed

@@ -10,9 +10,10 @@ from drivetrain import __version__
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.terminal import printable
 
-VERBS = {  # verb -> (module with parser(verb) and run(verb, words), help)
+# verb -> (module, help). The module defines parser(verb) and run(verb, words).
+VERBS = {
     "train": ("train", "train a task: a built-in, your file.py, or a recipe.yaml"),
-    "resume": ("train", "go on with a run that was interrupted"),
+    "resume": ("train", "continue a run that was interrupted"),
     "eval": ("evaluate", "evaluate a run's model on its evaluation data"),
     "predict": ("predict", "a run's prediction for an input: a language model continues a text"),
     "export": ("export", "a run's model as ONNX and safetensors, checked against torch"),
@@ -37,7 +38,7 @@ usage: drivetrain VERB ...        (drivetrain VERB --help tells more)
   drivetrain train my_task.py hidden=512         your own task, a setting changed
   drivetrain train my_task.py --procs 4          four processes on this machine
   drivetrain train my_task.py --help             the settings of that task
-  drivetrain resume digits-001                   go on where it stopped
+  drivetrain resume digits-001                   continue where it stopped
 """
 
 
@@ -53,8 +54,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def run_command(words: list[str]) -> int:
     """Runs one command and returns its exit code; an error for the user is printed, not raised."""
-    # DeepSpeed's launcher adds --local_rank=N to every command; LOCAL_RANK says the same.
-    words = [w for w in words if not w.startswith(("--local_rank=", "--local-rank="))]
+    # DeepSpeed's launcher adds --local_rank=N to every command; the variable LOCAL_RANK has the same value.
+    words = [word for word in words if not word.startswith(("--local_rank=", "--local-rank="))]
     try:
         code = _dispatch(words)
         sys.stdout.flush()

@@ -18,10 +18,11 @@ def format_disk_size(num_bytes: float) -> str:
 
 
 def remove(names: list[str], assume_yes: bool, dry_run: bool) -> int:
-    """Shows the runs, asks, deletes. Deletes nothing if one of the names is wrong or one of the runs is in use."""
+    """Deletes runs, after it has shown them and asked. Deletes none if a name is wrong or a run is in use."""
     if not names:
         raise Problem("name the runs to delete: drivetrain runs rm NAME ...")
-    chosen = list({run.path.resolve(): run for name in names for run in runs.find_deletable(name)}.values())
+    deletable = [run for name in names for run in runs.find_deletable(name)]
+    chosen = list({run.path.resolve(): run for run in deletable}.values())  # each run once
     for run in chosen:
         _refuse_in_use(run)
     for run in chosen:
@@ -36,7 +37,7 @@ def remove(names: list[str], assume_yes: bool, dry_run: bool) -> int:
             return 1
     for run in chosen:
         _refuse_in_use(run)
-        lock = Lock.acquire(run.path)  # so that no training starts in it now
+        lock = Lock.acquire(run.path)  # so that no training starts in it
         try:
             _delete(run.path)
         finally:
@@ -76,7 +77,7 @@ def _delete_if_empty(folder: Path) -> None:
 
 
 def prune(names: list[str], dry_run: bool) -> int:
-    """Deletes checkpoints of finished runs, whose weights are in model/, and the remains of interrupted saves."""
+    """Deletes the checkpoints of finished runs, whose weights are in model/, and incomplete checkpoints of all runs."""
     freed_bytes = 0
     for run in [runs.find(name) for name in names] if names else runs.all_runs():
         if runs.lock_holder(run.path):
@@ -86,7 +87,7 @@ def prune(names: list[str], dry_run: bool) -> int:
         except Problem as problem:
             if names:
                 raise
-            print(one_line(f"left alone {run.name}: {problem}"))
+            print(one_line(f"skipped {run.name}: {problem}"))
             continue
         if not folders:
             continue
@@ -105,5 +106,7 @@ def prune(names: list[str], dry_run: bool) -> int:
 
 
 def _prunable_folders(run: Run) -> list[Path]:
-    pattern = r"step-\d+|\..+" if run.is_finished and run.model_path.is_file() else r"\..+"
-    return [p for p in sorted(run.checkpoints.glob("*")) if re.fullmatch(pattern, p.name) and p.is_dir() and not p.is_symlink()]
+    has_final_weights = run.is_finished and run.model_path.is_file()
+    pattern = r"step-\d+|\..+" if has_final_weights else r"\..+"  # an incomplete checkpoint's name begins with a dot
+    paths = [path for path in sorted(run.checkpoints.glob("*")) if re.fullmatch(pattern, path.name)]
+    return [path for path in paths if path.is_dir() and not path.is_symlink()]

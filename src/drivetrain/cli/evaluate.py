@@ -28,14 +28,14 @@ def run(verb: str, words: list[str]) -> int:
 
     from drivetrain.launch.ending import exit_code, raise_failure
     from drivetrain.launch.evaluation import RECORDED, evaluate
-    from drivetrain.launch.report import shown
+    from drivetrain.launch.report import shown_path
     from drivetrain.launch.request import Request
     from drivetrain.runs import find
-    from drivetrain.watch.screen import Screen, number
+    from drivetrain.watch.screen import Screen, format_metric
 
-    found, screen = find(args.target), Screen(quiet=args.quiet or args.json)
-    ended = evaluate(found, Request(procs=args.procs, gpus=args.gpus, device=args.device, verbose=args.verbose), screen)
-    raise_failure(ended, found)
+    run_dir, screen = find(args.target), Screen(quiet=args.quiet or args.json)
+    ended = evaluate(run_dir, Request(procs=args.procs, gpus=args.gpus, device=args.device, verbose=args.verbose), screen)
+    raise_failure(ended, run_dir)
     if ended.outcome is not Outcome.OK:
         return exit_code(ended)
     result = ended.result
@@ -43,13 +43,12 @@ def run(verb: str, words: list[str]) -> int:
         print(json.dumps({key: result[key] for key in RECORDED}))
         return 0
     weights_text = "" if result["step"] is None else f"; weights of step {result['step']:,}"
-    screen.line(
-        "eval", "   ".join(number(k, v) for k, v in result["metrics"].items()) + f"   ({result['samples']:,} samples{weights_text})"
-    )
+    metrics = "   ".join(format_metric(name, value) for name, value in result["metrics"].items())
+    screen.line("eval", f"{metrics}   ({result['samples']:,} samples{weights_text})")
     if "confusion" in result["figures"]:
-        path = found.path / "confusion.png"
-        draw_confusion(result["figures"]["confusion"], result["classes"], str(path), found.name)
-        screen.line("", f"confusion matrix: {shown(found)}/{path.name}")
+        path = run_dir.path / "confusion.png"
+        draw_confusion(result["figures"]["confusion"], result["classes"], str(path), run_dir.name)
+        screen.line("", f"confusion matrix: {shown_path(run_dir)}/{path.name}")
     return 0
 
 
@@ -63,15 +62,17 @@ def draw_confusion(matrix: list[list[float]], names: list[Any], path: str, title
 
     counts = np.asarray(matrix, dtype=float)
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    labels = [str(n) for n in names] or [str(i) for i in range(len(counts))]
-    side = max(4.0, 0.5 * len(counts) + 1.5)
-    figure, axes = pyplot.subplots(figsize=(side, side), layout="constrained")
+    labels = [str(name) for name in names] or [str(index) for index in range(len(counts))]
+    side_inches = max(4.0, 0.5 * len(counts) + 1.5)
+    figure, axes = pyplot.subplots(figsize=(side_inches, side_inches), layout="constrained")
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     axes.set(xlabel="predicted", ylabel="true", title=title, xticks=range(len(labels)), yticks=range(len(labels)))
-    axes.set_xticklabels(labels, rotation=45 if max(map(len, labels)) > 2 else 0, ha="right" if max(map(len, labels)) > 2 else "center")
+    has_long_labels = max(map(len, labels)) > 2
+    axes.set_xticklabels(labels, rotation=45 if has_long_labels else 0, ha="right" if has_long_labels else "center")
     axes.set_yticklabels(labels)
     if len(counts) <= 30:
-        for i, j in np.argwhere(counts > 0):
-            axes.text(j, i, f"{counts[i, j]:.0f}", ha="center", va="center", fontsize=8, color="white" if shares[i, j] > 0.5 else "black")
+        for row, column in np.argwhere(counts > 0):
+            colour = "white" if shares[row, column] > 0.5 else "black"
+            axes.text(column, row, f"{counts[row, column]:.0f}", ha="center", va="center", fontsize=8, color=colour)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -33,35 +33,38 @@ def run(verb: str, words: list[str]) -> int:
     from drivetrain import runs
     from drivetrain.export import describe, export, writable
     from drivetrain.launch.trained import load_trained, user_code
-    from drivetrain.watch.screen import Screen, size
+    from drivetrain.watch.screen import Screen, format_size
 
     screen = Screen(quiet=args.quiet or args.json)
-    found = runs.find(args.target)
-    default_folder = "merged" if args.merge else "model" if found.is_finished else "export"
-    folder = Path(args.out) if args.out else found.path / default_folder
-    task, model = load_trained(found, screen)
+    run_dir = runs.find(args.target)
+    if args.merge:
+        default_folder = "merged"
+    else:
+        default_folder = "model" if run_dir.is_finished else "export"
+    folder = Path(args.out) if args.out else run_dir.path / default_folder
+    task, model = load_trained(run_dir, screen)
     with writable(folder):
         facts = {"run": folder.name, "metrics": {}}
         files = task.model_files(model.state_dict(), folder, facts, merge=model if args.merge else None)
         if files is not None:
-            describe(found, files, folder)
+            describe(run_dir, files, folder)
     if files is not None:
         if args.json:
             print(json.dumps({"folder": str(folder), "files": files}))
         for name in files:
-            screen.line("export", f"{name:<28}{size((folder / name).stat().st_size):>8}")
+            screen.line("export", f"{name:<28}{format_size((folder / name).stat().st_size):>8}")
         screen.line("", str(folder))
         return 0
     if args.merge:
         raise Problem(f"{type(task).__name__} has no adapters to merge: leave --merge out")
     screen.busy("making graphs ...")
-    with user_code(found):
-        graphs = export(task, model, found, folder)
+    with user_code(run_dir):
+        graphs = export(task, model, run_dir, folder)
     if args.json:
         print(json.dumps({"folder": str(folder), "graphs": {name: asdict(graph) for name, graph in graphs.items()}}))
         return 0
     for graph in graphs.values():
         signature = ", ".join(spec.name for spec in graph.inputs) + " -> " + ", ".join(spec.name for spec in graph.outputs)
-        screen.line("export", f"{graph.file:<14}{size(graph.bytes):>8}   {signature}   (within {graph.difference:.0e} of torch)")
+        screen.line("export", f"{graph.file:<14}{format_size(graph.bytes):>8}   {signature}   (within {graph.difference:.0e} of torch)")
     screen.line("", f"{folder}/model.safetensors, {folder}/export.json")
     return 0

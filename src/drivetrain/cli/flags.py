@@ -1,4 +1,4 @@
-"""The argument parser, and flags that are spelt the same wherever they apply."""
+"""The argument parser, and the flags that several verbs share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drivetrain.settings import Length, nearest
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors name the fix, and whose flags may stand anywhere."""
+    """An argument parser that raises Problem, and accepts flags before, between and after other arguments."""
 
     def __init__(self, program: str, description: str) -> None:
         super().__init__(prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
     def parse(self, words: list[str]) -> argparse.Namespace:
         args, unknown = self.parse_known_intermixed_args(words)
         if unknown:
-            flags = [o for action in self.actions for o in action.option_strings]
+            flags = [flag for action in self.actions for flag in action.option_strings]
             raise Problem(f"{self.prog} has no flag {unknown[0]!r}{nearest(unknown[0], flags)} ({self.prog} --help)")
         return args
 
@@ -38,11 +38,12 @@ def add_common(parser: Parser) -> None:
     parser.add_argument("-v", "--verbose", action="store_true", help="print every process's output")
 
 
-MAX_PROCS, MAX_NODES = 4096, 100_000
+MAX_PROCS, MAX_NODES = 4096, 100_000  # larger values are typing errors
+MAX_INT = 2**31 - 1
 
 
-def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
-    """Returns the type of a flag that is a whole number within bounds."""
+def whole_number(low: int, high: int = MAX_INT) -> Callable[[str], int]:
+    """Returns a parser for a flag that is a whole number between two bounds."""
 
     def parse_number(text: str) -> int:
         try:
@@ -50,7 +51,7 @@ def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
         except ValueError:
             number = low - 1
         if not low <= number <= high:
-            upper = f"{low} or more" if high == 2**31 - 1 else f"{low} to {high}"
+            upper = f"{low} or more" if high == MAX_INT else f"{low} to {high}"
             raise argparse.ArgumentTypeError(f"{text[:80]}: write a whole number of {upper}")
         return number
 
@@ -58,7 +59,7 @@ def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
 
 
 def folder_flag(flag: str) -> Callable[[str], str]:
-    """Returns the type of a flag that is a folder of this machine."""
+    """Returns a parser for a flag that is a folder of this machine."""
     return partial(check_folder, label=flag)
 
 

@@ -30,20 +30,23 @@ def parser(verb: str) -> Parser:
 
 def run(verb: str, words: list[str]) -> int:
     args = parser(verb).parse(words)
-    found = runs.find(args.target)
+    run_dir = runs.find(args.target)
     offsets: dict[Path, int] = {}
-    _print_new_lines(found, args.rank, offsets, args.lines)
+    _print_new_lines(run_dir, args.rank, offsets, args.lines)
     if not offsets:
-        raise Problem(f"{found.name} has no logs{'' if args.rank is None else f' of rank {args.rank}'} yet")
-    while args.follow and found.status == "running":
+        raise Problem(f"{run_dir.name} has no logs{'' if args.rank is None else f' of rank {args.rank}'} yet")
+    while args.follow and run_dir.status == "running":
         time.sleep(POLL_SECONDS)
-        _print_new_lines(found, args.rank, offsets, 0)
+        _print_new_lines(run_dir, args.rank, offsets, 0)
     return 0
 
 
-def _print_new_lines(found: Run, rank: int | None, offsets: dict[Path, int], max_lines: int) -> None:
-    """Prints the logs from the given offsets on and updates these; of a new log prints the last lines, or all for `max_lines` 0."""
-    files = {int(m[1]): p for p in (found.path / "logs").glob("rank-*.log") if (m := re.fullmatch(r"rank-(\d+)\.log", p.name))}
+def _print_new_lines(run_dir: Run, rank: int | None, offsets: dict[Path, int], max_lines: int) -> None:
+    """Prints what was added to the logs after `offsets`, and updates these. Of a new log prints the last lines; `max_lines` 0: all."""
+    files: dict[int, Path] = {}
+    for file in (run_dir.path / "logs").glob("rank-*.log"):
+        if match := re.fullmatch(r"rank-(\d+)\.log", file.name):
+            files[int(match[1])] = file
     chosen = [file for number, file in sorted(files.items()) if rank in (None, number) and file.is_file()]
     for file in chosen:
         if file not in offsets:

@@ -145,12 +145,12 @@ def _show_choices(plan: Plan) -> None:
             show(f"  {name:<26}{values[name]!s:<10} {plan.reasons.get(name, '')}".rstrip())
     for name, value in plan.env.items():
         current = os.environ.get(name)
-        is_default = (name, current) == ("OMP_WAIT_POLICY", "PASSIVE")  # which drivetrain itself sets at its start
+        is_default = (name, current) == ("OMP_WAIT_POLICY", "PASSIVE")  # set by drivetrain itself
         show(f"  {name:<26}{current or value!s:<10} {'yours' if current and not is_default else ''}".rstrip())
 
 
 def _show_table_plan(plan: Plan, table_plan: Plan, cluster: Cluster, profile: Profile | None) -> None:
-    """Prints where the guide's table differs, and the predicted cost of that."""
+    """Prints how the guide's table differs from the plan, and how much slower it is."""
     from drivetrain.hardware import format_gib
     from drivetrain.launch.preview import rate_plan
     from drivetrain.plan.rating import format_rate

@@ -37,7 +37,7 @@ def run(verb: str, words: list[str]) -> int:
     args = parser(verb).parse(words)
 
     from drivetrain import play
-    from drivetrain.watch.screen import Screen, size
+    from drivetrain.watch.screen import Screen, format_size
 
     screen = Screen(quiet=args.quiet)
     agents = [_find_agent(target, screen) for target in dict.fromkeys(args.targets)] or play.shipped_agents()
@@ -46,7 +46,7 @@ def run(verb: str, words: list[str]) -> int:
     files = play.site(agents)
     if args.out:
         num_bytes = play.write_site(files, Path(args.out))
-        screen.line("play", f"{args.out}: {len(files)} files, {size(num_bytes)}; any web server can serve it, from any path")
+        screen.line("play", f"{args.out}: {len(files)} files, {format_size(num_bytes)}; any web server can serve it, from any path")
         return 0
     with play.server(files, args.port) as server:
         address = f"http://127.0.0.1:{server.server_address[1]}/"
@@ -61,33 +61,33 @@ def run(verb: str, words: list[str]) -> int:
 
 
 def _find_agent(target: str, screen: Screen) -> ExportedAgent:
-    """Returns the export of a run, made anew where it is missing or old, or an agent that comes with the package."""
+    """Returns the export of a run, which is made if it is missing or old; or an agent that comes with the package."""
     from drivetrain import play, runs
 
     shipped = {agent.name: agent for agent in play.shipped_agents()}
     try:
-        found = runs.find(target)
+        run_dir = runs.find(target)
     except Problem:
         if target in shipped:
             return shipped[target]
         raise
-    agent = play.ExportedAgent(found.name, found.path / ("model" if found.is_finished else "export"))
-    if not (agent.folder / runs.EXPORT_CARD).is_file() or not play.is_current(agent, found):
+    agent = play.ExportedAgent(run_dir.name, run_dir.path / ("model" if run_dir.is_finished else "export"))
+    if not (agent.folder / runs.EXPORT_CARD).is_file() or not play.is_current(agent, run_dir):
         screen.busy("making graphs ...")
-        _export(found, agent, screen)
+        _export(run_dir, agent, screen)
     return agent
 
 
-def _export(found: Run, agent: ExportedAgent, screen: Screen) -> None:
+def _export(run_dir: Run, agent: ExportedAgent, screen: Screen) -> None:
     from drivetrain import play
     from drivetrain.export import export
     from drivetrain.launch.trained import load_trained, user_code
 
-    task, model = load_trained(found, screen)
-    with user_code(found):
+    task, model = load_trained(run_dir, screen)
+    with user_code(run_dir):
         if not play.is_playable(task.exports(model) or {}):
-            raise play.not_playable(found.name, type(task).__name__)
-        export(task, model, found, agent.folder)
+            raise play.not_playable(run_dir.name, type(task).__name__)
+        export(task, model, run_dir, agent.folder)
 
 
 def _has_screen() -> bool:

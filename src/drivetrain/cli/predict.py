@@ -34,11 +34,11 @@ def run(verb: str, words: list[str]) -> int:
     from drivetrain.launch.trained import load_trained, user_code
     from drivetrain.watch.screen import Screen
 
-    found = runs.find(args.target)
-    task, model = load_trained(found, Screen(sys.stderr, args.quiet))
+    run_dir = runs.find(args.target)
+    task, model = load_trained(run_dir, Screen(sys.stderr, args.quiet))
     text = _read_standard_input() if args.input == "-" else args.input
     options = _read_options(task.predict, args.options)
-    with user_code(found):
+    with user_code(run_dir):
         pieces = task.predict(model, text, **options)
         if not isinstance(pieces, Iterable):
             raise Problem(f"{type(task).__name__}.predict gave a {type(pieces).__name__}: yield pieces of text")
@@ -52,16 +52,17 @@ def _read_standard_input() -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError:
-        raise Problem("what comes on standard input is no text in UTF-8") from None
+        raise Problem("the standard input is not UTF-8 text") from None
 
 
 def _read_options(predict: Callable[..., Any], words: list[str]) -> dict[str, Any]:
     """Converts NAME=VALUE words to the types that the task's `predict` declares."""
     try:
         types = get_type_hints(predict)
-    except (NameError, TypeError):  # names that are imported for type checkers only: options stay text
+    except (NameError, TypeError):  # it has names that only type checkers import: all options stay text
         types = {}
-    names = [name for name, p in inspect.signature(predict).parameters.items() if p.default is not p.empty]
+    parameters = inspect.signature(predict).parameters
+    names = [name for name, parameter in parameters.items() if parameter.default is not parameter.empty]
     options = {}
     for word in words:
         name, equals, value = word.partition("=")

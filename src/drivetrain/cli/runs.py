@@ -41,7 +41,8 @@ def run(verb: str, words: list[str]) -> int:
         return delete_runs.remove(args.targets, args.yes, args.dry_run)
     if args.action == "prune":
         return delete_runs.prune(args.targets, args.dry_run)
-    rows = [_run_facts(r) for r in runs.all_runs()] + [_study_facts(f.parent) for f in sorted(runs.RUNS.glob("*/tune.json"))]
+    rows = [_run_facts(run_dir) for run_dir in runs.all_runs()]
+    rows += [_study_facts(file.parent) for file in sorted(runs.RUNS.glob("*/tune.json"))]
     if args.json:
         print(json.dumps(rows))
     elif not rows:
@@ -51,19 +52,26 @@ def run(verb: str, words: list[str]) -> int:
     return 0
 
 
-def _run_facts(found: Run) -> dict[str, Any]:
-    facts: dict[str, Any] = {"name": found.name, "task": "?", "status": "unreadable", "step": 0, "metric": "", "bytes": found.disk_bytes()}
+def _run_facts(run_dir: Run) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "name": run_dir.name,
+        "task": "?",
+        "status": "unreadable",
+        "step": 0,
+        "metric": "",
+        "bytes": run_dir.disk_bytes(),
+    }
     try:
-        info = found.read()
-        facts |= {"task": info["recipe"]["identity"]["task"], "status": found.status, "created": info["created"][:16].replace("T", " ")}
+        info = run_dir.read()
+        facts |= {"task": info["recipe"]["identity"]["task"], "status": run_dir.status, "created": info["created"][:16].replace("T", " ")}
     except Problem:
         return facts | {"created": ""}
-    metric = next((format_metric(name, value) for name, value in evaluation_metrics(found.evaluation()).items()), "")
-    return facts | {"step": found.last_row().get("step", 0), "metric": metric}
+    metric = next((format_metric(name, value) for name, value in evaluation_metrics(run_dir.evaluation()).items()), "")
+    return facts | {"step": run_dir.last_row().get("step", 0), "metric": metric}
 
 
 def _study_facts(path: Path) -> dict[str, Any]:
-    """Returns the facts of a search by `tune`, whose trials are runs of its own."""
+    """Returns the table row of a study, as _run_facts does for a run."""
     facts = {"name": path.name, "task": "?", "status": "unreadable", "trials": len(list(path.glob("trials/*/run.json"))), "metric": ""}
     facts |= {"bytes": Run(path).disk_bytes(), "created": ""}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -81,10 +89,12 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         progress = f"{row['trials']:,} trials" if "trials" in row else f"{row['step']:,}"
         cells = (row["name"], row["task"], row["status"], progress, row["metric"], format_disk_size(row["bytes"]), row["created"])
         lines.append([one_line(text) for text in cells])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(TABLE_HEAD))]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(TABLE_HEAD))]
     for line in lines:
-        cells_and_widths = enumerate(zip(line, widths, strict=True))
-        print("  ".join(cell.rjust(w) if i in RIGHT_ALIGNED else cell.ljust(w) for i, (cell, w) in cells_and_widths).rstrip())
+        padded = []
+        for column, (cell, width) in enumerate(zip(line, widths, strict=True)):
+            padded.append(cell.rjust(width) if column in RIGHT_ALIGNED else cell.ljust(width))
+        print("  ".join(padded).rstrip())
     print(f"\n{len(rows)} run{'s' if len(rows) != 1 else ''}, {format_disk_size(sum(row['bytes'] for row in rows))}")
 
 

@@ -16,7 +16,7 @@ from drivetrain.runs import Run, rows_backwards
 from drivetrain.terminal import one_line
 from drivetrain.watch.time_breakdown import TimeBreakdown
 
-NUM_EVENTS = 5
+NUM_EVENTS = 5  # shown
 
 
 def parser(verb: str) -> Parser:
@@ -28,9 +28,9 @@ def parser(verb: str) -> Parser:
 
 def run(verb: str, words: list[str]) -> int:
     args = parser(verb).parse(words)
-    found = runs.find(args.target)
-    info = found.read()
-    facts = _facts(found, info)
+    run_dir = runs.find(args.target)
+    info = run_dir.read()
+    facts = _facts(run_dir, info)
     if args.json:
         print(json.dumps(facts))
         return 0
@@ -39,34 +39,34 @@ def run(verb: str, words: list[str]) -> int:
     return 0
 
 
-def _facts(found: Run, info: dict[str, Any]) -> dict[str, Any]:
+def _facts(run_dir: Run, info: dict[str, Any]) -> dict[str, Any]:
     """Returns what --json prints."""
-    events, remarks = _newest_events(found)
-    weights = found.final_weights()
+    events, remarks = _newest_events(run_dir)
+    weights = run_dir.final_weights()
     facts = {
-        "name": found.name, "status": found.status, "message": info["message"], "last": found.last_row(), "evaluated": found.evaluation(),
-        "weights_step": weights and weights["step"], "checkpoints": found.checkpoint_steps(), "plan": info["plan"], "bytes": found.disk_bytes(),
+        "name": run_dir.name, "status": run_dir.status, "message": info["message"], "last": run_dir.last_row(), "evaluated": run_dir.evaluation(),
+        "weights_step": weights and weights["step"], "checkpoints": run_dir.checkpoint_steps(), "plan": info["plan"], "bytes": run_dir.disk_bytes(),
         "events": events, "remarks": remarks,
     }  # fmt: skip
-    if (time_breakdown := _time_breakdown(found)) is not None:
+    if (time_breakdown := _time_breakdown(run_dir)) is not None:
         facts["time"] = time_breakdown
     return facts
 
 
-def _time_breakdown(found: Run) -> dict[str, Any] | None:
-    """Returns where the run's time went, or None if it was not recorded."""
+def _time_breakdown(run_dir: Run) -> dict[str, Any] | None:
+    """Returns the run's time breakdown, or None if there is none."""
     try:
-        spent = TimeBreakdown(**json.loads(found.time_breakdown_path.read_text()))
-        return spent.to_json() | {"shares": spent.shares, "bottleneck": bottleneck(found, spent), "sentence": spent.sentence()}
+        spent = TimeBreakdown(**json.loads(run_dir.time_breakdown_path.read_text()))
+        return spent.to_json() | {"shares": spent.shares, "bottleneck": bottleneck(run_dir, spent), "sentence": spent.sentence()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def _newest_events(found: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _newest_events(run_dir: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Returns the newest events, and the task's remarks at its newest evaluation; each oldest first."""
     events: list[dict[str, Any]] = []
     remarks: list[dict[str, Any]] = []
-    for event in rows_backwards(found.events_path):
+    for event in rows_backwards(run_dir.events_path):
         if not isinstance(event.get("event"), str) or not isinstance(event.get("time"), (int, float)):
             continue
         if event["event"] != "remark" and len(events) < NUM_EVENTS:
@@ -95,14 +95,14 @@ def _lines(facts: dict[str, Any], task: str) -> Iterator[tuple[str, str]]:
 
 
 def _progress_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    last, evaluated, time_breakdown = facts["last"], facts["evaluated"], facts.get("time")
-    if last:
-        speed = last.get("samples_per_second")
+    row, evaluation, time_breakdown = facts["last"], facts["evaluated"], facts.get("time")
+    if row:
+        speed = row.get("samples_per_second")
         speed_text = f", {speed:,.0f} samples/s" if isinstance(speed, (int, float)) else ""
-        yield "step", f"{last['step']:,}   epoch {last.get('epoch', '?')}   {format_metric('loss', last.get('train/loss'))}{speed_text}"
-    if metrics := evaluation_metrics(evaluated):
+        yield "step", f"{row['step']:,}   epoch {row.get('epoch', '?')}   {format_metric('loss', row.get('train/loss'))}{speed_text}"
+    if metrics := evaluation_metrics(evaluation):
         weights_text = "" if facts["weights_step"] is None else ", the weights in model/"
-        yield "eval", f"{'   '.join(format_metric(k, v) for k, v in metrics.items())}   (step {evaluated['step']:,}{weights_text})"
+        yield "eval", f"{'   '.join(format_metric(k, v) for k, v in metrics.items())}   (step {evaluation['step']:,}{weights_text})"
     for remark in facts["remarks"]:
         yield "remark", f"{remark.get('text')}   (step {remark['step']:,})"
     if time_breakdown is not None and time_breakdown["steps"]:
@@ -113,8 +113,12 @@ def _progress_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _event_line(event: dict[str, Any]) -> str:
     try:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
+        date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
     except (OverflowError, ValueError, OSError):
-        when = "?"
-    detail = "  ".join(f"{k}={(str(v).splitlines() or [''])[0]}" for k, v in event.items() if k not in ("time", "event", "rank"))
-    return f"{when}  {event['event']:<12} {detail}"
+        date = "?"
+    details = [f"{key}={_first_line(value)}" for key, value in event.items() if key not in ("time", "event", "rank")]
+    return f"{date}  {event['event']:<12} {'  '.join(details)}"
+
+
+def _first_line(value: Any) -> str:
+    return (str(value).splitlines() or [""])[0]

@@ -59,7 +59,7 @@ def parser(verb: str) -> Parser:
 
 def run(verb: str, words: list[str]) -> int:
     if verb == "train" and {"-h", "--help"} & set(words):
-        task = next((w for w in words if not w.startswith("-") and "=" not in w), None)
+        task = next((word for word in words if not word.startswith("-") and "=" not in word), None)
         parser(verb).print_help()
         if task is not None:
             print_settings(task)
@@ -91,7 +91,7 @@ def run(verb: str, words: list[str]) -> int:
 
 
 def read_request(words: list[str]) -> Request:
-    """Returns the request in the words after `drivetrain`; Request.command() gives them back."""
+    """Parses the words after `drivetrain`: the reverse of Request.command()."""
     verb, *rest = words
     return request_of(verb, parser(verb).parse(rest))
 
@@ -153,8 +153,8 @@ def print_settings(text: str) -> TaskRef:
     task = find_task(read_file(Path(text))["task"], Path(text).parent) if is_recipe_file(text) else find_task(text)
     doc, settings = task.declaration().doc, task_settings(task)
     show(f"\n{task.class_name}: {doc.splitlines()[0] if doc else ''}".rstrip())
-    own = [s for s in settings.values() if s.owner != "Task"]
-    shared = [s for s in settings.values() if s.owner == "Task"]
+    own = [setting for setting in settings.values() if setting.owner != "Task"]
+    shared = [setting for setting in settings.values() if setting.owner == "Task"]
     for title, rows in ((f"settings of {task.class_name}", own), ("settings of every task", shared)):
         if rows:
             show(f"\n{title}")

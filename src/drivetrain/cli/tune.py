@@ -89,17 +89,17 @@ def _print_help(verb: str, words: list[str]) -> None:
     from drivetrain.cli.train import print_settings
 
     parser(verb).print_help()
-    task = next((w for w in words if not w.startswith("-") and "=" not in w), None)
+    task = next((word for word in words if not word.startswith("-") and "=" not in word), None)
     if task is not None:
         _print_search(print_settings(task))
 
 
 def _print_search(task: TaskRef) -> None:
-    """Prints what a task declares to be searched."""
+    """Prints the search space that a task declares."""
     from drivetrain.describe import tune_facts
 
     if search := tune_facts(task).search:
-        show("\nsearched, unless --search says what")
+        show("\nsearched, unless --search is given")
         for name, text in search.items():
             show(f"  {name}={text}")
 
@@ -110,10 +110,11 @@ def _load_recipe(args: argparse.Namespace) -> Recipe:
     try:
         recipes = load(args.target, args.settings)
     except Problem as problem:
-        ranges = (w for w in args.settings if (".." in w or "|" in w) and str(problem).startswith(f"{w} does not fit"))
-        if (word := next(ranges, None)) is None:
-            raise
-        raise Problem(f"{problem}\nTo search it: --search '{word}'") from None
+        for word in args.settings:
+            is_range = ".." in word or "|" in word
+            if is_range and str(problem).startswith(f"{word} does not fit"):
+                raise Problem(f"{problem}\nTo search it: --search '{word}'") from None
+        raise
     if len(recipes) > 1:
-        raise Problem(f"{args.target} has stages: tune takes a recipe without")
+        raise Problem(f"{args.target} has stages: tune needs a recipe without stages")
     return recipes[0]

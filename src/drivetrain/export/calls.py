@@ -1,11 +1,11 @@
-"""Finds what to export: the modules that a task names, or its model with the inputs that `metrics` gives it."""
+"""Finds what to export: the modules in the task's `exports`, or its model with the inputs that `metrics` gives it."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drivetrain.data import Source, Tensors
 from drivetrain.outcomes import Problem
@@ -14,13 +14,13 @@ from drivetrain.task import Task, overrides
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-BATCH_SIZES = (8, 3, 1)  # the first batch makes a graph, all batches check it
-ADVICE = "say in exports(model) what is exported, with inputs"
+BATCH_SIZES = (8, 3, 1)  # the graph is made with the first batch and checked with all
+ADVICE = "define exports(model), which returns what is exported, with inputs"
 
 
 @dataclass(frozen=True)
 class ExportGraph:
-    """A module whose inputs and outputs are tensors only, and the batches to make and check its graph with."""
+    """A module whose inputs and outputs are all tensors, and the batches to make and check its graph."""
 
     module: nn.Module
     """Returns a dict of tensors."""
@@ -49,19 +49,21 @@ def as_named(name: Any, graph: Any) -> ExportGraph:
     import torch
     from torch import Tensor, nn
 
-    if not isinstance(name, str) or not name or any(c in name for c in "/\\\0") or name.startswith("."):
-        raise Problem(f"exports(model) names a graph {name!r}: a name that a file can have is needed")
+    if not isinstance(name, str) or not name or any(character in name for character in "/\\\0") or name.startswith("."):
+        raise Problem(f"exports(model) names a graph {name!r}: use a valid file name")
     if not (isinstance(graph, Sequence) and len(graph) == 2 and isinstance(graph[0], nn.Module) and isinstance(graph[1], Mapping)):
-        raise Problem(f"exports(model) gave for {name!r} something else than (module, inputs by name)")
+        raise Problem(f"exports(model)[{name!r}] must be (module, inputs by name)")
     module, inputs = graph
-    if not inputs or not all(isinstance(v, Tensor) and v.dim() for v in inputs.values()):
+    if not inputs or not all(isinstance(value, Tensor) and value.dim() for value in inputs.values()):
         raise Problem(f"exports(model): the inputs of {name!r} must be tensors by name, whose first dimension counts samples")
     sizes = {key: len(value) for key, value in inputs.items()}
     if len(set(sizes.values())) > 1 or not min(sizes.values()):
         raise Problem(f"exports(model): the inputs of {name!r} have different numbers of rows: {sizes}")
-    tensors = [torch.cat([v, v]) if len(v) == 1 else v for v in inputs.values()]  # torch.export would fix a batch size of 1
-    counts = sorted({len(tensors[0]), *(n for n in BATCH_SIZES if n < len(tensors[0]))}, reverse=True)
-    batches = [[v[:count] for v in tensors] for count in counts]
+    # At least two samples, because torch.export would fix a batch size of 1.
+    tensors = [torch.cat([value, value]) if len(value) == 1 else value for value in inputs.values()]
+    num_samples = len(tensors[0])
+    batch_sizes = sorted({num_samples, *(size for size in BATCH_SIZES if size < num_samples)}, reverse=True)
+    batches = [[tensor[:size] for tensor in tensors] for size in batch_sizes]
     return ExportGraph(_named_outputs(module, list(inputs)), list(inputs), batches, [{0} for _ in tensors], [set() for _ in tensors])
 
 
@@ -70,25 +72,44 @@ def as_named(name: Any, graph: Any) -> ExportGraph:
 
 def as_called(task: Task, model: nn.Module) -> ExportGraph:
     """Returns the model with the inputs that the task's `metrics` gives it, on real batches of several sizes."""
-    from torch import Tensor
 
     data = _find_data(task)
     calls = [_first_call(task, model, _make_batch(task, data, size)) for size in BATCH_SIZES]
-    (args, _), leaves, paths, spec = calls[0]
-    tensor_indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    for size, (_, others, _, other_spec) in zip(BATCH_SIZES, calls, strict=True):
-        if other_spec != spec or any(isinstance(a, Tensor) is not isinstance(b, Tensor) for a, b in zip(leaves, others, strict=True)):
+    first = calls[0]
+    leaves = first.leaves
+    tensor_indices = first.tensor_indices()
+    for size, call in zip(BATCH_SIZES, calls, strict=True):
+        if call.structure != first.structure or call.tensor_indices() != tensor_indices:
             raise Problem(f"the model is called in another form with {size} samples than with {BATCH_SIZES[0]}: {ADVICE}")
     for i, leaf in enumerate(leaves):
         if i not in tensor_indices:
-            _check_fixed(leaf, [other[i] for _, other, _, _ in calls])
+            _check_fixed(leaf, [call.leaves[i] for call in calls])
     if not tensor_indices:
         raise Problem(f"the model is called without a tensor: {ADVICE}")
-    batches = [[call[1][i] for i in tensor_indices] for call in calls]
-    batch_dims, other_dims = zip(*(_free_dimensions([batch[k] for batch in batches]) for k in range(len(tensor_indices))), strict=True)
-    names = _unique([_input_name(paths[i], len(args)) for i in tensor_indices])
-    module = _with_fixed_arguments(model, leaves, spec, tensor_indices)
-    return ExportGraph(_named_outputs(module, names), names, batches, list(batch_dims), list(other_dims))
+    batches = [[call.leaves[i] for i in tensor_indices] for call in calls]
+    free_dims = [_free_dimensions(list(values)) for values in zip(*batches, strict=True)]
+    names = _unique([_input_name(first.paths[i], first.num_args) for i in tensor_indices])
+    module = _with_fixed_arguments(model, leaves, first.structure, tensor_indices)
+    batch_dims, other_dims = [dims for dims, _ in free_dims], [dims for _, dims in free_dims]
+    return ExportGraph(_named_outputs(module, names), names, batches, batch_dims, other_dims)
+
+
+class _Call(NamedTuple):
+    """The arguments of one call of the model, flattened."""
+
+    num_args: int
+    """The number of positional arguments."""
+    leaves: list[Any]
+    """All values that are no tuples, lists or dicts."""
+    paths: list[Any]
+    """For each leaf: where it is in (args, kwargs)."""
+    structure: Any
+    """What torch's tree_unflatten needs to rebuild (args, kwargs)."""
+
+    def tensor_indices(self) -> list[int]:
+        from torch import Tensor
+
+        return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
 
 
 def _find_data(task: Task) -> Any:
@@ -99,13 +120,13 @@ def _find_data(task: Task) -> Any:
     if data is None:
         data, hook = task.train_data(), "train_data()"
     if isinstance(data, Source):
-        raise Problem(f"{type(task).__name__} makes its data by itself: {ADVICE}")
+        raise Problem(f"{type(task).__name__} has a Source instead of a data set: {ADVICE}")
     check_data(data, hook)
     return data
 
 
 def _make_batch(task: Task, data: Any, size: int) -> Any:
-    """Returns a batch of the first samples, made as an evaluation makes it. If there are too few samples, they repeat."""
+    """Returns a batch of the first samples, made as in an evaluation. If there are too few samples, they repeat."""
     import numpy as np
     import torch
     from torch.utils._pytree import tree_map
@@ -118,11 +139,16 @@ def _make_batch(task: Task, data: Any, size: int) -> Any:
     if isinstance(data, Tensors) and collate is None:
         return data.batch([as_tensor(column[: max(BATCH_SIZES)])[torch.tensor(ids)] for column in data.columns])
     batch = (collate or default_collate)([data[i] for i in ids])
-    return tree_map(lambda x: torch.from_numpy(x) if isinstance(x, np.ndarray) and x.dtype.kind in "biufc" else x, batch)
+
+    def numbers_as_tensor(value: Any) -> Any:
+        is_numbers = isinstance(value, np.ndarray) and value.dtype.kind in "biufc"  # bool, int, unsigned, float, complex
+        return torch.from_numpy(value) if is_numbers else value
+
+    return tree_map(numbers_as_tensor, batch)
 
 
-def _first_call(task: Task, model: nn.Module, batch: Any) -> tuple[Any, list[Any], list[Any], Any]:
-    """Returns the arguments of the model's first call in `metrics`, their leaves, the leaves' paths and the structure."""
+def _first_call(task: Task, model: nn.Module, batch: Any) -> _Call:
+    """Returns the model's first call in `metrics`."""
     import torch
     from torch.utils._pytree import tree_flatten, tree_flatten_with_path
 
@@ -132,12 +158,14 @@ def _first_call(task: Task, model: nn.Module, batch: Any) -> tuple[Any, list[Any
         task.metrics(model, batch)
     if not calls:
         raise Problem(f"{type(task).__name__}.metrics never calls the model itself: {ADVICE}")
-    leaves, spec = tree_flatten(calls[0])
-    return calls[0], leaves, [path for path, _ in tree_flatten_with_path(calls[0])[0]], spec
+    leaves, structure = tree_flatten(calls[0])
+    paths = [path for path, _ in tree_flatten_with_path(calls[0])[0]]
+    args, _ = calls[0]
+    return _Call(len(args), leaves, paths, structure)
 
 
 def _check_fixed(value: Any, others: list[Any]) -> None:
-    """Refuses an argument that is no tensor if a graph with this fixed argument would be wrong."""
+    """Raises Problem if a graph in which this argument is fixed would be wrong. The argument is not a tensor."""
     from torch import Tensor
 
     if isinstance(value, Mapping) or any(isinstance(part, Tensor) for part in getattr(value, "__dict__", {}).values()):
@@ -162,7 +190,7 @@ def _free_dimensions(values: list[Tensor]) -> tuple[set[int], set[int]]:
     return batch_dims, other_dims
 
 
-def _with_fixed_arguments(model: nn.Module, leaves: list[Any], spec: Any, tensor_indices: list[int]) -> nn.Module:
+def _with_fixed_arguments(model: nn.Module, leaves: list[Any], structure: Any, tensor_indices: list[int]) -> nn.Module:
     """Returns a module that takes only the tensors and calls the model with the other arguments fixed."""
     from torch import nn
     from torch.utils._pytree import tree_unflatten
@@ -174,7 +202,7 @@ def _with_fixed_arguments(model: nn.Module, leaves: list[Any], spec: Any, tensor
 
         def forward(self, *tensors: Tensor) -> Any:
             inputs = dict(zip(tensor_indices, tensors, strict=True))
-            args, kwargs = tree_unflatten([inputs.get(i, leaf) for i, leaf in enumerate(leaves)], spec)
+            args, kwargs = tree_unflatten([inputs.get(i, leaf) for i, leaf in enumerate(leaves)], structure)
             return self.model(*args, **kwargs)
 
     return Called()
@@ -206,10 +234,12 @@ def outputs_of(result: Any) -> dict[str, Tensor]:
 
     if isinstance(result, Tensor):
         return {"output": result}
-    pairs = [(path, leaf) for path, leaf in tree_flatten_with_path(_dataclasses_as_dicts(result))[0] if isinstance(leaf, Tensor)]
+    paths_and_leaves = tree_flatten_with_path(_dataclasses_as_dicts(result))[0]
+    pairs = [(path, leaf) for path, leaf in paths_and_leaves if isinstance(leaf, Tensor)]
     if not pairs:
         raise Problem(f"the model gives a {type(result).__name__} without tensors: {ADVICE}")
-    return dict(zip(_unique([_joined("output", _keys(path)) for path, _ in pairs]), [leaf for _, leaf in pairs], strict=True))
+    names = _unique([_joined("output", _keys(path)) for path, _ in pairs])
+    return {name: tensor for name, (_, tensor) in zip(names, pairs, strict=True)}
 
 
 def _dataclasses_as_dicts(result: Any) -> Any:
@@ -236,11 +266,16 @@ def _input_name(path: tuple[Any, ...], num_args: int) -> str:
 
 def _keys(path: tuple[Any, ...]) -> list[str]:
     """Returns the keys, indices and attributes of a path as text."""
-    return [str(next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name))) for key in path]
+
+    def text(key: Any) -> str:
+        return str(next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)))
+
+    return [text(key) for key in path]
 
 
-def _joined(first: str, keys: list[str]) -> str:
-    return "_".join([first, *keys] if keys[0].isdigit() else keys)
+def _joined(prefix: str, keys: list[str]) -> str:
+    """Joins keys to a name, which gets the prefix if it would begin with a digit."""
+    return "_".join([prefix, *keys] if keys[0].isdigit() else keys)
 
 
 def _unique(names: list[str]) -> list[str]:

@@ -45,7 +45,7 @@ class WrittenGraph:
 
 
 def write_graph(name: str, graph: ExportGraph, folder: Path) -> WrittenGraph:
-    """Writes one graph; raises Problem if its numbers are not torch's."""
+    """Writes one graph; raises Problem if its outputs differ from torch's."""
     import torch
 
     graph.module.eval()
@@ -80,7 +80,9 @@ def _check_dtypes(name: str, tensors: dict[str, Tensor]) -> None:
     for key, value in tensors.items():
         if value.dtype == torch.bfloat16 or value.is_complex():
             function = "torch.view_as_real" if value.is_complex() else ".float()"
-            raise Problem(f"{name} cannot be exported: {key!r} is {_dtype(value)}, which ONNX or NumPy lacks; convert it with {function}")
+            raise Problem(
+                f"{name} cannot be exported: {key!r} is {_dtype(value)}, which ONNX or NumPy does not have; convert it with {function}"
+            )
 
 
 def run(module: nn.Module, inputs: list[Tensor]) -> dict[str, Tensor]:
@@ -128,7 +130,7 @@ def _dynamic_shapes(graph: ExportGraph) -> tuple[dict[int, Any], ...]:
 
 
 def _check_repeats(name: str, graph: ExportGraph) -> None:
-    """Refuses a module whose outputs differ from run to run."""
+    """Raises Problem if the module's outputs change from call to call."""
     from drivetrain.engine.data.keyed_random import seed_everything
 
     results = []
@@ -137,23 +139,21 @@ def _check_repeats(name: str, graph: ExportGraph) -> None:
         results.append(run(graph.module, graph.batches[0]))
     if not all(_is_same(value, results[1].get(key)) for key, value in results[0].items()):
         line = _random_line(graph)
-        reason = f"with random numbers of {line}" if line else "by random numbers, or by state that it changes"
+        reason = f"because of random numbers in {line}" if line else "because of random numbers, or of state that it changes"
         raise Problem(
-            f"{name} cannot be exported: it gives other numbers each time, {reason}"
-            "\nLeave that out of evaluation (if self.training), or hand the numbers in as an input, in exports(model)"
+            f"{name} cannot be exported: its outputs change from call to call, {reason}"
+            "\nSkip that in evaluation (if self.training), or make the numbers an input, in exports(model)"
         )
 
 
-def _is_same(one: Tensor, two: Tensor | None) -> bool:
+def _is_same(first: Tensor, second: Tensor | None) -> bool:
     import torch
 
-    if two is None or one.shape != two.shape:
+    if second is None or first.shape != second.shape:
         return False
-    return (
-        torch.allclose(one, two, RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE, equal_nan=True)
-        if one.is_floating_point()
-        else torch.equal(one, two)
-    )
+    if first.is_floating_point():
+        return torch.allclose(first, second, RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE, equal_nan=True)
+    return torch.equal(first, second)
 
 
 def _random_line(graph: ExportGraph) -> str:
@@ -171,7 +171,7 @@ def _random_line(graph: ExportGraph) -> str:
                 lines.append(_users_line(traceback.extract_stack()))
             return func(*args, **(kwargs or {}))
 
-    with contextlib.suppress(Exception), RecordRandomOps():  # type: ignore[no-untyped-call]  # this only explains, and compiled code may not run under it
+    with contextlib.suppress(Exception), RecordRandomOps():  # type: ignore[no-untyped-call]  # the line is only a hint, and compiled code may fail under this mode
         run(graph.module, graph.batches[0])
     return next((line for line in lines if line), "")
 
@@ -189,7 +189,7 @@ def _check_against_torch(name: str, path: Path, graph: ExportGraph, results: lis
     for number, (batch, expected) in enumerate(zip(graph.batches, results, strict=True)):
         if number and any(graph.other_free_dims):
             sizes = ", ".join(f"{key} {'x'.join(map(str, t.shape))}" for key, t in zip(graph.names, graph.batches[0], strict=True))
-            hint = f"\nIt holds for the sizes it was made with ({sizes}): give batches of one size (in collate), or {ADVICE}"
+            hint = f"\nIt works for the sizes it was made with ({sizes}): make all batches of one size (in collate), or {ADVICE}"
         rows = next((t.shape[min(dims)] for t, dims in zip(batch, graph.batch_dims, strict=True) if dims), 1)
         try:
             session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -202,8 +202,8 @@ def _check_against_torch(name: str, path: Path, graph: ExportGraph, results: lis
             difference = _difference(from_torch.numpy(), from_onnx)
             if difference is None:
                 if line := _random_line(graph):
-                    hint = f"; {line} draws random numbers: hand them in as an input, in exports(model)"
-                raise Problem(f"{name}.onnx was refused: with {rows} rows its {output!r} differs from torch's{hint}")
+                    hint = f"; {line} draws random numbers: make them an input, in exports(model)"
+                raise Problem(f"{name}.onnx is wrong: with {rows} rows its {output!r} differs from torch's{hint}")
             largest = max(largest, difference)
     return largest
 
@@ -237,12 +237,12 @@ def _remove_source_lines(program: Any) -> None:
 
 
 def _explain(error: BaseException) -> str:
-    """Returns the user's line that cannot be exported, what is wrong with it, and what to do."""
+    """Returns the user's line that cannot be exported, the reason, and the fix."""
     causes = _causes(error)
     frames = [frame for cause in causes for frame in traceback.extract_tb(cause.__traceback__)]
     line = _users_line(frames) or _users_line_in_text(_node_stack_traces(causes))
     if any(type(cause).__name__ in ("GuardOnDataDependentSymNode", "UserError") for cause in causes):
-        return f"{line or 'its code'} goes by the values of a tensor\nUse torch.where there, or {ADVICE}"
+        return f"{line or 'its code'} branches on the values of a tensor\nUse torch.where there, or {ADVICE}"
     return f"{f'{line}: ' if line else ''}{_innermost_message(error)}\nChange that part, or {ADVICE}"
 
 
@@ -281,11 +281,11 @@ def _innermost_message(error: BaseException) -> str:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Suppresses the exporter's progress lines, log messages and warnings."""
-    before = logging.root.manager.disable
+    previous_level = logging.root.manager.disable
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         try:
             yield
         finally:
-            logging.disable(before)
+            logging.disable(previous_level)

@@ -1,12 +1,12 @@
-"""The journey of one command, from a request to a run that has ended.
+"""Executes one command, from the request to the end of the run.
 
-request    what was asked
-machine    the part of this machine that is used
-planning   the plan: profiling (in a survey_process) and plan_cache below it, plan_file beside it
-opening    the run's directory, new or to go on; recorded: the recipe it has
-local      training on this machine alone; nodes and rendezvous: on several; launchers and foreign: under another launcher
-ending     what is written at the end: summary, report
-start      which of these a command needs
+request    what the user asked for
+machine    the devices and processes of this machine that are used
+planning   makes the plan; uses profiling (in a survey_process), plan_cache and plan_file
+opening    opens the run's directory, new or existing; recorded: reads the recipe of an existing run
+local      trains on this machine alone; nodes and rendezvous: on several; launchers and foreign: in workers of another launcher
+ending     writes and shows the end; uses summary and report
+start      decides which of these a command needs
 
-Beside the journey: preview (what `plan` shows), smoke (`--smoke`), evaluation (`eval`), trained (a run's task and model).
+Other commands: preview (`plan`), smoke (`--smoke`), evaluation (`eval`), trained (loads a run's task and model).
 """

@@ -1,4 +1,4 @@
-"""How a run ends: what is written, and what becomes of the command."""
+"""Writes and shows how a run ended, and sets the exit code of the command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from drivetrain.watch.screen import Screen
 
 
 def finish(opened: OpenedRun, recipe: Recipe, plan: Plan, ended: JobEnd, screen: Screen) -> None:
-    """Writes and shows how the run ended. Of a start that was refused nothing stays: a new directory goes, an old run is as it was."""
+    """Writes and shows how the run ended. A start that was refused changes nothing: a new directory is removed, an old run.json restored."""
     if ended.outcome is Outcome.USAGE and discard(opened):
         return
     if ended.outcome is Outcome.USAGE and opened.previous is not None:
@@ -39,7 +39,7 @@ def record_end(run: Run, recipe: Recipe, plan: Plan, ended: JobEnd) -> None:
             runs.write_atomic(run.path / "summary.txt", summary(recipe, plan, ended))
     except OSError as error:
         raise Problem(
-            f"{run.name}: {error.strerror}; the run's end could not be noted (drivetrain resume {run.name})", Outcome.INFRA
+            f"{run.name}: {error.strerror}; the run's end could not be recorded; continue with: drivetrain resume {run.name}", Outcome.INFRA
         ) from None
     finally:
         run.log_event("finished" if ended.outcome is Outcome.OK else "stopped", outcome=str(ended.outcome), message=ended.message[:500])
@@ -62,5 +62,5 @@ def raise_failure(ended: JobEnd, run: Run) -> None:
     """Raises a failed run's message as a Problem; does nothing if the run is finished, preempted or interrupted."""
     if ended.outcome in (Outcome.OK, Outcome.PREEMPTED) or ended.interrupted:
         return
-    hint = f"\nGo on with: drivetrain resume {run.name}" if ended.outcome.retryable and "resume" not in ended.message else ""
+    hint = f"\nContinue with: drivetrain resume {run.name}" if ended.outcome.retryable and "resume" not in ended.message else ""
     raise Problem(ended.message + hint, ended.outcome)

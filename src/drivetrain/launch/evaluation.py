@@ -1,4 +1,4 @@
-"""Evaluating a run's model on its task's evaluation data, in worker processes."""
+"""Evaluates a run's model on its task's evaluation data, in worker processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from drivetrain.runs import Run
 from drivetrain.supervise import JobEnd, local_placement, run_workers
 from drivetrain.watch.screen import Screen
 
-RECORDED = ("metrics", "samples", "step", "figures")  # fields of the result that eval.json has
+RECORDED = ("metrics", "samples", "step", "figures")  # the fields of the result that eval.json contains
 
 
 def evaluate(run: Run, request: Request, screen: Screen) -> JobEnd:

@@ -1,9 +1,10 @@
-"""Training in a worker that another launcher started: every process runs the same command, and rank 0 opens the run and plans."""
+"""Trains in a worker of another launcher: every process runs the same command, and rank 0 opens the run and makes the plan."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 from dataclasses import replace
@@ -43,7 +44,7 @@ class _PlanRecorder(Observer):
 
 
 def train_in_launcher(recipe: Recipe, request: Request, screen: Screen, launcher: str) -> tuple[Run, JobEnd]:
-    """Trains on this process's rank, with all the others that the launcher started."""
+    """Trains this process's rank, together with the other workers of the launcher."""
     world_size, local_world_size = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if request.procs is not None and request.procs != world_size:
         raise Problem(f"--procs {request.procs}: {launcher} started {world_size} processes; leave --procs out")
@@ -52,14 +53,14 @@ def train_in_launcher(recipe: Recipe, request: Request, screen: Screen, launcher
 
     from drivetrain.engine.group import join_group
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while torch waits for the other processes, no handler of Python's runs
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while torch waits for other processes, Python runs no signal handler
     group = join_group(machine.device, "nccl" if machine.device == "cuda" else "gloo")
     stop = StopFlag()
     stop.install()
     opened, answer = _open_on_rank_0(recipe, request, machine, world_size, screen, launcher) if group.is_main else (None, {})
     answer = group.broadcast_object(answer)
     if "problem" in answer:
-        raise Problem(answer["problem"] if group.is_main else "rank 0 said why", Outcome(answer["outcome"]))
+        raise Problem(answer["problem"] if group.is_main else "see the message of rank 0", Outcome(answer["outcome"]))
     if "finished" in answer:
         return Run(answer["finished"]), JobEnd(Outcome.OK)
     job = from_json(answer["job"])
@@ -73,7 +74,7 @@ def train_in_launcher(recipe: Recipe, request: Request, screen: Screen, launcher
 
 
 def _machine(request: Request, local_world_size: int) -> LocalMachine:
-    """Returns what this process may use: the launcher chose how many processes share the machine."""
+    """Returns the devices that this process may use. The launcher decided how many processes share the machine."""
     detected = hardware.detect()
     device = request.device or ("cuda" if detected.gpus else "cpu")
     if request.device is None and os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1"):
@@ -89,14 +90,14 @@ def _machine(request: Request, local_world_size: int) -> LocalMachine:
 def _open_on_rank_0(
     recipe: Recipe, request: Request, machine: LocalMachine, world_size: int, screen: Screen, launcher: str
 ) -> tuple[OpenedRun | None, dict[str, Any]]:
-    """Opens the run and plans. Returns what all ranks are told: the job, that the run is finished, or the problem."""
+    """Opens the run and makes the plan. Returns the answer for all ranks: the job, that the run is finished, or the problem."""
     opened: OpenedRun | None = None
     try:
         opened = _open(recipe, request)
         if opened.is_finished:
             report_already_finished(opened.run, screen)
             return opened, {"finished": str(opened.run.path.resolve())}
-        nodes = -(-world_size // machine.procs)
+        nodes = math.ceil(world_size / machine.procs)
         plan = plan_run(recipe, request, cluster_of(machine, world_size, nodes), opened.previous, screen)
         notice = f"{world_size} processes, started by {launcher}{_ignored_flags(request)}"
         report_start(recipe, machine, plan, screen, "; ".join(filter(None, [opened.note, notice])))
@@ -113,35 +114,35 @@ def _open_on_rank_0(
 def _open(recipe: Recipe, request: Request) -> OpenedRun:
     if request.run_dir or request.name or recipe.name:
         folder = Path(request.run_dir) if request.run_dir else runs.RUNS / str(request.name or recipe.name)
-        if os.path.exists(folder / "lock"):  # a launcher repeats the command while the old processes still end
+        if os.path.exists(folder / "lock"):  # a launcher may repeat the command before the old processes have ended
             wait_for_lock(folder, 5.0).release()
     return open_run(recipe, request)
 
 
 def _ignored_flags(request: Request) -> str:
-    """Returns a note about the flags that only drivetrain's own processes obey."""
-    given = {
+    """Returns a note about the flags that work only with drivetrain's own processes."""
+    is_given = {
         "--find-nan": request.find_nan,
         "--restarts": request.restarts != Request.restarts,
         "--hang-after": request.hang_after != Request.hang_after,
     }
-    ignored = [flag for flag, is_given in given.items() if is_given]
+    ignored = [flag for flag in is_given if is_given[flag]]
     if not ignored:
         return ""
-    return f"; without effect, for it needs drivetrain's own processes (--procs N): {', '.join(ignored)}"
+    return f"; ignored, because only drivetrain's own processes (--procs N) support it: {', '.join(ignored)}"
 
 
 # --- every rank --------------------------------------------------------------------------------
 
 
 def _work(job: Job, code: str, recipe: Recipe, run: Run, group: Group, screen: Screen, stop: StopFlag) -> dict[str, Any]:
-    """Trains this rank; on rank 0 returns how the whole run ended."""
+    """Trains this rank; returns its result, on rank 0 that of the run."""
     try:
         observer = Observers([screen, _PlanRecorder(run)]) if group.is_main else screen
-        result = work(replace(job, task=_own_copy(job, code, recipe)), group, observer, stop)
+        result = work(replace(job, task=_task_with_code(job, code, recipe)), group, observer, stop)
     except Problem as problem:
         result = {"outcome": problem.outcome, "message": str(problem)}
-    if result.get("smaller"):  # any rank records it: others may wait for this one until the launcher ends them
+    if result.get("smaller"):  # recorded by any rank: rank 0 may wait for this one until the launcher kills it
         record_out_of_memory(run, result["smaller"])
     result = _share_cause(result, group)
     if group.is_main and result.get("smaller"):
@@ -149,23 +150,23 @@ def _work(job: Job, code: str, recipe: Recipe, run: Run, group: Group, screen: S
     return result
 
 
-def _own_copy(job: Job, code: str, recipe: Recipe) -> TaskRef:
-    """Returns the task with rank 0's code: the copy in the run, or this machine's own file if they share no file system."""
+def _task_with_code(job: Job, code: str, recipe: Recipe) -> TaskRef:
+    """Returns the task whose code has rank 0's digest: the run's copy, or without a shared file system this machine's own file."""
     for task in (job.task, recipe.task):
         with contextlib.suppress(OSError):
             if task.digest() == code:
                 return task
-    raise Problem(f"{recipe.task.path} is not the file that rank 0 trains: bring the same one to every machine")
+    raise Problem(f"{recipe.task.path} is not the file that rank 0 trains: copy the same file to every machine")
 
 
 def _share_cause(result: dict[str, Any], group: Group) -> dict[str, Any]:
-    """A rank that fails writes its result into torch's store; rank 0, which sees only a lost connection, returns that result."""
+    """Makes rank 0 return the cause of a failure: other ranks write their results into torch's store, and rank 0 reads them."""
     from torch import distributed as dist
 
     if group.size == 1 or Outcome(result["outcome"]) in (Outcome.OK, Outcome.PREEMPTED):
         return result
     store = dist.distributed_c10d._get_default_store()
-    with contextlib.suppress(RuntimeError):  # the store is gone if its machine is
+    with contextlib.suppress(RuntimeError):  # the machine of the store may be lost
         if not group.is_main:
             store.set(f"drivetrain/{group.rank}", json.dumps({key: result.get(key) for key in ("outcome", "message", "smaller")}))
         elif result["outcome"] == Outcome.INFRA:

@@ -1,4 +1,4 @@
-"""The job that worker processes are given."""
+"""Makes the job of worker processes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from drivetrain.runs import Run
 JobT = TypeVar("JobT", bound=TaskJob)
 
 
-def make_job(kind: type[JobT], recipe: Recipe, run: Run, plan: Plan, folder: str | None = None, **fields: Any) -> JobT:
-    """Returns a job on the run's copy of the task. `folder` is the workers' working directory, by default this process's; `fields` are the kind's own."""
+def make_job(job_class: type[JobT], recipe: Recipe, run: Run, plan: Plan, folder: str | None = None, **fields: Any) -> JobT:
+    """Returns a job with the run's copy of the task. `folder` is the workers' working directory; `fields` are those of the job's class."""
     task = task_in_run(recipe.task, run)
-    return kind(run=str(run.path.resolve()), task=task, settings=recipe.settings, plan=plan, folder=folder or os.getcwd(), **fields)
+    return job_class(run=str(run.path.resolve()), task=task, settings=recipe.settings, plan=plan, folder=folder or os.getcwd(), **fields)
 
 
 def make_train_job(recipe: Recipe, run: Run, plan: Plan, request: Request, folder: str | None = None) -> TrainJob:

@@ -1,4 +1,4 @@
-"""Training on this machine alone: a new run, or one that goes on."""
+"""Trains on this machine alone: a new run, or one that continues."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from drivetrain.watch.screen import Screen
 def train_locally(
     recipe: Recipe, request: Request, machine: LocalMachine, screen: Screen, store_task: Callable[[Run], Recipe] | None = None
 ) -> tuple[Run, JobEnd]:
-    """Opens the run, plans, trains and records the end. `store_task` writes a task without a file into the run, and returns the
-    recipe that has it there."""
+    """Opens the run, makes the plan, trains and records the end. `store_task` writes a task that has no file into the run, and returns
+    the recipe with that copy."""
     opened = open_run(recipe, request)
     if opened.is_finished:
         report_already_finished(opened.run, screen)
@@ -37,7 +37,7 @@ def train_locally(
 
 
 def resume_locally(run: Run, recipe: Recipe, request: Request, screen: Screen) -> tuple[Run, JobEnd]:
-    """Goes on with a run, with the recipe that it recorded."""
+    """Continues a run."""
     if request.nodes > 1:
         raise Problem("resume runs on one machine: on several, repeat the train command with its --nodes and --name on each")
     opened = continue_run(recipe, run, run.read())
@@ -45,7 +45,7 @@ def resume_locally(run: Run, recipe: Recipe, request: Request, screen: Screen) -
         report_already_finished(run, screen)
         return run, JobEnd(Outcome.OK)
     with locked(opened):
-        machine = _as_before(detect_machine(request), request, opened)
+        machine = _with_procs_of_run(detect_machine(request), request, opened)
         plan = plan_run(recipe, request, cluster_of(machine), opened.previous, screen)
         report_code(recipe, run, screen)
         if not run.checkpoint_steps():
@@ -53,25 +53,29 @@ def resume_locally(run: Run, recipe: Recipe, request: Request, screen: Screen) -
         return run, _train_opened(recipe, request, opened, machine, plan, screen)
 
 
-def _as_before(machine: LocalMachine, request: Request, opened: OpenedRun) -> LocalMachine:
-    """Returns the machine with as many processes as the run had, as far as there are GPUs for them, unless the request says how many."""
-    old = opened.previous["plan"] if opened.previous else {}
-    if request.procs is not None or request.gpus is not None or (machine.device, 1) != (old["device"], old["nodes"]):
+def _with_procs_of_run(machine: LocalMachine, request: Request, opened: OpenedRun) -> LocalMachine:
+    """Returns the machine with as many processes as the run had, or as there are GPUs, unless the request sets the number."""
+    old_plan = opened.previous["plan"] if opened.previous else {}
+    if request.procs is not None or request.gpus is not None:
         return machine
-    procs = min(old["world_size"], len(machine.gpus)) if machine.gpus else old["world_size"]
+    if old_plan["device"] != machine.device or old_plan["nodes"] != 1:
+        return machine
+    procs = old_plan["world_size"]
+    if machine.gpus:
+        procs = min(procs, len(machine.gpus))
     return replace(machine, procs=procs, gpus=machine.gpus[:procs])
 
 
 def _train_opened(recipe: Recipe, request: Request, opened: OpenedRun, machine: LocalMachine, plan: Plan, screen: Screen) -> JobEnd:
-    place = local_placement(machine.procs)
+    placement = local_placement(machine.procs)
     report_start(recipe, machine, plan, screen, opened.note)
     record_start(opened, recipe, plan, machine)
-    opened.run.log_event("started", world_size=place.world_size, device=plan.device)
+    opened.run.log_event("started", world_size=placement.world_size, device=plan.device)
     folder = opened.previous["folder"] if opened.previous else None
     job = make_train_job(recipe, opened.run, plan, request, folder)
-    # A training that did not wait for its survey makes a better plan once it needs one: when memory runs out.
+    # Without a survey the plan may need too much memory. If memory runs out, the task is surveyed and planned again.
     planned_without_survey = plan.device == "cuda" and not plan.predicted and request.planner == "auto" and request.saved_plan is None
     replan = partial(make_plan, recipe, cluster_of(machine), screen) if planned_without_survey else None
-    ended = run_workers(job, plan, place, screen, machine.gpus, request.verbose, replan, request.policy)
+    ended = run_workers(job, plan, placement, screen, machine.gpus, request.verbose, replan, request.policy)
     finish(opened, recipe, plan, ended, screen)
     return ended

@@ -1,4 +1,4 @@
-"""The part of this machine that a run uses."""
+"""The devices and processes that a run uses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def detect_machine(request: Request) -> LocalMachine:
         raise Problem(f"--procs {procs}: a run needs at least one process")
     if device == "cuda" and procs > len(gpus):
         are, plural = ("is", "") if len(gpus) == 1 else ("are", "s")
-        raise Problem(f"--procs {procs}: there {are} {len(gpus)} GPU{plural} to use; one process each at most (or --device cpu)")
+        raise Problem(f"--procs {procs}: there {are} {len(gpus)} GPU{plural} to use; at most one process each (or --device cpu)")
     if device == "mps" and procs > 1:
         raise Problem("--device mps runs one process")
     used = gpus[:procs]
@@ -39,7 +39,7 @@ def detect_machine(request: Request) -> LocalMachine:
 
 
 def _device_and_gpus(request: Request, detected: Hardware) -> tuple[str, list[str]]:
-    """Returns the kind of device, and the GPUs that may be used."""
+    """Returns the device (cuda, cpu or mps) and the GPUs that may be used."""
     if request.device not in (None, "cuda"):
         if request.gpus is not None:
             raise Problem(f"--gpus does not go with --device {request.device}")
@@ -50,7 +50,7 @@ def _device_and_gpus(request: Request, detected: Hardware) -> tuple[str, list[st
     if gpus:
         return "cuda", gpus
     if request.device == "cuda":
-        raise Problem(f"--device cuda: there is no GPU here ({detected.gpu_note}); leave the flag out, or say --device cpu")
+        raise Problem(f"--device cuda: there is no GPU here ({detected.gpu_note}); leave the flag out, or use --device cpu")
     if request.gpus is not None:
         raise Problem(f"--gpus {request.gpus}: there is no GPU here ({detected.gpu_note})")
     return "cpu", []
@@ -58,7 +58,7 @@ def _device_and_gpus(request: Request, detected: Hardware) -> tuple[str, list[st
 
 @dataclass(frozen=True)
 class Cluster:
-    """All processes of a run, and the hardware of one of its (equal) nodes: what a plan is made for."""
+    """What a plan is made for: all processes of a run, and the hardware of one node. All nodes are equal."""
 
     hardware: Hardware
     device: str
@@ -70,6 +70,6 @@ class Cluster:
 
 
 def cluster_of(machine: LocalMachine, world_size: int | None = None, nodes: int = 1) -> Cluster:
-    """Returns this machine's processes, or all that train together with it."""
+    """Returns the cluster of this machine, and of `nodes` machines that are equal to it."""
     gpu = machine.gpus[0] if machine.gpus else ""
     return Cluster(machine.hardware, machine.device, world_size or machine.procs * nodes, machine.procs, nodes, gpu)

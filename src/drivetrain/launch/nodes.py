@@ -1,4 +1,4 @@
-"""Training on several machines: the leader keeps the run, the members take part in its attempts."""
+"""Trains on several machines: the leader has the run's directory, and the members take part in its attempts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def train_on_nodes(recipe: Recipe, request: Request, machine: LocalMachine, own_
     assert request.rendezvous is not None, "check_request asks for it"
     identity = recipe.identity()
     # A recipe with stages starts each from the stage before, which is a path of this machine.
-    identity["settings"] = {k: v for k, v in identity["settings"].items() if k != "start"}
+    identity["settings"] = {name: value for name, value in identity["settings"].items() if name != "start"}
     node = rendezvous.join(
         rendezvous.parse(request.rendezvous), request.node_range, machine.procs, request.node_rank,
         lambda text: screen.line("nodes", text), identity,
@@ -47,15 +47,17 @@ def _follow(member: Member, recipe: Recipe, request: Request, machine: LocalMach
     """Takes part in the leader's attempts until the run has ended."""
     run = Run("")
 
-    def make_supervisor(start: StartAttempt, place: WorkerPlacement) -> Supervisor:
+    def make_supervisor(start: StartAttempt, placement: WorkerPlacement) -> Supervisor:
         nonlocal run
         run = _own_run(start.run, request)
         job = make_train_job(recipe, run, start.plan, request)
-        job = replace(job, task=recipe.task)  # this machine may have no copy in the run; the digests of the code are equal
-        return stack.enter_context(supervised(job, start.plan, place, screen, machine.gpus, request.verbose, policy=request.policy))
+        job = replace(
+            job, task=recipe.task
+        )  # its own file, because this machine may have no copy in a run; the digests of the code are equal
+        return stack.enter_context(supervised(job, start.plan, placement, screen, machine.gpus, request.verbose, policy=request.policy))
 
     with contextlib.ExitStack() as stack:
-        # A member takes no paths from the leader: its DeepSpeed file is its own.
+        # The path of the DeepSpeed file is that of this machine, not the leader's.
         ended = rendezvous.follow(member, make_supervisor, lambda plan: replace(plan, deepspeed_config=own_plan.deepspeed_config))
     return run, ended
 
@@ -69,8 +71,8 @@ def _own_run(name: str, request: Request) -> Run:
 
 
 def _lead(leader: Leader, recipe: Recipe, request: Request, machine: LocalMachine, screen: Screen) -> tuple[Run, JobEnd]:
-    """Opens the run, leads its attempts, and tells the members how it ended."""
-    ended = JobEnd(Outcome.INFRA, "the machine that led the run stopped")
+    """Opens the run, leads its attempts, and sends the members its end."""
+    ended = JobEnd(Outcome.INFRA, "the leading machine of the run stopped")
     try:
         members = leader.wait_for_members()
         opened = open_run(recipe, request)
@@ -93,26 +95,26 @@ def _lead(leader: Leader, recipe: Recipe, request: Request, machine: LocalMachin
 def _lead_opened(
     leader: Leader, members: Membership, opened: OpenedRun, recipe: Recipe, request: Request, machine: LocalMachine, screen: Screen
 ) -> tuple[JobEnd, Plan]:
-    """Leads attempts until the run has ended; returns the plan of the last one with it."""
+    """Leads attempts until the run has ended; returns its end, and the plan of the last attempt."""
 
     def plan_attempt(members: Membership) -> Plan:
         """Returns the run's plan; a new one if the number of processes has changed."""
-        current = opened.run.read()
-        plan = plan_run(recipe, request, cluster_of(machine, members.world_size, members.nodes), current, screen)
-        if current["plan"]["world_size"] != members.world_size:
+        info = opened.run.read()
+        plan = plan_run(recipe, request, cluster_of(machine, members.world_size, members.nodes), info, screen)
+        if info["plan"]["world_size"] != members.world_size:
             screen.line("plan", plan.sentence())
             with contextlib.suppress(OSError):  # a full disk
                 opened.run.update(plan=plan.to_json())
         return plan
 
-    place = WorkerPlacement(0, machine.procs, members.world_size, ("", 0))
+    placement = WorkerPlacement(0, machine.procs, members.world_size, ("", 0))
     plan = plan_run(recipe, request, cluster_of(machine, members.world_size, members.nodes), opened.previous, screen)
     report_start(recipe, machine, plan, screen, opened.note)
     record_start(opened, recipe, plan, machine)
     opened.run.log_event("started", world_size=members.world_size, device=plan.device)
     folder = opened.previous["folder"] if opened.previous else None
     job = make_train_job(recipe, opened.run, plan, request, folder)
-    with supervised(job, plan, place, screen, machine.gpus, request.verbose, policy=request.policy) as supervisor:
+    with supervised(job, plan, placement, screen, machine.gpus, request.verbose, policy=request.policy) as supervisor:
         supervisor.is_leader = True
         try:
             ended = rendezvous.lead(leader, supervisor, members, plan_attempt, _name_for_members(opened.run))
@@ -122,5 +124,5 @@ def _lead_opened(
 
 
 def _name_for_members(run: Run) -> str:
-    """Returns the run's path below runs/; the name of its folder if it lies elsewhere."""
+    """Returns the run's path relative to runs/, or the name of its folder if it is not in runs/."""
     return run.path.name if Path(run.name).is_absolute() or ".." in Path(run.name).parts else run.name

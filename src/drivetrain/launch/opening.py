@@ -1,4 +1,4 @@
-"""The run's directory: made anew or opened to go on, locked meanwhile, and removed again if the start is refused."""
+"""Creates or opens a run's directory, locks it, and removes it again if the start is refused."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class OpenedRun:
     run: Run
     lock: Lock | None = None
     previous: dict[str, Any] | None = None
-    """run.json of a run that goes on; None for a new one."""
+    """The old run.json of a run that continues; None for a new run."""
     is_finished: bool = False
     note: str = ""
-    """What the user is told about the choice of this directory."""
+    """A message for the user about the choice of this directory."""
     created: bool = False
-    """Whether this start made the directory."""
+    """Whether this start created the directory."""
 
 
 def open_run(recipe: Recipe, request: Request) -> OpenedRun:
-    """Opens the directory that was named, else that of an unfinished run of the same recipe, else a new one."""
+    """Opens the run that the user named, else an unfinished run of the same recipe, else a new one."""
     run = named_run(recipe, request)
     if run is None:
         return _continue_or_create(recipe)
@@ -46,14 +46,14 @@ def open_run(recipe: Recipe, request: Request) -> OpenedRun:
     previous = run.read()
     try:
         _check_same_recipe(recipe, previous, run)
-    except Problem:  # named_run() refuses another recipe for a run that has begun: this one has not
-        note = f"{run.name} stopped before its first step: starting it anew, with what is asked for now"
+    except Problem:  # the run has not begun, or named_run() would have raised this
+        note = f"{run.name} stopped before its first step: it starts again, with the new settings"
         return OpenedRun(run, Lock.acquire(run.path), note=note)
     return continue_run(recipe, run, previous)
 
 
 def named_run(recipe: Recipe, request: Request) -> Run | None:
-    """Returns the run that a flag or the recipe names, if one does. Raises Problem if it is another recipe's, or the folder is no run."""
+    """Returns the run that a flag or the recipe names, if any. Raises Problem if it has another recipe, or the folder has other files."""
     folder = request.run_dir or (str(runs.RUNS / request.name) if request.name else None)
     folder = folder or (str(runs.RUNS / recipe.name) if recipe.name else None)
     if folder is None:
@@ -64,24 +64,24 @@ def named_run(recipe: Recipe, request: Request) -> Run | None:
         if _has_begun(run, previous):
             _check_same_recipe(recipe, previous, run)
     elif os.path.isdir(run.path) and any(not _may_precede_run(path) for path in run.path.iterdir()):
-        raise Problem(f"{run.path} is not empty and no run: choose another --run-dir or --name")
+        raise Problem(f"{run.path} is not empty and not a run: choose another --run-dir or --name")
     return run
 
 
 def _may_precede_run(path: Path) -> bool:
-    """Whether a folder that is no run yet may contain this: a start that was killed before run.json leaves its lock and perhaps
-    a part of the task's copy, and programs that start trainings may keep their output in logs."""
+    """Whether a folder without run.json may contain this path. A start that was killed early leaves its lock and a part of the task's
+    copy, and a program that starts trainings may write their output to logs."""
     return path.name in ("lock", "task", "logs") or path.name.startswith(".run.json")
 
 
 def _has_begun(run: Run, previous: dict[str, Any]) -> bool:
-    """Whether a run has taken a step that is worth keeping, or is in use."""
+    """Whether a run is finished or in use, or has a checkpoint or a logged step."""
     return previous["status"] == "finished" or bool(run.checkpoint_steps() or run.last_row() or runs.lock_holder(run.path))
 
 
 def continue_run(recipe: Recipe, run: Run, previous: dict[str, Any], note: str = "") -> OpenedRun:
-    """Opens a run to go on with it. A finished one goes on only if it is made longer."""
-    is_longer = any(recipe.settings[k] != previous["recipe"]["settings"].get(k) for k in ("epochs", "steps"))
+    """Opens a run to continue it. A finished run continues only if `epochs` or `steps` changed."""
+    is_longer = any(recipe.settings[name] != previous["recipe"]["settings"].get(name) for name in ("epochs", "steps"))
     if previous["status"] == "finished" and not is_longer:
         return OpenedRun(run, previous=previous, is_finished=True)
     if previous["status"] == "finished" and not run.checkpoint_steps():
@@ -92,8 +92,8 @@ def continue_run(recipe: Recipe, run: Run, previous: dict[str, Any], note: str =
 
 
 def _continue_or_create(recipe: Recipe) -> OpenedRun:
-    """Without a name, a repeated command goes on with its unfinished run: launchers restart a job by repeating its command, and
-    since resume is exact, the result is that of a fresh run."""
+    """Opens the unfinished run of the same recipe, if there is one, else a new run. Launchers restart a job by repeating its command, and
+    since resume is exact, the result equals that of a new run."""
     identity = json.loads(json.dumps(recipe.identity()))
     for run in reversed(runs.all_runs()):
         if not run.path.name.startswith(recipe.task.label):
@@ -103,7 +103,7 @@ def _continue_or_create(recipe: Recipe) -> OpenedRun:
             is_resumable = previous["status"] == "running" or Outcome(previous["outcome"]).retryable
             is_same = previous["recipe"]["identity"] == identity
             if is_same and is_resumable and previous["status"] != "finished" and not runs.lock_holder(run.path):
-                note = f"going on with {run.name}, unfinished and of the same recipe (a fresh one: --name NAME)"
+                note = f"continuing {run.name}, an unfinished run of the same recipe (for a new run: --name NAME)"
                 return continue_run(recipe, run, previous, note)
     run = Run(runs.new_path(recipe.task.label))
     return OpenedRun(run, Lock.acquire(run.path), created=True)
@@ -130,15 +130,19 @@ def _changed_code(task: TaskRef, run: Run) -> str:
     if task.pickled:
         return task.label
     copy = run.path / "task"
-    changed = [p for p, file in task.modules().items() if not (copy / p).is_file() or (copy / p).read_bytes() != file.read_bytes()]
-    return f"{changed[0]}{f' and {len(changed) - 1} more' if len(changed) > 1 else ''}" if changed else task.label
+    changed = [
+        path for path, file in task.modules().items() if not (copy / path).is_file() or (copy / path).read_bytes() != file.read_bytes()
+    ]
+    if not changed:
+        return task.label
+    return changed[0] if len(changed) == 1 else f"{changed[0]} and {len(changed) - 1} more"
 
 
 def check_changes(new: dict[str, Any], old: dict[str, Any], run: Run) -> None:
     """Raises Problem if a setting changed that must stay the same in a run."""
-    changed = [k for k in new if new[k] != old.get(k) and k not in MAY_CHANGE]
+    changed = [name for name in new if new[name] != old.get(name) and name not in MAY_CHANGE]
     if changed:
-        detail = ", ".join(f"{k}={old.get(k)} (now {new[k]})" for k in changed[:3])
+        detail = ", ".join(f"{name}={old.get(name)} (now {new[name]})" for name in changed[:3])
         raise Problem(
             f"{run.name} was begun with {detail}: that cannot change in a run; use another --name."
             f"\nThese may: {', '.join(MAY_CHANGE)}, and plan.* choices"
@@ -151,10 +155,11 @@ def check_changes(new: dict[str, Any], old: dict[str, Any], run: Run) -> None:
 def record_start(opened: OpenedRun, recipe: Recipe, plan: Plan, machine: LocalMachine) -> None:
     """Writes run.json and the copy of the task's code, before any process is started."""
     run, previous = opened.run, opened.previous
-    current = {"plan": plan.to_json(), "hardware": machine.hardware.to_json(), "status": "running", "outcome": "", "message": ""}
+    status = {"plan": plan.to_json(), "hardware": machine.hardware.to_json(), "status": "running", "outcome": "", "message": ""}
     try:
         if previous is not None:
-            run.write(previous | {"recipe": previous["recipe"] | {"settings": recipe.settings, "pins": recipe.pins}} | current)
+            changed_recipe = previous["recipe"] | {"settings": recipe.settings, "pins": recipe.pins}
+            run.write(previous | {"recipe": changed_recipe} | status)
             return
         if not recipe.task.built_in and not recipe.task.pickled:
             runs.store_task(run, Path(recipe.task.path), recipe.task.package)
@@ -162,14 +167,14 @@ def record_start(opened: OpenedRun, recipe: Recipe, plan: Plan, machine: LocalMa
             "task": asdict(recipe.task), "identity": recipe.identity(), "settings": recipe.settings,
             "origin": recipe.origin, "pins": recipe.pins,
         }  # fmt: skip
-        run.write({"name": run.name, "recipe": entry, **runs.provenance(), **current})
+        run.write({"name": run.name, "recipe": entry, **runs.provenance(), **status})
     except OSError as error:
         raise Problem(f"cannot write the run directory {run.path}: {error.strerror}; choose another with --run-dir") from None
 
 
 @contextlib.contextmanager
 def locked(opened: OpenedRun) -> Iterator[None]:
-    """Holds the run's lock; if the start is refused, removes what it made."""
+    """Holds the run's lock; if the start is refused, removes what it created."""
     try:
         yield
     except BaseException as error:
@@ -182,12 +187,12 @@ def locked(opened: OpenedRun) -> Iterator[None]:
 
 
 def discard(opened: OpenedRun) -> bool:
-    """Removes the directory that a refused start has made; returns False if it existed before, or the run has taken a step."""
+    """Removes the directory of a refused start. Does nothing and returns False if it existed before, or if the run has a logged step."""
     path = opened.run.path
     if not opened.created or opened.run.checkpoint_steps() or opened.run.last_row():
         return False
     shutil.rmtree(path, ignore_errors=True)
-    for folder in path.parents:  # of a recipe with stages, and runs/
+    for folder in path.parents:  # the folder of a recipe with stages, and runs/, if they are empty
         if not folder.is_relative_to(runs.RUNS):
             break
         with contextlib.suppress(OSError):
@@ -196,7 +201,7 @@ def discard(opened: OpenedRun) -> bool:
 
 
 def wait_for_lock(path: Path, seconds: float) -> Lock:
-    """Takes a lock that a process which is about to end may still hold."""
+    """Acquires a lock, waiting for a process that is about to end."""
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -1,4 +1,4 @@
-"""What was traced and measured for plans before: files in the user's cache, each keyed by everything that its content depends on."""
+"""Caches profiles and measurements for later plans: files in the user's cache, whose names hash all that their content depends on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from drivetrain.recipe import MAY_CHANGE, Recipe
 IRRELEVANT_SETTINGS = {
     *MAY_CHANGE, "seed", "learning_rate", "weight_decay", "clip", "warmup", "decay", "start", "global_batch", "deterministic",
 }  # fmt: skip
-"""Settings that change neither shapes nor work."""
+"""Settings that change neither the shapes nor the work of a micro-batch."""
 
 
 class CacheFile:
@@ -41,9 +41,9 @@ class CacheFile:
     def write(self, value: Any) -> None:
         with contextlib.suppress(OSError):  # a cache that cannot be written costs a few seconds next time
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            hidden = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-            hidden.write_text(json.dumps(value))
-            hidden.replace(self.path)
+            temporary_file = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+            temporary_file.write_text(json.dumps(value))
+            temporary_file.replace(self.path)
 
 
 def profile_cache(recipe: Recipe, plan: Plan) -> CacheFile:
@@ -53,18 +53,22 @@ def profile_cache(recipe: Recipe, plan: Plan) -> CacheFile:
 
 def points_cache(recipe: Recipe, plan: Plan, hardware: Hardware) -> CacheFile:
     """Returns the file for the points measured on this hardware."""
-    device = min(hardware.gpus, key=lambda g: g.memory_bytes).name if hardware.gpus else f"CPU with {hardware.cpu_cores} cores"
-    return CacheFile("measured", recipe, {"precision": plan.precision, "gpu": device, "capture": plan.capture, "batch": plan.global_batch})
+    if hardware.gpus:
+        device = min(hardware.gpus, key=lambda gpu: gpu.memory_bytes).name
+    else:
+        device = f"CPU with {hardware.cpu_cores} cores"
+    key_parts = {"precision": plan.precision, "gpu": device, "capture": plan.capture, "batch": plan.global_batch}
+    return CacheFile("measured", recipe, key_parts)
 
 
 def file_stamps(settings: dict[str, Any]) -> list[Any]:
-    """Returns time and size of the files and folders that settings name; of a folder two levels, where data sets have their classes."""
+    """Returns path, time and size of the files and folders that settings name; in a folder also of two levels of subfolders."""
     stamps = []
     for value in settings.values():
         if isinstance(value, str) and value:
             with contextlib.suppress(OSError, ValueError):
-                top = Path(value).expanduser()
-                paths = [top, *top.glob("*/"), *top.glob("*/*/")] if top.is_dir() else [top]
+                root = Path(value).expanduser()
+                paths = [root, *root.glob("*/"), *root.glob("*/*/")] if root.is_dir() else [root]
                 stamps += [[str(path), path.stat().st_mtime_ns, path.stat().st_size] for path in sorted(paths)]
     return stamps
 

@@ -1,4 +1,7 @@
-"""`--plan FILE`: a saved plan, an accelerate or a DeepSpeed file. The command line wins over the file, the file over a recipe's defaults."""
+"""`--plan FILE`: a saved plan, an accelerate file or a DeepSpeed file.
+
+The command line overrides the file, and the file overrides a recipe's defaults.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from drivetrain.watch.screen import Screen
 
 
 def apply_plan_file(recipes: list[Recipe], request: Request, screen: Screen) -> tuple[list[Recipe], Request]:
-    """Returns recipes and request with what the request's plan file adds to them; unchanged if it names none."""
+    """Returns the recipes and the request, completed from the plan file; unchanged if there is none."""
     if request.plan_file is None:
         return recipes, request
     path = request.plan_file
@@ -38,16 +41,16 @@ def _add_to_recipe(recipe: Recipe, imported: Imported, path: str) -> Recipe:
         if origin[key] != "command line":
             settings[key], origin[key] = value, path
             continue
-        is_open = key == "precision" and settings[key] == "auto"
-        if imported.kind == "plan" and settings[key] != value and not is_open:
-            raise Problem(f"--plan {path} was made with {key}={value}: it does not go with {key}={settings[key]}; make it anew")
+        is_undecided = key == "precision" and settings[key] == "auto"
+        if imported.kind == "plan" and settings[key] != value and not is_undecided:
+            raise Problem(f"--plan {path} was made with {key}={value}, not with {key}={settings[key]}: make a new plan")
     return replace(recipe, settings=settings, origin=origin, pins=imported.pins | recipe.pins)
 
 
 def _add_to_request(request: Request, imported: Imported) -> Request:
     added: dict[str, Any] = {}
     for key, value in imported.request.items():
-        asked = getattr(request, key)
-        if asked is None or (key == "nodes" and asked == 1):
+        requested = getattr(request, key)
+        if requested is None or (key == "nodes" and requested == 1):
             added[key] = value
     return replace(request, **added, saved_plan=imported.plan)

@@ -24,7 +24,7 @@ def cluster_to_plan_for(request: Request, description: str | None) -> Cluster:
     hardware = parse(description)
     procs = request.procs or max(1, len(hardware.gpus))
     if hardware.gpus and procs > len(hardware.gpus):
-        raise Problem(f"--procs {procs}: {description} has {len(hardware.gpus)} GPUs a machine; one process each at most")
+        raise Problem(f"--procs {procs}: {description} has {len(hardware.gpus)} GPUs a machine; at most one process each")
     if hardware.nodes > 1 and request.nodes not in (1, hardware.nodes):
         raise Problem(f"--nodes {request.nodes} and {description!r} do not agree: leave out one of them")
     nodes = max(request.nodes, hardware.nodes)
@@ -43,7 +43,7 @@ def run_totals(recipe: Recipe, plan: Plan, cluster: Cluster, num_samples: int | 
 
 
 def rate_plan(plan: Plan, profile: Profile, cluster: Cluster) -> RatedCandidate:
-    """Predicts the memory and speed of a plan that was not made by prediction."""
+    """Predicts the memory and speed of a plan that was made without predictions."""
     machine = MachineCapacity.of(cluster.hardware, cluster.device, cluster.local_procs)
     rater = Rater(profile, machine, plan.global_batch, cluster.world_size, cluster.nodes)
     candidate = Candidate(

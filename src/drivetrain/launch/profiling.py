@@ -1,4 +1,4 @@
-"""What planning needs to know of a task: its profile and its measured points, from the cache or from a child process."""
+"""Gets a task's profile and its measured points, from the cache or from a child process."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from drivetrain.processes.job import ProbeJob, SurveyJob
 from drivetrain.recipe import Recipe
 from drivetrain.watch.screen import Screen
 
-MAX_SHARE = 0.05  # of the run's time, that planning at `train` may take
-MIN_SECONDS = 3.0  # that it may always take
+MAX_SHARE = 0.05  # `train` may spend this share of the run's time on planning
+MIN_SECONDS = 3.0  # or this much, if the share is less
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class SurveyBudget:
     world_size: int
 
     def limit_seconds(self, sizes: dict[str, Any] | None) -> float:
-        """Returns a share of the run's shortest possible time, which the model's sizes bound; practically no limit if its state
-        alone takes half of a device."""
+        """Returns a share of the run's shortest possible time, which follows from the model's sizes. If the model's state takes half of
+        a device, planning matters most, and the limit is an hour."""
         if sizes is None:
             return MIN_SECONDS
         if sizes["parameter_bytes"] + sizes["trained_bytes"] + sizes["optimizer_bytes"] > 0.5 * self.machine.usable_bytes:
@@ -46,7 +46,7 @@ class SurveyBudget:
 
 
 def total_steps(recipe: Recipe, num_samples: int, global_batch: int) -> int:
-    """Returns the optimizer steps of the whole run."""
+    """Returns the number of optimizer steps of a run."""
     return int(recipe.settings["steps"] or recipe.settings["epochs"] * -(-num_samples // global_batch))
 
 
@@ -54,13 +54,13 @@ def total_steps(recipe: Recipe, num_samples: int, global_batch: int) -> int:
 
 
 def profile_task(recipe: Recipe, plan: Plan, screen: Screen, fresh: bool = False, budget: SurveyBudget | None = None) -> Profile | None:
-    """Returns the task's profile, from the cache (unless `fresh`) or from a child process. None if that takes longer than the
-    budget: the child then goes on beside the training, and the next plan finds the profile in the cache."""
+    """Returns the task's profile, from the cache (unless `fresh`) or from a child process. Returns None if that takes longer than the
+    budget: the child then finishes during the training, and the next plan finds the profile in the cache."""
     cache = profile_cache(recipe, plan)
     cached = None if fresh else cache.read()
     if cached is not None:
         return Profile.from_json(cached)
-    screen.busy("looking at the task's memory and work ...")
+    screen.busy("measuring the task's memory and work ...")
     sizes: dict[str, Any] = {}
     crash = ""
     for with_values in (False, True):
@@ -72,7 +72,7 @@ def profile_task(recipe: Recipe, plan: Plan, screen: Screen, fresh: bool = False
         if (result := child.result()) is not None:
             cache.write(result)
             return Profile.from_json(result)
-        crash = crash or f"the process that looked at it {child.failure()}"
+        crash = crash or f"the process that traced it {child.failure()}"
         if child.was_killed or sizes.get("parameters", 0) > MAX_PARAMETERS_WITH_VALUES:
             break
     return Profile.of_sizes(sizes, crash)
@@ -80,12 +80,12 @@ def profile_task(recipe: Recipe, plan: Plan, screen: Screen, fresh: bool = False
 
 def ended_in_time(child: SurveyProcess, budget: SurveyBudget | None) -> bool:
     """Waits until the child ends; returns False if it exceeds the budget. Raises Problem if it seems to hang."""
-    begun = time.monotonic()
+    start_time = time.monotonic()
     while not child.wait(0.05):
-        waited = time.monotonic() - begun
+        waited = time.monotonic() - start_time
         if child.seems_to_hang(waited):
             child.kill()
-            raise Problem(f"the task's model, data or loss took longer than {waited:.0f} s to look at: --planner off leaves it out")
+            raise Problem(f"tracing the task's model, data and loss took longer than {waited:.0f} s: --planner off skips it")
         if budget is not None and waited > MIN_SECONDS and waited > budget.limit_seconds(child.sizes()):
             return False
     return True
@@ -98,36 +98,42 @@ def ended_in_time(child: SurveyProcess, budget: SurveyBudget | None) -> bool:
 class MeasuredPoints:
     points: list[Point]
     limit_seconds: float | None
-    """The time that measuring was limited to; None: it ran to its end."""
+    """The time limit that ended the measuring; None: it ran to its end."""
 
     def suffices(self, limit_seconds: float | None) -> bool:
-        """Whether measuring again within this limit would hardly give more points."""
+        """Whether measuring again with this limit would give few or no more points."""
         return self.limit_seconds is None or (limit_seconds is not None and limit_seconds < 2 * self.limit_seconds)
 
 
 def cached_points(recipe: Recipe, plan: Plan, cluster: Cluster, fresh: bool = False) -> MeasuredPoints:
     cached = None if fresh or cluster.hardware.described else points_cache(recipe, plan, cluster.hardware).read()
-    return MeasuredPoints([Point(**p) for p in cached["points"]], cached["limit"]) if cached else MeasuredPoints([], 0.0)
+    if not cached:
+        return MeasuredPoints([], 0.0)
+    return MeasuredPoints([Point(**point) for point in cached["points"]], cached["limit"])
 
 
 def measure_points(
     recipe: Recipe, plan: Plan, cluster: Cluster, machine: MachineCapacity, profile: Profile, screen: Screen, limit_seconds: float | None
 ) -> list[Point]:
-    """Measures a few micro-batches in a child process, which alone ends if memory runs out, and caches the points."""
+    """Measures a few micro-batches and caches the points. It uses a child process, because memory may run out."""
     rater = Rater(profile, machine, plan.global_batch, cluster.world_size, cluster.nodes)
     candidate = rater.candidates({}, deepspeed=False)[0]
-    fitting = [s for s in sorted(rater.micro_batches({})) if rater.rate(candidate, s).fits]
+    fitting = [size for size in sorted(rater.micro_batches({})) if rater.rate(candidate, size).fits]
     sizes = sizes_to_measure(fitting, plan.micro_batch)
-    predicted = [(s, step_seconds(profile, replace(candidate, micro_batch=s, accumulation=1), machine)["work"]) for s in {*fitting, *sizes}]
+
+    def work_seconds(size: int) -> float:
+        return step_seconds(profile, replace(candidate, micro_batch=size, accumulation=1), machine)["work"]
+
+    predicted = [(size, work_seconds(size)) for size in {*fitting, *sizes}]
     screen.busy(f"measuring steps with micro-batches of {', '.join(map(str, sizes))} ...")
     environment = {"CUDA_VISIBLE_DEVICES": cluster.gpu} if cluster.gpu else {}
     child = SurveyProcess(ProbeJob, recipe, plan, environment, micro_batches=sizes, predicted=predicted)
-    ended = child.wait(limit_seconds)
-    if not ended:
+    has_ended = child.wait(limit_seconds)
+    if not has_ended:
         child.kill()
     points = child.result()
-    if ended and points is None:
+    if has_ended and points is None:
         screen.notice(f"nothing was measured: the process that took steps {child.failure()}")
     points = points or []
-    points_cache(recipe, plan, cluster.hardware).write({"points": points, "limit": None if ended else limit_seconds})
-    return [Point(**p) for p in points]
+    points_cache(recipe, plan, cluster.hardware).write({"points": points, "limit": None if has_ended else limit_seconds})
+    return [Point(**point) for point in points]

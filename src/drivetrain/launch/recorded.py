@@ -1,4 +1,4 @@
-"""The recipe that a run recorded, with the copy of the task's code in the run."""
+"""Reads the recipe of an existing run, with the run's copy of the task's code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drivetrain.task_ref import TaskRef
 
 
 def task_in_run(task: TaskRef, run: Run) -> TaskRef:
-    """Returns the copy of the task in the run, which resume, eval and workers import."""
+    """Returns a reference to the run's copy of the task, which resume, eval and workers import."""
     if task.built_in or task.origin:
         return task
     return replace(task, path=str((run.path / "task" / task.path_in_run).resolve()), origin=task.path)
@@ -27,14 +27,14 @@ def recorded_task(run: Run) -> TaskRef:
     """Returns the task of a run; raises Problem if its code is missing."""
     task = task_in_run(TaskRef.from_json(run.read()["recipe"]["task"]), run)
     if not Path(task.path).is_file():
-        raise Problem(f"{run.name} lacks its task's code ({task.path})")
+        raise Problem(f"{run.name} has no copy of its task's code ({task.path})")
     return task
 
 
 def recorded_recipe(run: Run, words: list[str] | tuple[str, ...] = ()) -> Recipe:
     """Returns the recipe that a run began with, changed by key=value words."""
-    task, entry = recorded_task(run), run.read()["recipe"]
-    values, origin, pins = dict(entry["settings"]), dict(entry["origin"]), dict(entry["pins"])
+    task, old_recipe = recorded_task(run), run.read()["recipe"]
+    values, origin, pins = dict(old_recipe["settings"]), dict(old_recipe["origin"]), dict(old_recipe["pins"])
     changes = {}
     for key, text in recipes.split_words(list(words)).items():
         if key.startswith("plan."):
@@ -42,17 +42,18 @@ def recorded_recipe(run: Run, words: list[str] | tuple[str, ...] = ()) -> Recipe
         else:
             changes[key] = text
     if changes:
-        known = task_settings(task) if not task.pickled else {}
+        declared = {} if task.pickled else task_settings(task)
         for key, text in changes.items():
             if key not in values:
-                raise Problem(f"{entry['identity']['task']} has no setting {key!r}{nearest(key, values)}")
-            values[key] = known[key].coerce(text) if key in known else _like(values[key], text)
+                raise Problem(f"{old_recipe['identity']['task']} has no setting {key!r}{nearest(key, values)}")
+            values[key] = declared[key].coerce(text) if key in declared else _with_type_of(values[key], text)
             origin[key] = "command line"
-        check_changes(values, entry["settings"], run)
+        check_changes(values, old_recipe["settings"], run)
         recipes.check_agreement(values)
     return Recipe(task, values, origin, pins, None)
 
 
-def _like(old: Any, text: str) -> Any:
-    """Returns the text as a value of the old value's type."""
-    return type(old)(text) if isinstance(old, (int, float, str)) and not isinstance(old, bool) else text
+def _with_type_of(old: Any, text: str) -> Any:
+    """Converts the text to the type of the old value, if that is a number."""
+    is_number = isinstance(old, (int, float)) and not isinstance(old, bool)
+    return type(old)(text) if is_number else text

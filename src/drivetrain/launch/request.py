@@ -1,4 +1,4 @@
-"""What was asked: the words of `train` or `resume`, read into one frozen object that can write itself back as a command line."""
+"""The arguments of `train` or `resume` as one frozen object, which can also write itself back as a command line."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Device = Literal["cuda", "cpu", "mps"]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A field whose name is a flag's holds what that flag was given; its default is the flag's."""
+    """What the user asked for. A field with the name of a flag has the flag's value, and the same default."""
 
     verb: Verb = "train"
     target: str = ""
-    """The task (train) or the run (resume), as written; empty where Python hands over the task itself."""
+    """The task (train) or the run (resume) as the user wrote it; "" if it was a Python object."""
     settings: tuple[str, ...] = ()
-    """The key=value words; a recipe has their values."""
+    """The key=value words; the recipe has their parsed values."""
     procs: int | None = None
     nodes: int = 1
-    """Machines that train together; at most, where fewer will do."""
+    """The largest number of machines that train together."""
     min_nodes: int | None = None
-    """Machines without which it does not train; None: all of `nodes`."""
+    """The smallest number of machines that train together; None: `nodes`."""
     rendezvous: str | None = None
     node_rank: int | None = None
     gpus: str | None = None
@@ -44,19 +44,19 @@ class Request:
     hang_after: float = 30.0
     """Seconds."""
     time_limit: float | None = None
-    """Seconds after which all must be saved and over."""
+    """Seconds after which the run must be saved and all processes ended."""
     find_nan: bool = False
     profile: int = 0
-    """Steps to profile."""
+    """The number of steps to profile."""
     check_collectives: bool = False
     dry_run: bool = False
     smoke: bool = False
     quiet: bool = False
     verbose: bool = False
     saved_plan: Plan | None = field(default=None, compare=False)
-    """The plan that `plan_file` holds, once it has been read."""
+    """The plan in `plan_file`, after that was read."""
     asked_at: float = field(default_factory=time.time, compare=False)
-    """Seconds since the epoch, from which the time limit counts."""
+    """When the time limit began to count, in seconds since the epoch."""
 
     def __post_init__(self) -> None:
         if self.name is not None:
@@ -68,26 +68,26 @@ class Request:
 
     @property
     def node_range(self) -> tuple[int, int]:
-        """The fewest and the most machines that train together."""
+        """The smallest and the largest number of machines that train together."""
         return self.min_nodes or self.nodes, self.nodes
 
     @property
     def policy(self) -> RestartPolicy:
-        """What is done about a lost or hung process."""
+        """What the supervisor does after a process was lost or hung."""
         return RestartPolicy(self.restarts, self.hang_after)
 
     @property
     def deadline(self) -> float | None:
-        """When all must be saved and over, in seconds since the epoch."""
+        """The end of the time limit, in seconds since the epoch."""
         return None if self.time_limit is None else self.asked_at + self.time_limit
 
     @property
     def diagnostics(self) -> Diagnostics:
-        """What workers check closely."""
+        """The checks and measurements for workers."""
         return Diagnostics(self.find_nan, self.profile, self.check_collectives)
 
     def command(self) -> list[str]:
-        """Returns the words after `drivetrain` that ask for the same; the command line's parser reads them back."""
+        """Returns the words after `drivetrain` on a command line for this request."""
         words = [self.verb, self.target, *self.settings]
         for flag, value in self._flags().items():
             if value is True:
@@ -97,7 +97,7 @@ class Request:
         return words
 
     def _flags(self) -> dict[str, str | bool | None]:
-        """Every flag with its text: None or False where the default holds."""
+        """Returns flag -> text; None or False for a flag that has its default."""
         return {
             "--procs": _text(self.procs),
             "--nodes": None if self.node_range == (1, 1) else _range(*self.node_range),
@@ -131,6 +131,6 @@ def _range(low: int, high: int) -> str:
 
 
 def _seconds(value: float) -> str:
-    """A time as flags take it: exact, and never in scientific notation."""
+    """Formats a time for a flag: exact, and never in scientific notation."""
     text = format(Decimal(repr(value)), "f")
     return f"{text.removesuffix('.0')}s"

@@ -1,4 +1,4 @@
-"""`train --smoke`: everything that a run does, in seconds, in a folder that is deleted."""
+"""`train --smoke`: does everything that a run does, in a few seconds and in a temporary folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a request to a run that has ended: on this machine alone, on several, or in the workers of another launcher."""
+"""Trains as a request says: on this machine alone, on several machines, or in the workers of another launcher."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from drivetrain.watch.screen import Screen
 
 
 def train(recipe: Recipe, request: Request, screen: Screen, launcher: str | None = None) -> tuple[Run, JobEnd]:
-    """Trains one recipe, in a new run or in one that goes on. `launcher` is the one that started this process as a worker."""
+    """Trains one recipe, in a new or an existing run. `launcher` is the name of the launcher that started this process as a worker."""
     if launcher is not None:
         return train_in_launcher(recipe, request, screen, launcher)
     machine = detect_machine(request)
-    # Planned before anything is written, so that a wrong choice leaves nothing behind; the second time the cache has the plan's parts.
+    # Planned before anything is written, so that a wrong setting leaves no files. Planning again later is fast, because of the cache.
     plan = plan_run(recipe, request, cluster_of(machine, nodes=request.nodes), None, screen)
     recipe = with_global_batch_of(plan, recipe)
     check_request(recipe, request)
@@ -37,15 +37,15 @@ def train(recipe: Recipe, request: Request, screen: Screen, launcher: str | None
 
 
 def resume(run: Run, recipe: Recipe, request: Request, screen: Screen, launcher: str | None = None) -> tuple[Run, JobEnd]:
-    """Goes on with a run, with the recipe that it recorded."""
+    """Continues a run."""
     if launcher is not None:
         return train_in_launcher(recipe, replace(request, run_dir=str(run.path)), screen, launcher)
     return resume_locally(run, recipe, request, screen)
 
 
 def train_stages(recipes: list[Recipe], request: Request, screen: Screen, launcher: str | None = None) -> tuple[Run, JobEnd]:
-    """Trains one run after another, each from the weights of the one before; finished ones are not trained again. Returns the last
-    run that was trained; raises Problem if one fails."""
+    """Trains the stages of a recipe, each from the weights of the stage before. Finished stages are not trained again. Returns the last
+    run; raises Problem if a stage fails."""
     assert recipes, "a recipe has at least one stage"
     run: Run | None = None
     for recipe in recipes:
@@ -62,7 +62,7 @@ def train_stages(recipes: list[Recipe], request: Request, screen: Screen, launch
 
 
 def request_of_stage(recipe: Recipe, recipes: list[Recipe], request: Request) -> Request:
-    """Returns the request for one of several stages: its folder lies in the one that was asked for."""
+    """Returns the request for one stage: if there are several, its folder is in the folder that the user named."""
     if len(recipes) == 1 or not recipe.name or not (request.name or request.run_dir):
         return request
     base = Path(request.run_dir) if request.run_dir else runs.RUNS / str(request.name)
@@ -70,17 +70,17 @@ def request_of_stage(recipe: Recipe, recipes: list[Recipe], request: Request) ->
 
 
 def check_request(recipe: Recipe, request: Request) -> None:
-    """Raises Problem for what `train` refuses before it starts anything; nothing is written or locked."""
+    """Raises Problem for requests that `train` refuses before it writes or locks anything."""
     if request.nodes == 1:
         named_run(recipe, request)
     elif request.rendezvous is None:
         raise Problem(f"--nodes {request.nodes} needs --rendezvous HOST:PORT, the same on each machine (HOST is one of them)")
-    else:  # the run's folder may be another machine's
+    else:  # the run's folder may be on another machine
         rendezvous.parse(request.rendezvous)
 
 
 def check_start(start: str) -> None:
-    """Raises Problem if there are no weights to begin from."""
+    """Raises Problem if the weights that the setting `start` names do not exist."""
     if not start.endswith(".safetensors"):
         runs.find(start)
     elif not Path(start).is_file():

@@ -1,4 +1,4 @@
-"""summary.txt: the figures of a finished run that people note."""
+"""Writes summary.txt: the main figures of a finished run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from drivetrain.launch.report import weights_text
 from drivetrain.plan import Plan
 from drivetrain.recipe import Recipe
 from drivetrain.supervise import JobEnd
-from drivetrain.watch.screen import duration, size
+from drivetrain.watch.screen import format_duration, format_size
 
 
 def summary(recipe: Recipe, plan: Plan, ended: JobEnd) -> str:
@@ -26,18 +26,20 @@ def summary(recipe: Recipe, plan: Plan, ended: JobEnd) -> str:
         "Total Parameters": f"{facts['parameters']:,}",
         "Steps": f"{ended.result['step']:,}",
         "Weights": weights_text(facts).removeprefix("weights "),
-        "Training Time": duration(facts["time"]),
-        "Peak Memory": size(facts["peak_memory_bytes"]),
+        "Training Time": format_duration(facts["time"]),
+        "Peak Memory": format_size(facts["peak_memory_bytes"]),
     }
     return "".join(f"{name + ':':<20}{value}\n" for name, value in rows.items())
 
 
 def _metric_rows(train: Mapping[str, float], test: Mapping[str, float]) -> dict[str, str]:
-    """Returns the evaluation's metrics, each after its mean over the last epoch of training if that was logged; the loss comes last."""
+    """Returns each metric in training (the mean over the last epoch) and in evaluation; the loss is last."""
     rows: dict[str, str] = {}
-    for name in [name for name in test or train if name != "loss"]:
+    for name in test or train:
         title = name.replace("_", " ").title()
-        rows |= {f"{kind} {title}": _text(name, values[name]) for kind, values in (("Training", train), ("Test", test)) if name in values}
+        for prefix, values in (("Training", train), ("Test", test)):
+            if name != "loss" and name in values:
+                rows[f"{prefix} {title}"] = _text(name, values[name])
     return rows | {"Test Loss": f"{test['loss']:.4f}" if "loss" in test else "not measured"}
 
 

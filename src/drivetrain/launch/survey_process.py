@@ -19,19 +19,18 @@ from drivetrain.plan import Plan
 from drivetrain.processes.job import TaskJob, write
 from drivetrain.recipe import Recipe
 
-# Seconds after which the task's own code is taken to hang: one of its threads has worked for so long (on a busy machine
-# that takes longer), or the process has existed for so long.
+# The task's code counts as hung after this much CPU time of its busiest thread, or after this much wall-clock time.
 WORK_LIMIT_SECONDS, WALL_LIMIT_SECONDS = 300.0, 3600.0
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 class SurveyProcess:
-    """Runs `drivetrain.processes.survey`, so that a crash or a lack of memory ends the child alone. Results come in files."""
+    """Runs `drivetrain.processes.survey` in a child process, so that a crash or a lack of memory ends only the child."""
 
     def __init__(self, kind: type[TaskJob], recipe: Recipe, plan: Plan, environment: dict[str, str], **fields: Any) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="drivetrain-")
         base = Path(self._folder.name)
-        self._result_file, self._log_file = base / "found.json", base / "log"
+        self._result_file, self._log_file = base / "result.json", base / "log"
         self._last_log_line = ""
         job_file = base / "job.json"
         job = kind(run=str(base), task=recipe.task, settings=recipe.settings, plan=plan, folder=os.getcwd(), **fields)
@@ -54,19 +53,20 @@ class SurveyProcess:
         self.process.wait()
 
     def sizes(self) -> dict[str, Any] | None:
-        """Returns the sizes of the model, which the process writes before anything else; None until it has."""
+        """Returns the sizes of the model, which the process writes first; None if they are not there yet."""
         with contextlib.suppress(OSError, ValueError):
             return json.loads(self._result_file.with_name("first.json").read_text())  # type: ignore[no-any-return]
         return None
 
     def work_seconds(self) -> float:
-        """Returns the CPU seconds of the busiest thread, which do not depend on how busy the machine is."""
+        """Returns the CPU seconds of the busiest thread. Unlike wall-clock time, they do not depend on other programs."""
         import psutil
 
         with contextlib.suppress(psutil.Error, OSError):
             process = psutil.Process(self.process.pid)
-            threads = [t for p in (process, *process.children(recursive=True)) for t in p.threads()]
-            return float(max((t.user_time + t.system_time for t in threads), default=0.0))
+            processes = (process, *process.children(recursive=True))
+            threads = [thread for process in processes for thread in process.threads()]
+            return float(max((thread.user_time + thread.system_time for thread in threads), default=0.0))
         return 0.0
 
     def seems_to_hang(self, waited_seconds: float) -> bool:
@@ -87,7 +87,7 @@ class SurveyProcess:
         return f"exited with code {code}" + (f" ({self._last_log_line})" if self._last_log_line else "")
 
     def result(self) -> Any:
-        """Returns the result, and removes the files; None if the process ended without one. Raises Problem if the task failed."""
+        """Returns the result, and removes the files; None if there is no result. Raises Problem if the task's code failed."""
         if not self._result_file.is_file():
             self._last_log_line = next(reversed(self._log_file.read_text(errors="replace").strip().splitlines()), "")[:200]
             self._folder.cleanup()
@@ -96,10 +96,10 @@ class SurveyProcess:
         self._folder.cleanup()
         if answer["outcome"] != Outcome.OK:
             raise Problem(answer["message"], Outcome(answer["outcome"]))
-        return answer["found"]
+        return answer["result"]
 
     def finish_in_background(self, store: Callable[[Any], None]) -> None:
-        """Lets the process go on; once it has ended, calls `store` with its result."""
+        """Lets the process run on; when it has ended, calls `store` with its result."""
 
         def wait() -> None:
             with contextlib.suppress(Problem, OSError):  # the training itself reports what is wrong

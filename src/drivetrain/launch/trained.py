@@ -1,4 +1,4 @@
-"""A run's task and model, made with the code in the run; errors of that code show its own lines only."""
+"""Loads a run's task and trained model with the code in the run. Errors in that code show only the user's lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The outcome and the message of an exception that ends a worker: the user's code trimmed to the user's frames, ours in full."""
+"""Turns an exception that ends a worker into an outcome and a message.
+
+The traceback of an error in the user's code shows only the user's frames; that of an error in drivetrain shows all.
+"""
 
 from __future__ import annotations
 
@@ -12,35 +15,35 @@ from drivetrain.project import is_users
 from drivetrain.settings import PACKAGE
 
 LOST_PEER = "another process of this run was lost"
-LOST_CONNECTION = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "Connection refused")
+CONNECTION_ERRORS = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "Connection refused")
 
 
 def explain(error: BaseException, run: Path, loader_workers: int) -> tuple[Outcome, str]:
-    """Returns the outcome and the message for the user; `run` is the directory with the task's copy."""
+    """Returns the outcome and the message for the user. `run` is the run's directory, which has a copy of the task's code."""
     if isinstance(error, Problem):
         return error.outcome, str(error)
     return (
-        _of_sample(error, run)
-        or _of_memory(error, loader_workers)
-        or _of_text(error)
-        or _of_machine(error)
-        or _of_code(error, run)
+        _sample_error(error, run)
+        or _memory_error(error, loader_workers)
+        or _error_with_known_text(error)
+        or _machine_error(error)
+        or _code_error(error, run)
     )  # fmt: skip
 
 
-def _of_sample(error: BaseException, run: Path) -> tuple[Outcome, str] | None:
-    """A sample's own code failed, in the loader."""
+def _sample_error(error: BaseException, run: Path) -> tuple[Outcome, str] | None:
+    """Explains an error in the code that makes a sample, or the death of a loader worker."""
     from drivetrain.engine.data.loader_workers import LoaderDied, SampleError
 
-    if isinstance(error, SampleError):  # from a loader worker it comes inside another traceback
+    if isinstance(error, SampleError):  # a loader worker's error is inside another traceback
         lines = str(error).splitlines(keepends=True)
-        begin = max(i for i, line in enumerate(lines) if line.rstrip().endswith(" failed:"))
+        begin = max(number for number, line in enumerate(lines) if line.rstrip().endswith(" failed:"))
         text = "".join(lines[begin:]).removeprefix("drivetrain.engine.data.loader_workers.SampleError: ")
         return Outcome.USER_ERROR, _with_users_paths(text, run)
     return (Outcome.INFRA, str(error)) if isinstance(error, LoaderDied) else None
 
 
-def _of_memory(error: BaseException, loader_workers: int) -> tuple[Outcome, str] | None:
+def _memory_error(error: BaseException, loader_workers: int) -> tuple[Outcome, str] | None:
     import torch
 
     from drivetrain.engine.faults.out_of_memory import WAYS_OUT
@@ -58,11 +61,11 @@ def _of_memory(error: BaseException, loader_workers: int) -> tuple[Outcome, str]
     return None
 
 
-def _of_text(error: BaseException) -> tuple[Outcome, str] | None:
-    """Errors that torch and Python tell apart by their text alone."""
+def _error_with_known_text(error: BaseException) -> tuple[Outcome, str] | None:
+    """Explains errors that only their text identifies."""
     text = str(error)
     explanations: dict[str, tuple[Outcome, Callable[[], str]]] = {
-        "DataLoader worker (pid": (Outcome.INFRA, lambda: _first_line(error)),  # of a DataLoader that the task made itself
+        "DataLoader worker (pid": (Outcome.INFRA, lambda: _first_line(error)),  # the task made its own DataLoader
         "can't start new thread": (
             Outcome.INFRA,
             lambda: "no thread could be started: the machine's limit of processes (ulimit -u), or its memory, is used up",
@@ -79,17 +82,20 @@ def _of_text(error: BaseException) -> tuple[Outcome, str] | None:
             lambda: f"deterministic=true: {text.split(' does not have')[0]} has no deterministic form; leave it out, or change that part",
         ),
     }
-    return next(((outcome, explained()) for part, (outcome, explained) in explanations.items() if part in text), None)
+    for part, (outcome, message) in explanations.items():
+        if part in text:
+            return outcome, message()
+    return None
 
 
-def _of_machine(error: BaseException) -> tuple[Outcome, str] | None:
-    """A lost connection to another rank, or an error of the operating system outside of the user's code."""
+def _machine_error(error: BaseException) -> tuple[Outcome, str] | None:
+    """Explains a lost connection to another rank, or an error of the operating system outside of the user's code."""
     from torch import distributed as dist
 
     text = str(error)
     has_users_frames = bool(_users_frames(error))
-    may_be_connection = not has_users_frames or "gloo/transport" in text  # sharded models communicate from within the user's frames
-    is_lost = isinstance(error, RuntimeError) and may_be_connection and any(sign in text for sign in LOST_CONNECTION)
+    may_be_connection = not has_users_frames or "gloo/transport" in text  # sharded models communicate inside of the user's forward()
+    is_lost = isinstance(error, RuntimeError) and may_be_connection and any(sign in text for sign in CONNECTION_ERRORS)
     if isinstance(error, dist.DistError) or is_lost:
         return Outcome.INFRA, f"{LOST_PEER}: {_first_line(error)}"
     if isinstance(error, OSError) and not has_users_frames:
@@ -97,18 +103,19 @@ def _of_machine(error: BaseException) -> tuple[Outcome, str] | None:
     return None
 
 
-def _of_code(error: BaseException, run: Path) -> tuple[Outcome, str]:
-    last = "".join(traceback.format_exception_only(error)).rstrip()
+def _code_error(error: BaseException, run: Path) -> tuple[Outcome, str]:
+    """Explains an error in the user's code, in a library that it calls, or in drivetrain."""
+    error_text = "".join(traceback.format_exception_only(error)).rstrip()
     if frames := _users_frames(error):
-        return Outcome.USER_ERROR, _with_users_paths("".join(traceback.format_list(frames)), run) + last
+        return Outcome.USER_ERROR, _with_users_paths("".join(traceback.format_list(frames)), run) + error_text
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
     if not Path(raised_in).is_relative_to(PACKAGE):
         return (
             Outcome.USER_ERROR,
-            f"{last}\n(raised by {Path(raised_in).name} while it ran this task, outside of the task's own lines)",
+            f"{error_text}\n(raised by {Path(raised_in).name} while it ran this task, outside of the task's own lines)",
         )
     text = "".join(traceback.format_exception(error))
-    return Outcome.USER_ERROR, f"{text}This looks like a fault of drivetrain itself: please report it with the lines above."
+    return Outcome.USER_ERROR, f"{text}This looks like a bug in drivetrain: please report it with the lines above."
 
 
 def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
@@ -120,7 +127,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _with_users_paths(text: str, run: Path) -> str:
-    """Returns the text with the user's own paths in place of the run's copies."""
+    """Replaces the paths of the run's copies by those of the user's own files."""
     for copy, file in read_origins(run / "task").items():
         text = text.replace(str(copy), file)
     return text

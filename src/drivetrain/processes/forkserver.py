@@ -1,4 +1,4 @@
-"""The process that forks workers: torch and the engine are imported once, and no GPU is touched."""
+"""The fork server: a process that imports torch and the engine once, initialises no GPU, and forks the workers."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ import sys
 import time
 import traceback
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 from drivetrain.processes import worker
 from drivetrain.processes.procfs import process_state
 from drivetrain.runs import die_with_parent
 
-MAX_HANDLES = 1 << 10
-CUDA_ERROR_NOT_INITIALIZED = 3
+MAX_HANDLES = 1 << 10  # the guardian closes all file descriptors below this number
+CUDA_ERROR_NOT_INITIALIZED = 3  # from cuda.h
 
 
 def main() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, worker.BLOCKED_SIGNALS)  # each worker unblocks them; this process needs none
-    handle, parent = map(int, sys.argv[1:])
+    signal.pthread_sigmask(signal.SIG_BLOCK, worker.BLOCKED_SIGNALS)  # each worker unblocks them; this process ignores them
+    socket_handle, parent = map(int, sys.argv[1:])
     die_with_parent(parent)
-    guardian, alive = _start_guardian()
-    with socket.socket(fileno=handle) as front:
+    guardian = _start_guardian()
+    with socket.socket(fileno=socket_handle) as supervisor:
         _preload()
-        serve(front, guardian, alive)
-    os.close(alive)
-    os.waitpid(guardian, 0)
-    os._exit(0)  # to take down all modules one by one would take most of a second
+        serve(supervisor, guardian)
+    os.close(guardian.lifeline)
+    os.waitpid(guardian.pid, 0)
+    os._exit(0)  # the interpreter's normal exit would unload all modules, which takes most of a second
 
 
 def _preload() -> None:
-    """Imports all that every worker would import before its first step."""
-    gc.disable()  # what is imported stays: to search it for garbage again and again takes half a second
-    import torch._dynamo  # noqa: F401 (the first optimizer does)
+    """Imports all modules that every worker needs before its first step."""
+    gc.disable()  # garbage collections during the imports would take half a second
+    import torch._dynamo  # noqa: F401 (the first optimizer imports it)
     from torch.utils.tensorboard import SummaryWriter
 
     import drivetrain.engine.loop
@@ -50,60 +50,67 @@ def _preload() -> None:
 
     del SummaryWriter
 
-    gc.freeze()  # these objects stay shared with all workers
+    gc.freeze()  # the workers' garbage collections skip these objects, so their memory pages stay shared
     gc.enable()
 
 
-def _start_guardian() -> tuple[int, int]:
-    """Forks a process that outlives this one, to end what workers started. Returns its pid, and the handle that stays open while this process lives."""
-    ended, alive = os.pipe()
-    guardian = os.fork()
-    if guardian:
-        os.close(ended)
-        return guardian, alive
-    os.dup2(ended, 0)
-    os.closerange(1, MAX_HANDLES)  # it must not hold files or pipes that others read
-    os.read(0, 1)
+class _Guardian(NamedTuple):
+    """A process that outlives the fork server, and then kills the processes that workers started."""
+
+    pid: int
+    lifeline: int
+    """The writing end of a pipe: the guardian acts when the kernel closes it, which it does when the fork server ends."""
+
+
+def _start_guardian() -> _Guardian:
+    read_end, lifeline = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(read_end)
+        return _Guardian(pid, lifeline)
+    os.dup2(read_end, 0)
+    os.closerange(1, MAX_HANDLES)  # a pipe that the guardian holds open would never end for its reader
+    os.read(0, 1)  # blocks until the lifeline is closed
     end_session()
     os._exit(0)
 
 
-def serve(front: socket.socket, guardian: int, alive: int) -> None:
-    """Forks a worker for each request, and reports when one ends, until the front end closes its side."""
-    wake, signal_writer = os.pipe()
-    for end in (wake, signal_writer):
-        os.set_blocking(end, False)
+def serve(supervisor: socket.socket, guardian: _Guardian) -> None:
+    """Forks a worker for each request and reports each worker's end, until the supervisor closes the socket."""
+    signal_reader, signal_writer = os.pipe()
+    for handle in (signal_reader, signal_writer):
+        os.set_blocking(handle, False)
     signal.set_wakeup_fd(signal_writer)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    own_handles = [front.fileno(), wake, signal_writer, alive]
+    own_handles = [supervisor.fileno(), signal_reader, signal_writer, guardian.lifeline]
     while True:
-        ready, _, _ = select.select([front.fileno(), wake], [], [])
-        if wake in ready:
-            os.read(wake, 1 << 10)
-            _report_ends(front, guardian)
-        if front.fileno() in ready:
-            message, handles, _, _ = socket.recv_fds(front, 1 << 20, 3)
+        ready, _, _ = select.select([supervisor.fileno(), signal_reader], [], [])
+        if signal_reader in ready:
+            os.read(signal_reader, 1 << 10)
+            _report_ends(supervisor, guardian.pid)
+        if supervisor.fileno() in ready:
+            message, handles, _, _ = socket.recv_fds(supervisor, 1 << 20, 3)
             if not message:
                 return
-            _fork(json.loads(message), handles, own_handles, front)
+            _fork(json.loads(message), handles, own_handles, supervisor)
             for handle in handles:
                 os.close(handle)
 
 
 def end_session() -> None:
-    """Kills what is left of this process's session: workers and all they started, except for what has a session of its own."""
-    for _ in range(100):  # a process that is just being forked is seen in the next round
-        left = [pid for pid in _session_pids() if process_state(pid) != "Z"]
-        if not left:
+    """Kills the other processes of this session: workers and the processes they started."""
+    for _ in range(100):  # again, because a process may have been forked since the last list
+        live_pids = [pid for pid in _session_pids() if process_state(pid) != "Z"]
+        if not live_pids:
             return
-        for pid in left:
+        for pid in live_pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
 
 
 def _session_pids() -> list[int]:
-    """Returns the other processes of this one's session, without its leader."""
+    """Returns the processes of this session, without this process and the session leader."""
     pids, leader = [], os.getsid(0)
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) not in (os.getpid(), leader):
@@ -113,7 +120,7 @@ def _session_pids() -> list[int]:
     return pids
 
 
-def _report_ends(front: socket.socket, guardian: int) -> None:
+def _report_ends(supervisor: socket.socket, guardian_pid: int) -> None:
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -121,29 +128,29 @@ def _report_ends(front: socket.socket, guardian: int) -> None:
             return
         if pid == 0:
             return
-        if pid != guardian:
-            front.send(json.dumps({"ended": pid, "code": os.waitstatus_to_exitcode(status)}).encode())
+        if pid != guardian_pid:
+            supervisor.send(json.dumps({"ended": pid, "code": os.waitstatus_to_exitcode(status)}).encode())
 
 
-def _fork(request: dict[str, Any], handles: list[int], own_handles: list[int], front: socket.socket) -> None:
+def _fork(request: dict[str, Any], handles: list[int], own_handles: list[int], supervisor: socket.socket) -> None:
     parent = os.getpid()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # about threads: numpy's, which survive a fork
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads; these are numpy's, and safe
         try:
             pid = os.fork()
         except OSError as error:
-            front.send(json.dumps({"failed": error.strerror}).encode())
+            supervisor.send(json.dumps({"failed": error.strerror}).encode())
             return
     if pid:
-        with contextlib.suppress(OSError):  # it ended already
-            os.setpgid(pid, pid)  # in parent and child: either may be first
-        front.send(json.dumps({"forked": pid}).encode())
+        with contextlib.suppress(OSError):  # the worker has ended already
+            os.setpgid(pid, pid)  # also done by the worker: either process may run first
+        supervisor.send(json.dumps({"forked": pid}).encode())
         return
     try:
         os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        front.detach()
+        supervisor.detach()
         for handle in own_handles:
             os.close(handle)
         _become_worker(request, handles, parent)
@@ -170,7 +177,7 @@ def _become_worker(request: dict[str, Any], handles: list[int], parent: int) -> 
 
 
 def _is_gpu_untouched() -> bool:
-    """Returns whether a fork of this process can use a GPU: none can, once the driver was initialised here."""
+    """Returns whether a fork of this process can use a GPU: it cannot after this process has initialised the driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -179,7 +186,7 @@ def _is_gpu_untouched() -> bool:
 
 
 def _reseed() -> None:
-    """Forks of one process would draw the same numbers, for names of files too."""
+    """Seeds the generators anew, because all forks would draw the same numbers, also for names of temporary files."""
     import numpy
 
     random.seed()

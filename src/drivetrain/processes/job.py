@@ -1,4 +1,4 @@
-"""What a child process is to do: one frozen class a purpose, written to JSON by the parent and read back, checked, by the child."""
+"""Jobs of child processes: one frozen class for each purpose. The parent writes a job as JSON; the child reads and checks it."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from drivetrain.task_ref import TaskRef
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """What a training checks closely, as the user asks for."""
+    """The checks and measurements that the user asked for."""
 
     find_nan: bool = False
-    """Repeat the steps of a loss that is no number, and name the module."""
+    """If the loss is NaN: repeat its steps, and name the module that causes it."""
     profile: int = 0
-    """Steps to profile."""
+    """The number of steps to profile."""
     check_collectives: bool = False
-    """Compare every collective over all ranks before it begins."""
+    """Before each collective, compare it over all ranks."""
     nan_step: int | None = None
-    """The step by which the loss was no number; its modules are checked up to there."""
+    """The step at which the loss was found to be NaN: the modules of all steps up to it are checked."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What every purpose has in common."""
+    """The fields of every job."""
 
     purpose: ClassVar[str]
     run: str
-    """The run's directory; for purposes that have no run, a directory for files."""
+    """The run's directory; for jobs without a run, a directory for files."""
     task: TaskRef
     plan: Plan
     folder: str
     """The working directory of the task's code."""
     scratch: str | None = None
-    """A directory for sockets and other files that only live processes need."""
+    """A directory for sockets and other files that are needed only while processes run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskJob(Job):
-    """A job on one instance of the task."""
+    """A job that creates one instance of the task."""
 
     settings: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainJob(TaskJob):
-    """Train to the end, from the last good checkpoint on."""
+    """Train to the end, from the last good checkpoint if there is one."""
 
     purpose: ClassVar = "train"
     end: float | None = None
-    """When all must be saved and over, in seconds since the epoch."""
+    """The time limit, in seconds since the epoch: by then the run must be saved and all processes ended."""
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
 
 
@@ -76,9 +76,9 @@ class SmokeJob(TaskJob):
     purpose: ClassVar = "smoke"
     max_samples: int
     full_global_batch: int
-    """The recipe's own global batch, which a Source needs."""
+    """The recipe's own global batch; a Source works with no other."""
     full_plan: Plan
-    """The plan for that batch."""
+    """The plan for `full_global_batch`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,21 +99,21 @@ class PopulationMember:
 
 @dataclass(frozen=True, kw_only=True)
 class PopulationJob(Job):
-    """Train a generation of trials, those of one shape as one program."""
+    """Train a generation of trials; trials of one shape are trained at once, as one population."""
 
     purpose: ClassVar = "population"
     members: list[PopulationMember]
     size: int
-    """Trials that are trained at once, at most."""
+    """The largest number of trials that are trained at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SurveyJob(TaskJob):
-    """Find a task's profile: its memory and work."""
+    """Measure a task's profile: its memory and work."""
 
     purpose: ClassVar = "survey"
     with_values: bool
-    """Whether tensors have values, for a task that fails without (on the meta device)."""
+    """Whether to use real tensors only, after a survey with fake tensors crashed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,12 +123,12 @@ class ProbeJob(TaskJob):
     purpose: ClassVar = "probe"
     micro_batches: list[int]
     predicted: list[tuple[int, float]]
-    """Micro-batch size and predicted seconds of work, of every size that fits."""
+    """(micro-batch size, predicted seconds of work) of every size that fits."""
 
 
 JobT = TypeVar("JobT", bound=Job)
 JOBS: dict[str, type[Job]] = {
-    kind.purpose: kind for kind in (TrainJob, VerifyJob, SmokeJob, EvaluateJob, PopulationJob, SurveyJob, ProbeJob)
+    job_class.purpose: job_class for job_class in (TrainJob, VerifyJob, SmokeJob, EvaluateJob, PopulationJob, SurveyJob, ProbeJob)
 }
 
 
@@ -137,19 +137,20 @@ def to_json(job: Job) -> dict[str, Any]:
 
 
 def from_json(values: object) -> Job:
-    """Returns the job that JSON describes; an unknown, missing or wrongly typed field is a `strict.Mismatch`."""
+    """Returns the job that JSON values describe; raises `strict.Mismatch` for an unknown, missing or wrongly typed field."""
     if not isinstance(values, dict) or values.get("purpose") not in JOBS:
         raise strict.Mismatch(f"job: its purpose is none of {', '.join(JOBS)}")
-    return strict.read(JOBS[values["purpose"]], {key: value for key, value in values.items() if key != "purpose"}, "job")
+    job_values = {key: value for key, value in values.items() if key != "purpose"}
+    return strict.read(JOBS[values["purpose"]], job_values, "job")
 
 
 def write(job: Job, file: Path) -> None:
     file.write_text(json.dumps(to_json(job)))
 
 
-def read(kind: type[JobT], file: Path) -> JobT:
-    """Returns the file's job, which must be of this kind."""
+def read(job_class: type[JobT], file: Path) -> JobT:
+    """Returns the job in a file; raises `strict.Mismatch` if it is of another class."""
     job = from_json(json.loads(file.read_text()))
-    if not isinstance(job, kind):
-        raise strict.Mismatch(f"job: its purpose is {job.purpose}, not that of a {kind.__name__}")
+    if not isinstance(job, job_class):
+        raise strict.Mismatch(f"job: its purpose is {job.purpose}, not that of a {job_class.__name__}")
     return job

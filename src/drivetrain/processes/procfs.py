@@ -1,4 +1,4 @@
-"""What the kernel says about processes, read from /proc."""
+"""Reads facts about processes from /proc."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def process_state(pid: int) -> str:
-    """Returns the kernel's letter for a process's state (R, S, D, T, Z); empty where it is unknown."""
+    """Returns the kernel's letter for a process's state (R, S, D, T, Z); "" if it is unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

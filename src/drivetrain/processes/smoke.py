@@ -1,4 +1,4 @@
-"""`--smoke`: the task on a few samples."""
+"""`--smoke`: limits a task to a few samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMOKE_STEPS, SMOKE_BATCH = 4, 16
 
 
 def smoke_task(task: Task, job: SmokeJob) -> tuple[Task, Plan]:
-    """Returns the task and plan of a smoke run: a few samples of a data set, or two full epochs of a Source, whose batches must fit its groups."""
+    """Returns the task and plan of a smoke run: a few samples of a data set, or two full epochs of a Source, which cannot be shortened."""
     from drivetrain.data import Source
     from drivetrain.task_ref import instantiate
 
@@ -27,7 +27,7 @@ def smoke_task(task: Task, job: SmokeJob) -> tuple[Task, Plan]:
 
 
 def _limit_data(task: Any, max_samples: int) -> None:
-    """Makes the task's data sets end after a few samples."""
+    """Limits the task's data sets to their first samples."""
     from torch.utils.data import Subset
 
     from drivetrain.data import Source, Tensors

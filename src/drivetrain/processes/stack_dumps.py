@@ -1,4 +1,4 @@
-"""The worker's side of hang diagnosis: a signal makes it write its Python stacks, a named pipe its last collectives."""
+"""The worker's side of hang diagnosis: on a signal it writes its Python stacks; when a named pipe is opened, its last collectives."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ DUMP_SIGNAL = signal.SIGUSR2 if hasattr(signal, "SIGUSR2") else None
 
 
 def stacks_path(folder: Path, rank: int) -> Path:
-    """Returns the file that a rank, and the processes it forks, write their stacks to."""
+    """Returns the file to which a rank, and the processes it forks, write their stacks."""
     return folder / f"stacks-{rank}"
 
 
 def request_pipe(folder: Path, rank: int) -> Path:
-    """Returns the named pipe whose opening asks a rank for its collectives."""
-    return folder / f"asked-{rank}"
+    """Returns the named pipe of a rank; whoever opens it asks the rank for its collectives."""
+    return folder / f"request-{rank}"
 
 
 def collectives_path(folder: Path, rank: int) -> Path:
-    """Returns the file that a rank writes its collectives to."""
+    """Returns the file to which a rank writes its collectives."""
     return folder / f"collectives-{rank}.json"
 
 
@@ -40,9 +40,9 @@ def dump_collectives_on_request(folder: Path, rank: int) -> None:
     try:
         os.mkfifo(pipe)
     except OSError:
-        return  # a file system without pipes
+        return  # a file system without named pipes
 
-    def answer() -> None:
+    def answer_requests() -> None:
         from torch._C import _distributed_c10d
 
         dump = getattr(_distributed_c10d, "_dump_fr_trace_json", lambda: "{}")  # torch 2.11 may lack it
@@ -50,7 +50,7 @@ def dump_collectives_on_request(folder: Path, rank: int) -> None:
         while True:
             with open(pipe) as request:  # blocks until a writer opens the pipe
                 request.read()
-            record = json.loads(dump())
+            record = json.loads(dump())  # torch's flight recorder
             collectives_path(folder, rank).write_text(json.dumps(record.get("entries", [])))
 
-    threading.Thread(target=answer, name="collectives", daemon=True).start()
+    threading.Thread(target=answer_requests, name="collectives", daemon=True).start()

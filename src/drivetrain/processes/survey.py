@@ -1,4 +1,4 @@
-"""A child process that measures a task for the plan: its profile, or some steps. The result goes to a file."""
+"""A child process that measures a task for the plan: its profile, or a few steps. It writes the result to a file."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def main() -> None:
 
 
 def _survey(job: SurveyJob, result_file: Path) -> None:
-    """Writes the task's profile, and before that, in first.json, what is known early."""
+    """Writes the task's profile; before that, writes the model's sizes to first.json."""
     from drivetrain.engine.measure.survey import survey
     from drivetrain.task_ref import instantiate
 
     task = instantiate(job.task, job.settings)
     profile = survey(task, job.plan.precision, partial(_write, result_file.with_name("first.json")), job.with_values)
-    _write(result_file, {"outcome": Outcome.OK, "found": profile.to_json()})
+    _write(result_file, {"outcome": Outcome.OK, "result": profile.to_json()})
 
 
 def _probe(job: TaskJob, result_file: Path) -> None:
-    """Writes the measured points, again after each one, so that a time limit loses none."""
+    """Writes the measured points after each measurement, so that a time limit loses none."""
     import torch
 
     from drivetrain.engine.measure.probe import Probe
@@ -53,13 +53,13 @@ def _probe(job: TaskJob, result_file: Path) -> None:
     points: list[Point] = []
     while (micro_batch := next_size_to_measure(points, job.micro_batches, dict(job.predicted))) is not None:
         points.append(probe.measure(micro_batch))
-        _write(result_file, {"outcome": Outcome.OK, "found": [point.to_json() for point in points]})
+        _write(result_file, {"outcome": Outcome.OK, "result": [point.to_json() for point in points]})
 
 
 def _write(file: Path, value: dict[str, Any]) -> None:
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(value))
-    part.replace(file)
+    temporary_file = file.with_suffix(".part")
+    temporary_file.write_text(json.dumps(value))
+    temporary_file.replace(file)
 
 
 if __name__ == "__main__":

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from drivetrain.engine.loop import Training
 
 HANDLES = "_DRIVETRAIN_WIRE"
-"""The environment variable with a worker's handles (event pipe, heartbeat page) and the process ids of its parent and its front end."""
+"""The environment variable with a worker's event pipe and heartbeat page, and the process ids of its parent and its supervisor."""
 BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}  # until the worker has its own handlers
 
 
 class StopFlag:
-    """Set by a signal, read at step boundaries. The handler does nothing else."""
+    """True after a signal asked this process to stop. It is read between steps."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -47,19 +47,20 @@ class StopFlag:
             signal.signal(number, self._handle)
 
     def timer(self) -> Callable[[float], None]:
-        """Returns a function that sets the time, in seconds since the epoch, at which the flag is set without a signal from outside."""
+        """Returns a function that makes the flag set itself at a time, in seconds since the epoch."""
         signal.signal(signal.SIGALRM, self._handle)
 
-        def stop_at(when: float) -> None:
-            signal.setitimer(signal.ITIMER_REAL, max(0.001, when - time.time()))
+        def stop_at(stop_time: float) -> None:
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, stop_time - time.time()))
 
         return stop_at
 
 
 def work(job: Job, group: Group, screen: Observer, stop: StopFlag, observers: Sequence[Observer] = ()) -> dict[str, Any]:
-    """Does a job on this rank and returns its result, or how and why it failed.
+    """Does a job on this rank and returns its result; if it fails, the outcome and the message.
 
-    Only rank 0 reports to `screen`; `observers` are called on every rank."""
+    Only rank 0 reports to `screen`; every rank calls `observers`.
+    """
     from drivetrain.engine.faults.out_of_memory import OutOfMemory
 
     try:
@@ -74,15 +75,17 @@ def work(job: Job, group: Group, screen: Observer, stop: StopFlag, observers: Se
 
 def _do(job: Job, group: Group, screen: Observer, stop: StopFlag, observers: Sequence[Observer]) -> dict[str, Any]:
     from drivetrain.task_ref import instantiate
-    from drivetrain.watch.screen import Wire
+    from drivetrain.watch.screen import EventPipe
 
     if isinstance(job, PopulationJob):
         from drivetrain.processes.population import train_population
 
-        assert isinstance(screen, Wire)
+        assert isinstance(screen, EventPipe)
         return train_population(job, group, screen.send, stop)
     assert isinstance(job, TaskJob)
-    if isinstance(job, TrainJob) and job.diagnostics.check_collectives:  # before the task is imported, which may import them by name
+    if (
+        isinstance(job, TrainJob) and job.diagnostics.check_collectives
+    ):  # before the task is imported: it may import functions of torch.distributed by name
         from drivetrain.engine.group.collectives import check_collectives
 
         check_collectives(group)
@@ -95,7 +98,7 @@ def _do(job: Job, group: Group, screen: Observer, stop: StopFlag, observers: Seq
 
 
 def _observer(job: TaskJob, group: Group, screen: Observer, stop: StopFlag, observers: Sequence[Observer]) -> Observer:
-    """Returns one observer for all that observe this rank's training: files, screen, time limit, heartbeat, injected faults."""
+    """Returns all observers of this rank's training as one: files, screen, time limit, heartbeat, injected faults."""
     from drivetrain.engine.faults.injection import injectors
     from drivetrain.engine.log.observe import Observers
     from drivetrain.watch.deadline import Deadline
@@ -103,13 +106,13 @@ def _observer(job: TaskJob, group: Group, screen: Observer, stop: StopFlag, obse
     from drivetrain.watch.profile import StepProfiler
 
     run = Run(job.run)
-    members: list[Observer] = [MetricsFile(run), TensorBoard(run.path / "tensorboard"), screen] if group.is_main else []
+    main_observers: list[Observer] = [MetricsFile(run), TensorBoard(run.path / "tensorboard"), screen] if group.is_main else []
     if isinstance(job, TrainJob) and group.is_main:
         if job.diagnostics.profile:
-            members.append(StepProfiler(run, job.diagnostics.profile, screen.notice, group.device.type == "cuda"))
-        if job.end:  # a stop that one rank asks for, all ranks obey
-            members.append(Deadline(job.end, stop.timer()))
-    return Observers([*members, *observers, *injectors(run)])
+            main_observers.append(StepProfiler(run, job.diagnostics.profile, screen.notice, group.device.type == "cuda"))
+        if job.end:  # on one rank only: if it requests a stop, all ranks stop
+            main_observers.append(Deadline(job.end, stop.timer()))
+    return Observers([*main_observers, *observers, *injectors(run)])
 
 
 def _train(job: TaskJob, task: Any, group: Group, stop: StopFlag, observer: Observer) -> dict[str, Any]:
@@ -123,9 +126,8 @@ def _train(job: TaskJob, task: Any, group: Group, stop: StopFlag, observer: Obse
         first_half.always_checks_dependence = True
         first_half.run_to_end(stop_after=SMOKE_STEPS // 2)
     training = Training(task, plan, run, group, observer, stop)
-    if (
-        isinstance(job, VerifyJob) and training.setup.source is not None
-    ):  # a Source's state is saved at the end of an epoch: train beyond one
+    if isinstance(job, VerifyJob) and training.setup.source is not None:
+        # Two epochs, because a Source's state is saved only at the end of an epoch.
         task.steps = max(training.setup.total_steps, 2 * training.setup.steps_per_epoch)
         training = Training(task, plan, run, group, observer, stop)
     _attach_diagnostics(job, diagnostics, training)
@@ -135,7 +137,7 @@ def _train(job: TaskJob, task: Any, group: Group, stop: StopFlag, observer: Obse
             from drivetrain.engine.faults.nonfinite import nothing_found_error
 
             raise nothing_found_error(diagnostics.nan_step)
-    finally:  # a failure must not lose what was logged or saved before it
+    finally:  # also after a failure: rows and checkpoints may still have to be written
         training.saver.close()
         observer.close()
     facts = result.facts | {"model": type(training.setup.model).__name__, "summary": task.summary_fields()}
@@ -143,7 +145,7 @@ def _train(job: TaskJob, task: Any, group: Group, stop: StopFlag, observer: Obse
 
 
 def _attach_diagnostics(job: TaskJob, diagnostics: Diagnostics, training: Training) -> None:
-    """Attaches what records or checks more than training needs."""
+    """Attaches the checks and recorders that were asked for."""
     from drivetrain.engine.faults.fingerprint import Fingerprint
     from drivetrain.engine.faults.injection import SAMPLES_VARIABLE, SampleLog
     from drivetrain.engine.faults.nonfinite import NonFiniteFinder
@@ -154,7 +156,7 @@ def _attach_diagnostics(job: TaskJob, diagnostics: Diagnostics, training: Traini
     if os.environ.get(SAMPLES_VARIABLE):
         SampleLog(training, run.path / "logs" / f"samples-{rank}.jsonl")
     if isinstance(job, VerifyJob):
-        training.always_checks_dependence = not job.fingerprint  # the close look would change the steps that the fingerprint compares
+        training.always_checks_dependence = not job.fingerprint  # this check would change the steps that the fingerprint compares
         if training.setup.group.is_main and job.fingerprint:
             Fingerprint(training.execution.step, Path(job.fingerprint), name_operations=job.names_operations)
 
@@ -163,15 +165,15 @@ def main() -> None:
     from drivetrain.engine.faults.injection import FRONT_VARIABLE
     from drivetrain.processes.stack_dumps import dump_stacks_on_signal, stacks_path
 
-    event_pipe, page, parent, front = map(int, os.environ.pop(HANDLES).split())
+    event_pipe, page, parent, supervisor = map(int, os.environ.pop(HANDLES).split())
     die_with_parent(parent)
-    os.environ[FRONT_VARIABLE] = str(front)
+    os.environ[FRONT_VARIABLE] = str(supervisor)
     stop = StopFlag()
     stop.install()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
     file = Path(sys.argv[1])
-    stacks = open(stacks_path(file.parent, int(os.environ["RANK"])), "a")  # noqa: SIM115 (open as long as the process)
-    dump_stacks_on_signal(stacks)
+    stacks_file = open(stacks_path(file.parent, int(os.environ["RANK"])), "a")  # noqa: SIM115 (open as long as the process)
+    dump_stacks_on_signal(stacks_file)
     job = read(Job, file)
     if job.scratch:  # for the sockets of loader workers, which a killed process cannot remove
         multiprocessing.current_process()._config["tempdir"] = job.scratch  # type: ignore[attr-defined]
@@ -180,32 +182,32 @@ def main() -> None:
     result = _join_and_work(job, file.parent, event_pipe, page, stop)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(Outcome(result["outcome"]).code)  # interpreters with a broken process group can hang at exit
+    os._exit(Outcome(result["outcome"]).code)  # after the loss of a rank, the normal exit could hang in the process group
 
 
 def _join_and_work(job: Job, folder: Path, event_pipe: int, page: int, stop: StopFlag) -> dict[str, Any]:
-    """Joins the process group, does the job, and sends the result to the front end."""
+    """Joins the process group, does the job, and sends the result to the supervisor."""
     from drivetrain.engine.group import join_group
     from drivetrain.engine.log.deviceclock import DeviceClock
     from drivetrain.processes.stack_dumps import dump_collectives_on_request
     from drivetrain.watch.heartbeat import PARTS, HeartbeatWriter
-    from drivetrain.watch.screen import Wire
+    from drivetrain.watch.screen import EventPipe
 
-    wire, heartbeat = Wire(event_pipe), HeartbeatWriter(page)
+    events, heartbeat = EventPipe(event_pipe), HeartbeatWriter(page)
     if int(os.environ["WORLD_SIZE"]) > 1:
         dump_collectives_on_request(folder, int(os.environ["RANK"]))
     try:
         group = join_group(job.plan.device, job.plan.backend, own_port=True)
     except Problem as problem:
         result: dict[str, Any] = {"outcome": problem.outcome, "message": str(problem)}
-    except Exception as error:  # of the machine: a busy GPU, a process that died meanwhile
+    except Exception as error:  # such as a busy GPU, or a process that has died
         message = f"could not join the other processes: {str(error).splitlines()[0]}"
         result = {"outcome": Outcome.INFRA, "lost_peer": True, "message": message}
     else:
         if group.device_counters:
             heartbeat.device = DeviceClock(len(PARTS))
-        result = work(job, group, wire, stop, [heartbeat])
-    wire.send("result", result)
+        result = work(job, group, events, stop, [heartbeat])
+    events.send("result", result)
     return result
 
 

@@ -1,4 +1,4 @@
-"""Checks exported files against the SHA-256 sums in the export.json beside them."""
+"""Checks exported files against the SHA-256 sums in export.json in the same folder."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ def sha256_of(path: Path) -> str:
 
 
 def check_exported(path: Path) -> None:
-    """Raises Problem if the file's SHA-256 differs from the one in the export.json beside it. Without an export.json nothing is checked."""
+    """Raises Problem if the file's SHA-256 differs from that in export.json. Without export.json nothing is checked."""
     try:
         expected = json.loads((path.parent / EXPORT_CARD).read_text())["sha256"][path.name]
     except (OSError, ValueError, KeyError, TypeError):
         return
     if sha256_of(path) != expected:
-        raise Problem(f"{path} is broken: its SHA-256 is not the one in {EXPORT_CARD}; copy it anew, or drivetrain export RUN writes both")
+        raise Problem(
+            f"{path} is broken: its SHA-256 is not the one in {EXPORT_CARD}; copy it again, or write both again with drivetrain export RUN"
+        )

@@ -45,20 +45,19 @@ def lines_backwards(file: BinaryIO, max_bytes: int | None = None) -> Iterator[tu
     """
     position = end = file.seek(0, os.SEEK_END)
     stop = 0 if max_bytes is None else max(0, end - max_bytes)
-    rest, block = b"", BLOCK_BYTES
+    incomplete_line, block_bytes = b"", BLOCK_BYTES
     while position > stop:
-        size = min(block, position - stop)
+        size = min(block_bytes, position - stop)
         position -= size
         file.seek(position)
-        rest = file.read(size) + rest
-        first, *lines = io.BytesIO(rest).readlines()
+        data = file.read(size) + incomplete_line
+        incomplete_line, *lines = io.BytesIO(data).readlines()
         for line in reversed(lines):
             yield end, line
             end -= len(line)
-        block = BLOCK_BYTES if lines else 2 * block  # so that a long line is not read many times
-        rest = first
-    if rest and stop == 0:
-        yield end, rest
+        block_bytes = BLOCK_BYTES if lines else 2 * block_bytes  # so that a long line is not read many times
+    if incomplete_line and stop == 0:
+        yield end, incomplete_line
 
 
 def rows_backwards(path: Path, needle: bytes = b"", max_bytes: int = MAX_SCAN_BYTES) -> Iterator[dict[str, Any]]:

@@ -51,9 +51,13 @@ def find_deletable(text: str) -> list[Run]:
     """Returns what deleting a name deletes: one run, one study, or the runs of a recipe's stages. Links are refused."""
     path = Path(text)
     if not path.parts or ".." in path.parts:
-        raise Problem(f"{text!r} is no run's name: name the runs to delete as `drivetrain runs` lists them")
+        raise Problem(f"{text!r} is not the name of a run: name the runs to delete as `drivetrain runs` lists them")
     for candidate in (*_paths_of_name(text), path):
-        deletable = [Run(candidate)] if is_run(candidate) or is_study(candidate) else stages_of(candidate) if candidate != path else []
+        deletable: list[Run] = []
+        if is_run(candidate) or is_study(candidate):
+            deletable = [Run(candidate)]
+        elif candidate != path:
+            deletable = stages_of(candidate)
         for run in deletable:
             _check_deletable(run.path)
         if deletable:
@@ -67,9 +71,9 @@ def _check_deletable(path: Path) -> None:
     if path.is_symlink() or not path.resolve().is_relative_to(allowed_root):
         raise Problem(f"{path} is a link to {path.resolve()}: delete that by its own path, and the link by hand")
     if Path.cwd().is_relative_to(path.resolve()) or RUNS.resolve().is_relative_to(path.resolve()):
-        raise Problem(f"{path} holds the current folder or {RUNS}/, which would go with it: delete it by hand")
+        raise Problem(f"{path} contains the current folder or {RUNS}/: delete it by hand")
     if is_run(path) and (others := [run for run in all_runs(path) if run.path.resolve().is_relative_to(path.resolve())]):
-        raise Problem(f"{path} holds other runs, which would go with it: delete {others[0].path} first")
+        raise Problem(f"{path} contains other runs: delete {others[0].path} first")
 
 
 def all_runs(root: Path | None = None) -> list[Run]:
@@ -82,8 +86,8 @@ def new_path(label: str, root: Path | None = None) -> Path:
     """Makes a new directory with the next free name: digits-001, digits-002, ..."""
     root = root or RUNS
     label = re.sub(r"[^\w.-]+", "-", label)
-    taken = [int(m[1]) for p in root.glob(f"{label}-*") if (m := re.fullmatch(re.escape(label) + r"-(\d+)", p.name))]
-    number = max(taken, default=0) + 1
+    matches = [re.fullmatch(re.escape(label) + r"-(\d+)", path.name) for path in root.glob(f"{label}-*")]
+    number = max((int(match[1]) for match in matches if match), default=0) + 1
     while True:
         path = root / f"{label}-{number:03d}"
         try:

@@ -1,5 +1,7 @@
-"""Runs a job on this machine's workers: a lost or hung one is restarted from the last good checkpoint, one that ran out of memory
-with a smaller plan."""
+"""Runs a job on this machine's workers.
+
+If a worker is lost or hangs, all workers restart from the last good checkpoint; if memory runs out, they restart with a smaller plan.
+"""
 
 from __future__ import annotations
 
@@ -32,21 +34,21 @@ __all__ = [
 
 
 def run_workers(
-    job: Job, plan: Plan, place: WorkerPlacement, screen: Screen, gpus: list[str], verbose: bool = False,
+    job: Job, plan: Plan, placement: WorkerPlacement, screen: Screen, gpus: list[str], verbose: bool = False,
     replan: Callable[[], Plan] | None = None, policy: RestartPolicy | None = None,
 ) -> JobEnd:  # fmt: skip
-    """Runs a job on this machine's processes until all have ended for good."""
-    with supervised(job, plan, place, screen, gpus, verbose, replan, policy) as supervisor:
+    """Runs a job on this machine, with restarts, until it has ended."""
+    with supervised(job, plan, placement, screen, gpus, verbose, replan, policy) as supervisor:
         return supervisor.run()
 
 
 @contextlib.contextmanager
 def supervised(
-    job: Job, plan: Plan, place: WorkerPlacement, screen: Screen, gpus: list[str], verbose: bool = False,
+    job: Job, plan: Plan, placement: WorkerPlacement, screen: Screen, gpus: list[str], verbose: bool = False,
     replan: Callable[[], Plan] | None = None, policy: RestartPolicy | None = None,
 ) -> Iterator[Supervisor]:  # fmt: skip
-    """A supervisor that handles this process's signals meanwhile."""
-    supervisor = Supervisor(job, plan, place, screen, gpus, verbose, replan, policy or RestartPolicy())
+    """Yields a supervisor, which handles this process's signals until the end."""
+    supervisor = Supervisor(job, plan, placement, screen, gpus, verbose, replan, policy or RestartPolicy())
     with handling_signals(supervisor.on_signal):
         try:
             yield supervisor
@@ -56,13 +58,13 @@ def supervised(
 
 @contextlib.contextmanager
 def handling_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Sends the signals that ask for an end to a handler; only in a process's main thread, where Python allows it."""
+    """Installs a handler for the signals that ask a process to end; only in the main thread, because Python allows it only there."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {n: signal.signal(n, handler) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
+    previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
     try:
         yield
     finally:
-        for number, before in previous.items():
-            signal.signal(number, before)
+        for number, previous_handler in previous.items():
+            signal.signal(number, previous_handler)

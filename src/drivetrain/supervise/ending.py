@@ -1,4 +1,4 @@
-"""How a job ended: one outcome of all its workers, a cause before its consequences in other ranks."""
+"""How a job ended: of all workers' results, the one that caused the others."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from drivetrain.supervise.fork_server import WorkerProcess
 from drivetrain.watch.heartbeat import HeartbeatReader
 from drivetrain.watch.time_breakdown import TimeBreakdown
 
+# If workers end with different outcomes, the first of these is the cause.
 SEVERITY = [
     Outcome.USER_ERROR, Outcome.USAGE, Outcome.DATA, Outcome.NAN, Outcome.OOM, Outcome.HANG, Outcome.INFRA, Outcome.PREEMPTED, Outcome.OK,
 ]  # fmt: skip
@@ -25,11 +26,11 @@ class JobEnd:
     interrupted: bool = False
     """Whether the user pressed Ctrl-C."""
     stopped: bool = False
-    """Whether this process was asked to stop, by whatever signal."""
+    """Whether this process got any signal to stop."""
     spent: TimeBreakdown | None = None
-    """Where the time went."""
+    """How the ranks spent their time."""
     lost: bool = False
-    """Whether a process was lost, or hung: nothing that another start would only repeat."""
+    """Whether a process was lost or hung, so that a restart may succeed."""
 
 
 @dataclass
@@ -41,19 +42,19 @@ class Worker:
     heartbeat: HeartbeatReader
     log: BinaryIO | None
     event_pipe: int
-    """The reading end of its event pipe; -1 once that is closed."""
+    """The reading end of its event pipe; -1 after that was closed."""
     result: dict[str, Any] | None = None
-    """None as long as it has sent none."""
+    """None until it has sent one."""
     num_ended_before: int | None = None
-    """Workers that ended before it; None while it lives."""
+    """The number of workers that ended before it; None while it runs."""
     was_killed_here: bool = False
-    """Whether this supervisor killed it, for what another worker did."""
+    """Whether this supervisor killed it because of another worker."""
     unfinished_line: dict[str, bytes] = field(default_factory=lambda: {"events": b"", "output": b""})
 
 
 def end_of_workers(workers: list[Worker], run: Run, can_restart: bool) -> JobEnd:
-    """Returns the end of the worker that caused the others'."""
-    deaths = [
+    """Returns the end of the job: that of the worker that caused the others to end."""
+    orders_of_deaths = [
         worker.num_ended_before or 0
         for worker in workers
         if worker.result is None and not worker.was_killed_here and worker.process.code != -signal.SIGABRT
@@ -61,9 +62,11 @@ def end_of_workers(workers: list[Worker], run: Run, can_restart: bool) -> JobEnd
     ends = []
     for worker in workers:
         result, order = worker.result or {}, worker.num_ended_before or 0
-        outcome = Outcome(result["outcome"]) if result else Outcome.INFRA  # whatever its code: an end without a result is a death
+        outcome = Outcome(result["outcome"]) if result else Outcome.INFRA  # without a result the worker died, whatever its exit code
         is_consequence = bool(result.get("lost_peer")) if result else worker.was_killed_here
-        if outcome is Outcome.USER_ERROR and deaths and min(deaths) < order:  # an exception about another worker's death
+        if (
+            outcome is Outcome.USER_ERROR and orders_of_deaths and min(orders_of_deaths) < order
+        ):  # an exception about another worker's death
             outcome, is_consequence = Outcome.INFRA, True
         ends.append(((SEVERITY.index(outcome), is_consequence, order), outcome, result, worker))
     _, outcome, result, worker = min(ends, key=lambda end: end[0])
@@ -72,7 +75,7 @@ def end_of_workers(workers: list[Worker], run: Run, can_restart: bool) -> JobEnd
 
 
 def death_message(worker: Worker, run: Run) -> str:
-    """Returns how a worker ended that sent no result."""
+    """Returns the message about a worker that ended without a result."""
     if worker.process.start_error:
         return f"worker {worker.rank} could not be started: {worker.process.start_error}"
     code = worker.process.code or 0

@@ -1,7 +1,7 @@
-"""The client of the fork server: a process that has imported torch once and forks the workers, so that a restart takes no import.
+"""The supervisor's side of the fork server: a process that imports torch once and forks the workers, so that restarts are fast.
 
-The fork server never touches a GPU. The kernel ends it with the front end, and its workers with it; a guardian process, which it
-forks first, then kills what the workers had started: the rest of its session.
+The fork server never initialises a GPU. If the supervisor dies, the kernel kills the fork server and its workers. The fork server's
+first child, the guardian, then kills all other processes of the session: those that the workers had started.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 from drivetrain.outcomes import Outcome
 from drivetrain.processes.worker import HANDLES
 
-CLOSE_SECONDS = 5.0  # that it gets to end by itself
-CAN_FORK = sys.platform == "linux"  # elsewhere a process with threads is not safely forked: each worker imports for itself
+CLOSE_SECONDS = 5.0  # the fork server may take this long to end by itself
+CAN_FORK = sys.platform == "linux"  # elsewhere forking a process with threads is not safe, so each worker imports torch
 
 
 class WorkerProcess:
-    """One worker process. `code` is None while it lives, then what subprocess reports: an exit code, or minus a signal."""
+    """One worker process. `code` is None while it runs, then an exit code, or minus a signal number, as in subprocess."""
 
     def __init__(self, process: subprocess.Popen[bytes] | None = None) -> None:
         self.pid: int | None = None if process is None else process.pid
@@ -41,7 +41,7 @@ class WorkerProcess:
         return self.code
 
     def signal(self, number: int) -> None:
-        """Sends a signal to this process alone; once it is forked, if it is not yet."""
+        """Sends a signal to this process alone; if it is not forked yet, as soon as it is."""
         if self.pid is None:
             self._pending_signals.append(number)
         elif self.poll() is None:
@@ -49,7 +49,7 @@ class WorkerProcess:
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kills the process and what it started."""
+        """Kills the process and the processes that it started."""
         if self.pid is None:
             self._pending_signals.append(signal.SIGKILL)
         else:
@@ -66,14 +66,14 @@ class WorkerProcess:
 
 
 class ForkServer:
-    """Starts workers of one environment, for as many attempts at a job as it takes."""
+    """Starts workers that share environment variables, for all attempts at a job."""
 
     def __init__(self, environment: dict[str, str], log: Path) -> None:
         self.environment, self._log = environment, log
         self.handle: int | None = None
-        """Readable when there are events; None where there is no fork server."""
+        """Readable when there are events; None if there is no fork server."""
         self.end_message = ""
-        """How it ended, if it ended by itself."""
+        """How the fork server ended, if it ended by itself."""
         self._children: list[WorkerProcess] = []
         if not CAN_FORK:
             return
@@ -83,14 +83,14 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "drivetrain.processes.forkserver", str(server.fileno()), str(os.getpid())],  # -P: no module of this folder shadows torch's
                 env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                pass_fds=(server.fileno(),), start_new_session=True,  # the terminal's Ctrl-C comes here, not to them
+                pass_fds=(server.fileno(),), start_new_session=True,  # Ctrl-C must reach the supervisor only
             )  # fmt: skip
             if output != subprocess.DEVNULL:
                 os.close(output)
         self._socket, self.handle = front, front.fileno()
 
     def start(self, job: Path, environment: dict[str, str], output: int, event_pipe: int, page: int) -> WorkerProcess:
-        """Starts a worker that writes to these handles."""
+        """Starts a worker with these handles: its output, its event pipe and its heartbeat page."""
         if self.handle is None:
             handles = {HANDLES: f"{event_pipe} {page} {os.getpid()} {os.getpid()}"}
             process = subprocess.Popen(
@@ -107,7 +107,7 @@ class ForkServer:
         return self._children[-1]
 
     def read_events(self, unregister: Callable[[int], object]) -> None:
-        """Takes in starts and ends of workers; where the fork server itself has ended, so have all of them."""
+        """Reads the starts and ends of workers. If the fork server has ended, all workers have."""
         assert self.handle is not None
         try:
             message = self._socket.recv(1 << 16)
@@ -117,35 +117,37 @@ class ForkServer:
             unregister(self.handle)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self._process.wait(CLOSE_SECONDS)
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-                self.end_message = f"the process that forks the workers {how} (see {self._log})"
+                end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+                self.end_message = f"the process that forks the workers {end} (see {self._log})"
             self.kill()
             return
         event = json.loads(message)
-        pending = (child for child in self._children if child.pid is None and child.code is None)  # in the order of the requests
+        not_forked = (child for child in self._children if child.pid is None and child.code is None)  # in the order of the requests
         if "forked" in event:
-            next(pending).set_forked(event["forked"])
+            next(not_forked).set_forked(event["forked"])
         elif "failed" in event:
-            next(pending).set_failed(event["failed"])
+            next(not_forked).set_failed(event["failed"])
         else:
-            next(child for child in self._children if child.pid == event["ended"] and child.code is None).code = event["code"]
+            ended = next(child for child in self._children if child.pid == event["ended"] and child.code is None)
+            ended.code = event["code"]
 
     @property
     def is_alive(self) -> bool:
         return not CAN_FORK or self.handle is not None
 
     def kill(self) -> None:
-        """Kills it with all its workers; no further events come of them."""
+        """Kills the fork server with all its workers, and reads no further events."""
         if self.handle is not None:
             self._process.kill()
             self.close()
         for child in self._children:
-            child.code = -signal.SIGKILL if child.poll() is None else child.code
+            if child.poll() is None:
+                child.code = -signal.SIGKILL
 
     def close(self) -> None:
         if self.handle is not None:
             self.handle = None
-            self._socket.close()  # at which it ends
+            self._socket.close()  # this ends the fork server
             try:
                 self._process.wait(CLOSE_SECONDS)
             except subprocess.TimeoutExpired:

@@ -10,7 +10,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def local_placement(procs: int) -> WorkerPlacement:
-    """Returns a placement on this machine alone: its processes meet where no other machine can reach them."""
+    """Returns the placement of all workers on this machine; they connect over the loopback interface, which no other machine can reach."""
     return WorkerPlacement(0, procs, procs, (LOOPBACK, _free_port()), _loopback_interface() if procs > 1 else "")
 
 
@@ -23,4 +23,7 @@ def _free_port() -> int:
 def _loopback_interface() -> str:
     import psutil
 
-    return next((name for name, entries in psutil.net_if_addrs().items() if any(e.address == LOOPBACK for e in entries)), "")
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == LOOPBACK for entry in addresses):
+            return name
+    return ""

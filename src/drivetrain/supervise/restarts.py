@@ -1,4 +1,4 @@
-"""Whether, and with which plan, a job is started again after its workers ended."""
+"""Decides whether a job is restarted after its workers ended, and with which plan."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from drivetrain.plan import Plan
 from drivetrain.runs import Run, record_plan
 from drivetrain.supervise.hang_detector import MIN_LIMIT_SECONDS
 
-MAX_PAUSE_SECONDS = 30.0
+MAX_PAUSE_SECONDS = 30.0  # between two restarts
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """What is done when a process is lost."""
+    """What the supervisor does after a process was lost or hung."""
 
     restarts: int = 0
-    """Restarts without progress, that is, without a new checkpoint in between, after which the run is given up."""
+    """The number of successive restarts without a new checkpoint after which the run ends."""
     hang_after: float = MIN_LIMIT_SECONDS
-    """Seconds without a sign of life that are never called a hang."""
+    """A rank may always be this many seconds without a heartbeat."""
 
     def pause_seconds(self, num_without_progress: int) -> float:
-        """Returns the seconds before the next start: none after progress, then ever longer."""
+        """Returns the seconds before the next restart: 0 after progress, then longer each time."""
         return 0.0 if num_without_progress <= 1 else min(MAX_PAUSE_SECONDS, 2.0 ** (num_without_progress - 3))
 
 
 class RestartCount:
-    """Counts restarts of a run that brought no new checkpoint."""
+    """Counts successive restarts without a new checkpoint."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._last_step = run, run.last_checkpoint_step
         self.num_without_progress = 0
 
     def add(self) -> int:
-        """Counts one restart; returns how many brought no progress."""
+        """Counts one restart; returns the number of successive ones without a new checkpoint."""
         step = self._run.last_checkpoint_step
         self.num_without_progress = 1 if step > self._last_step else self.num_without_progress + 1
         self._last_step = step
@@ -46,8 +46,8 @@ class RestartCount:
 def plan_after_oom(
     run: Run, plan: Plan, new_plan: Plan | None, smaller: dict[str, Any] | None, may_restart: bool
 ) -> tuple[Plan, str] | None:
-    """Returns the plan with which a run that ran out of memory is restarted, and why: a new plan that differs, else the
-    smaller one that a worker asks for; None where there is none, or the run may not be restarted from here."""
+    """Returns the plan for a restart after out of memory, and a sentence about it: a new plan that differs, else the smaller one
+    that a worker asked for. Returns None if there is neither, or this process may not restart the run."""
     if new_plan is not None and new_plan.sentence() != plan.sentence():
         run.log_event("oom", step=run.last_checkpoint_step)
         with contextlib.suppress(OSError):  # a full disk
@@ -62,7 +62,7 @@ def plan_after_oom(
 
 def record_out_of_memory(run: Run, smaller: dict[str, Any]) -> None:
     """Records, once, that memory ran out, and the plan with which the run continues."""
-    with contextlib.suppress(Problem):  # the run may be on another machine's disk
+    with contextlib.suppress(Problem):  # run.json may be on another machine
         if any(run.read()["plan"][key] != size for key, size in smaller["sizes"].items()):
             run.log_event("oom", **smaller["oom"])
             record_plan(run, smaller["plan"])

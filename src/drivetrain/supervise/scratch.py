@@ -1,8 +1,8 @@
-"""A scratch folder for what a supervisor's processes need only while they live: their job, their stacks, their sockets.
+"""A temporary folder for the files that a supervisor's processes need only while they run: job, stacks, sockets.
 
-It lies in the system's folder for temporary files, so that the paths of sockets are short and nothing is left in a run. Its owner
-holds a lock on it, which the kernel releases however the owner ends: the next start on the machine removes it then. The lock
-also keeps services away that remove old temporary files.
+It is in the system's temporary folder: socket paths stay short, and nothing is left in the run's directory. Its owner holds a lock
+on it. If the owner is killed, the kernel releases the lock, and the next start on the machine removes the folder. The lock also
+stops services that remove old temporary files.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Scratch:
         sweep()
         unlocked = Path(tempfile.mkdtemp(prefix=f".{PREFIX}"))
         self._handle = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        with contextlib.suppress(OSError):  # a file system without locks, where sweep() can remove nothing either
+        with contextlib.suppress(OSError):  # a file system without locks; sweep() cannot remove anything there
             fcntl.flock(self._handle, fcntl.LOCK_EX)
         self.path = unlocked.rename(unlocked.with_name(unlocked.name[1:]))  # locked before sweep() can find it
 
     @contextlib.contextmanager
     def subfolder(self, name: str) -> Iterator[Path]:
-        """A folder in it that is removed at the end."""
+        """Creates a folder in the scratch folder, and removes it at the end."""
         folder = self.path / name
         folder.mkdir()
         try:
@@ -44,7 +44,7 @@ class Scratch:
 
 
 def sweep() -> None:
-    """Removes the scratch folders of this user's processes that have ended."""
+    """Removes the scratch folders whose owners have ended, of this user only."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             status = folder.lstat()

@@ -1,4 +1,4 @@
-"""The supervisor of a job: attempt after attempt, until the job has ended for good."""
+"""The supervisor of a job: makes attempts until the job has ended."""
 
 from __future__ import annotations
 
@@ -28,33 +28,35 @@ from drivetrain.supervise.verdicts import LocalVerdicts, Verdict
 from drivetrain.watch.screen import Screen
 from drivetrain.watch.time_breakdown import TimeBreakdown
 
-SECRETS = {"DRIVETRAIN_TOKEN", "DRIVETRAIN_TOKEN_FILE"}  # for the command itself; a task's code needs none
+SECRETS = {"DRIVETRAIN_TOKEN", "DRIVETRAIN_TOKEN_FILE"}  # workers do not get these environment variables
 TIME_BREAKDOWN_SECONDS = 5.0  # between two writes of the time breakdown
-WORKER_DEFAULTS = {  # unless the user sets them. NVML: torch must not initialise the driver where forks come from, when asked for GPUs
+# Environment variables of workers, unless the user sets them. With NVML, torch finds GPUs without initialising the driver in the
+# fork server, whose forks could not use a GPU then.
+WORKER_DEFAULTS = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "KINETO_LOG_LEVEL": "5", "TORCH_FR_BUFFER_SIZE": "200",
 }  # fmt: skip
-PASSING_ERRORS = {
+TEMPORARY_ERRORS = {
     errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO,
 }  # fmt: skip
-"""Errors of a start that succeeds once the machine has room again: processes, memory, handles, disk."""
+"""With these errors a later start may succeed: processes, memory, handles or disk space were used up."""
 
 
 class Supervisor:
     def __init__(
-        self, job: Job, plan: Plan, place: WorkerPlacement, screen: Screen, gpus: list[str], verbose: bool,
+        self, job: Job, plan: Plan, placement: WorkerPlacement, screen: Screen, gpus: list[str], verbose: bool,
         replan: Callable[[], Plan] | None, policy: RestartPolicy,
     ) -> None:  # fmt: skip
-        self.job, self.plan, self.place, self.screen, self.gpus, self.verbose = job, plan, place, screen, gpus, verbose
+        self.job, self.plan, self.placement, self.screen, self.gpus, self.verbose = job, plan, placement, screen, gpus, verbose
         self.replan, self.policy = replan, policy
         self.run_dir = Run(job.run)
-        self.is_leader = place.local_procs == place.world_size
-        """Whether it decides what comes after an attempt; with several machines one of them does, for all."""
+        self.is_leader = placement.local_procs == placement.world_size
+        """Whether it decides about restarts; of several machines only one does."""
         self.on_poll: Callable[[], object] = lambda: None
         """Called several times a second while an attempt runs."""
         self.verdicts = LocalVerdicts()
-        """Decides who hangs; another one where there are several machines."""
+        """Decides which ranks hang; replaced if there are several machines."""
         self.merge_time_breakdown: Callable[[TimeBreakdown], TimeBreakdown | None] = lambda own: own
-        """Returns where the time of all machines goes, given this one's; None where another machine records that."""
+        """Returns the time breakdown of all machines, given this one's; None if another machine records it."""
         self.attempt: Attempt | None = None
         self.fork_server: ForkServer | None = None
         self.num_interrupts, self.stopped = 0, False
@@ -71,27 +73,27 @@ class Supervisor:
                 return end
             self.report_restart(reason, end.outcome)
             if isinstance(self.job, TrainJob) and end.outcome not in (Outcome.OOM, Outcome.NAN):
-                self.plan = Plan.from_json(self.run_dir.read()["plan"])  # with what the first steps decided
-            self.prepare_attempt(self.plan, local_placement(self.place.local_procs))
+                self.plan = Plan.from_json(self.run_dir.read()["plan"])  # the first steps may have changed the plan
+            self.prepare_attempt(self.plan, local_placement(self.placement.local_procs))
 
     @property
     def diagnostics(self) -> Diagnostics:
         return self.job.diagnostics if isinstance(self.job, TrainJob) else Diagnostics()
 
-    def prepare_attempt(self, plan: Plan, place: WorkerPlacement, diagnostics: Diagnostics | None = None) -> None:
-        """Sets the plan, the placement and, where given, the diagnostics of the next attempt."""
+    def prepare_attempt(self, plan: Plan, placement: WorkerPlacement, diagnostics: Diagnostics | None = None) -> None:
+        """Sets the plan, the placement and, if given, the diagnostics of the next attempt."""
         if diagnostics is not None and isinstance(self.job, TrainJob):
             self.job = replace(self.job, diagnostics=diagnostics)
-        if self.diagnostics.nan_step:  # nothing inside a CUDA graph can be checked
+        if self.diagnostics.nan_step:  # modules inside a CUDA graph cannot be checked
             plan = replace(plan, capture="off", compile="off", reasons=plan.reasons | {"capture": "pinned"})
-        self.plan, self.place = plan, place
+        self.plan, self.placement = plan, placement
         self.job = replace(self.job, plan=plan)
 
     def run_attempt(self) -> JobEnd:
         try:
             end = self._attempt()
         except OSError as error:
-            if error.errno not in PASSING_ERRORS:
+            if error.errno not in TEMPORARY_ERRORS:
                 raise
             why = f"the workers could not be started: {error.strerror}{f' ({error.filename})' if error.filename else ''}"
             end = JobEnd(Outcome.INFRA, why, spent=self._earlier_time, lost=True)
@@ -105,7 +107,7 @@ class Supervisor:
             file = folder / "job.json"
             write(replace(self.job, scratch=str(self._scratch.path)), file)
             hang_detector, self._has_first_step = HangDetector(self.policy.hang_after, self._first_step), False
-            self.attempt = Attempt(self.job, file, self.place, self.screen, hang_detector, self.verdicts, self.verbose)
+            self.attempt = Attempt(self.job, file, self.placement, self.screen, hang_detector, self.verdicts, self.verbose)
             self.attempt.on_poll, self.attempt.on_verdict = self._on_poll, self._record_hang
             if self.stopped:
                 return JobEnd(Outcome.PREEMPTED, result={"step": self.run_dir.last_checkpoint_step})
@@ -123,21 +125,21 @@ class Supervisor:
 
     @property
     def steps_taken(self) -> int:
-        """Steps of the attempt under way, without its first."""
+        """Completed steps of the current attempt, without its first step."""
         return self.attempt.time_breakdown().steps if self.attempt else 0
 
     def abort(self, reason: str) -> None:
-        """Ends the attempt under way at once: what it needs is gone."""
+        """Ends the current attempt at once, for a reason outside of this machine's workers."""
         if self.attempt is not None:
             self.attempt.abort(reason)
 
     def end_hung(self, verdict: Verdict) -> None:
-        """Ends the attempt under way at once: the leader has found who hangs."""
+        """Ends the current attempt at once, because the leader found ranks that hang."""
         if self.attempt is not None:
             self.attempt.end_hung(verdict)
 
-    def regroup(self) -> None:
-        """Ends the attempt under way after a step, saved."""
+    def stop_after_step(self) -> None:
+        """Ends the current attempt after its current step, with a checkpoint."""
         if self.attempt is not None:
             self.attempt.stop()
 
@@ -146,7 +148,7 @@ class Supervisor:
         return self._earlier_time + self.attempt.time_breakdown()
 
     def _write_time_breakdown(self) -> None:
-        """Writes where the time goes into the run, for `status`."""
+        """Writes the time breakdown into the run, for `drivetrain status`."""
         if isinstance(self.job, TrainJob) and time.monotonic() > self._time_written_at + TIME_BREAKDOWN_SECONDS:
             self._time_written_at = time.monotonic()
             if (breakdown := self.merge_time_breakdown(self._time_breakdown())) is not None:
@@ -154,13 +156,14 @@ class Supervisor:
                     write_atomic(self.run_dir.time_breakdown_path, json.dumps(breakdown.to_json()) + "\n")
 
     def _read_first_step(self) -> dict[str, float]:
-        """Returns how long first steps took on this machine, in this run's earlier starts, by phase."""
+        """Returns phase -> seconds of the first step in this run's earlier starts on this machine."""
         with contextlib.suppress(OSError, ValueError):
-            return {str(phase): float(seconds) for phase, seconds in json.loads(self.run_dir.first_steps_path.read_text()).items()}
+            first_step = json.loads(self.run_dir.first_steps_path.read_text())
+            return {str(phase): float(seconds) for phase, seconds in first_step.items()}
         return {}
 
     def _write_first_step(self) -> None:
-        """Writes how long the first step took: the limit of the next start's first step."""
+        """Writes how long the first step took; the next start uses it as the limit for its first step."""
         if self._has_first_step or not isinstance(self.job, TrainJob) or self.attempt is None:
             return
         if not (first_step := self.attempt.first_step_seconds()):
@@ -171,7 +174,7 @@ class Supervisor:
             write_atomic(self.run_dir.first_steps_path, json.dumps(self._first_step) + "\n")
 
     def _record_hang(self, verdict: Verdict) -> None:
-        """Reports who hangs; the leader writes the stacks into the run."""
+        """Reports the ranks that hang; the leader also writes the stacks into the run."""
         if not self.is_leader:
             self.screen.line("hang", verdict.message)
             return
@@ -185,16 +188,16 @@ class Supervisor:
     # --- the fork server ---
 
     def _get_fork_server(self) -> ForkServer:
-        """Returns the fork server; a new one where it has ended, or the workers' environment has changed."""
-        own = {name: value for name, value in os.environ.items() if name not in SECRETS}
-        environment = WORKER_DEFAULTS | self.plan.env | own | {"PYTHONUNBUFFERED": "1"}
+        """Returns the fork server; a new one if it has ended, or if the workers' environment has changed."""
+        own_environment = {name: value for name, value in os.environ.items() if name not in SECRETS}
+        environment = WORKER_DEFAULTS | self.plan.env | own_environment | {"PYTHONUNBUFFERED": "1"}
         if self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
         if self.fork_server is not None and not (self.fork_server.is_alive and self.fork_server.environment == environment):
             self.fork_server.close()
             self.fork_server = None
         if self.fork_server is None:
-            self.fork_server = ForkServer(environment, self.run_dir.log_path(self.place.first_rank))
+            self.fork_server = ForkServer(environment, self.run_dir.log_path(self.placement.first_rank))
         return self.fork_server
 
     def close(self) -> None:
@@ -203,11 +206,11 @@ class Supervisor:
         if self._scratch is not None:
             self._scratch.remove()
             self._scratch = None  # a member's supervisor is closed twice: by the rendezvous and by its owner
-        sweep()  # what processes that died meanwhile have left
-        self._remove_half_written_files()  # what could not be removed while the disk was read-only
+        sweep()
+        self._remove_half_written_files()  # again, because the disk may have been read-only before
 
     def _remove_half_written_files(self) -> None:
-        """Removes what processes of this machine that have ended left half written in the run."""
+        """Removes the half-written files that ended processes of this machine left in the run."""
         if isinstance(self.job, PLAN_RECORDING_JOBS):
             remove_half_written_files(self.run_dir.path)
             remove_half_written_files(self.run_dir.log_path(0).parent)
@@ -215,26 +218,29 @@ class Supervisor:
     # --- restarts ---
 
     def restart_reason(self, end: JobEnd) -> str | None:
-        """Returns why another attempt is made, and sets its plan; None where this was the end."""
+        """Returns the reason for another attempt, and sets its plan; None if the job has ended."""
         if end.outcome is Outcome.OOM and isinstance(self.job, PLAN_RECORDING_JOBS):
             return self._reason_after_oom(end)
         if not self.is_leader or self.stopped:
-            return None  # the processes of other machines are the leader's to start
+            return None  # only the leader starts attempts
         diagnostics = self.diagnostics
         if end.outcome is Outcome.NAN and diagnostics.find_nan and not diagnostics.nan_step:
             steps = [event["step"] for event in self.run_dir.events() if event["event"] == "nan"]
-            self.prepare_attempt(self.plan, self.place, replace(diagnostics, nan_step=steps[-1] if steps else sys.maxsize))
-            return f"{end.message.splitlines()[0]} Every module is looked at now; "
+            self.prepare_attempt(self.plan, self.placement, replace(diagnostics, nan_step=steps[-1] if steps else sys.maxsize))
+            return f"{end.message.splitlines()[0]} Every module is checked now; "
         if not end.lost or not self.policy.restarts:
             return None
         num_without_progress = self._restarts.add()
         if num_without_progress > self.policy.restarts:
-            self.screen.notice(f"given up: {self.policy.restarts} fresh starts brought no new checkpoint (--restarts N)")
+            self.screen.notice(f"given up: {self.policy.restarts} restarts brought no new checkpoint (--restarts N)")
             return None
         self._pause(self.policy.pause_seconds(num_without_progress))
         if self.stopped:
             return None
-        return f"{end.message.partition(chr(10))[0].partition(' (see ')[0]}; " if end.outcome is Outcome.INFRA else ""
+        if end.outcome is not Outcome.INFRA:
+            return ""
+        first_line = end.message.partition("\n")[0]
+        return f"{first_line.partition(' (see ')[0]}; "
 
     def _reason_after_oom(self, end: JobEnd) -> str | None:
         new_plan = None
@@ -245,17 +251,17 @@ class Supervisor:
                 end.message = str(problem)
                 return None
         may_restart = self.is_leader and not self.stopped
-        planned = plan_after_oom(self.run_dir, self.plan, new_plan, end.result.get("smaller"), may_restart)
-        if planned is None:
+        plan_and_sentence = plan_after_oom(self.run_dir, self.plan, new_plan, end.result.get("smaller"), may_restart)
+        if plan_and_sentence is None:
             return None
-        self.plan, sentence = planned
+        self.plan, sentence = plan_and_sentence
         return f"{sentence}; "
 
     def report_restart(self, why: str, outcome: Outcome) -> None:
         """Shows and records that another attempt begins."""
         steps = self.run_dir.checkpoint_steps()
         label = "plan" if outcome == Outcome.OOM else "restart"
-        self.screen.line(label, f"{why}starting anew from {f'step {steps[-1]:,}' if steps else 'the beginning'}")
+        self.screen.line(label, f"{why}restarting from {f'step {steps[-1]:,}' if steps else 'the beginning'}")
         self.run_dir.log_event("restarted", step=steps[-1] if steps else 0, why=str(outcome))
 
     def _pause(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Whether a process and its children do anything: computing time, and bytes read and written, as the kernel counts them."""
+"""Measures whether a process and its children are busy: CPU time, and bytes read and written, from /proc."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 from drivetrain.processes.procfs import descendants
 
-WINDOW_SECONDS = 5.0  # over which usage is measured
-BUSY_CPU_SHARE = 0.01  # of a core: a process that waits, polls now and then, or has idle threads stays below
+WINDOW_SECONDS = 5.0  # usage is measured over this time
+BUSY_CPU_SHARE = 0.01  # of one core; a process that only waits or polls uses less
 BUSY_BYTES_PER_SECOND = 16 << 10
 
 
@@ -21,16 +21,18 @@ class Usage:
 
 
 def usage_of(pid: int) -> Usage | None:
-    """Returns the usage of a process and all its descendants so far; None where the kernel does not say."""
+    """Returns the total usage of a process and its descendants; None if /proc does not have it."""
     ticks = num_bytes = 0
-    for one in (pid, *descendants(pid)):
+    for process in (pid, *descendants(pid)):
         try:
-            ticks += sum(map(int, Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[11:15]))
+            ticks += sum(
+                map(int, Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:15])
+            )  # utime, stime, cutime, cstime
         except (OSError, ValueError):
-            if one == pid:
+            if process == pid:
                 return None
         with contextlib.suppress(OSError, ValueError):
-            counts = dict(line.split(": ") for line in Path(f"/proc/{one}/io").read_text().splitlines())
+            counts = dict(line.split(": ") for line in Path(f"/proc/{process}/io").read_text().splitlines())
             num_bytes += sum(int(counts[name]) for name in ("rchar", "wchar", "read_bytes"))
     return Usage(ticks / os.sysconf("SC_CLK_TCK"), num_bytes)
 
@@ -38,32 +40,34 @@ def usage_of(pid: int) -> Usage | None:
 @dataclass
 class _Measurement:
     pid: int
-    at: float
+    time: float
     usage: Usage | None
     busy_until: float
 
 
 @dataclass
 class BusyTimes:
-    """When each rank, or a process that it started, last did something."""
+    """When each rank, or a process that it started, was last busy."""
 
     _measurements: dict[int, _Measurement] = field(default_factory=dict)
 
     def last_busy(self, rank: int, pid: int, now: float) -> float:
-        """Returns the end of the last window in which a rank was busy; it counts as busy until it is measured."""
-        before = self._measurements.get(rank)
-        if before is not None and before.pid == pid and now - before.at < WINDOW_SECONDS:
-            return before.busy_until
-        usage = usage_of(pid)
-        is_idle = before is not None and before.pid == pid and not _is_busy(before.usage, usage, now - before.at)
-        busy_until = before.busy_until if is_idle and before is not None else now
+        """Returns the end of the last window in which a rank was busy. A rank without a measurement counts as busy."""
+        previous = self._measurements.get(rank)
+        if previous is not None and previous.pid != pid:
+            previous = None  # of a process in an earlier attempt
+        if previous is not None and now - previous.time < WINDOW_SECONDS:
+            return previous.busy_until
+        usage, busy_until = usage_of(pid), now
+        if previous is not None and not _is_busy(previous.usage, usage, now - previous.time):
+            busy_until = previous.busy_until
         self._measurements[rank] = _Measurement(pid, now, usage, busy_until)
         return busy_until
 
 
-def _is_busy(before: Usage | None, now: Usage | None, seconds: float) -> bool:
-    if before is None or now is None:
+def _is_busy(first: Usage | None, second: Usage | None, seconds: float) -> bool:
+    if first is None or second is None:
         return True  # unknown
-    # Changes in both directions count: a child's usage disappears when it ends, until its parent waits for it.
-    cpu, num_bytes = abs(now.cpu_seconds - before.cpu_seconds), abs(now.num_bytes - before.num_bytes)
-    return cpu >= BUSY_CPU_SHARE * seconds or num_bytes >= BUSY_BYTES_PER_SECOND * seconds
+    # The totals may also fall: the usage of a child that ended is missing until its parent waits for it.
+    cpu_seconds, num_bytes = abs(second.cpu_seconds - first.cpu_seconds), abs(second.num_bytes - first.num_bytes)
+    return cpu_seconds >= BUSY_CPU_SHARE * seconds or num_bytes >= BUSY_BYTES_PER_SECOND * seconds

@@ -9,35 +9,37 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 LEADER = None
-"""The leader's own node, among those that report."""
-REPORT_SECONDS = 2.0  # what other nodes get to report their ranks before the verdict is given without them
+"""The key of the leader's own node; other nodes have their connection as the key."""
+REPORT_SECONDS = 2.0  # other nodes may take this long to report before the leader decides without them
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one node saw of one of its ranks; plain values, to be sent to the leader."""
+    """The state of one rank, examined by its node and sent to the leader."""
 
     rank: int
     step: int
-    doing: str
+    phase: str
     since: float
-    """The last heartbeat, on the clock of its node."""
-    silent: float
+    """The time of the last heartbeat, on the clock of its node."""
+    silent_seconds: float
     """Seconds since the last heartbeat."""
-    over: bool
+    is_over_limit: bool
     """Whether it is silent beyond its limit."""
-    stopped: bool
+    is_stopped: bool
     """Whether the process is stopped (state T)."""
-    waits: bool
+    is_waiting: bool
     """Whether it waits for other ranks, or for the device."""
     operation: str
     """What it waits in."""
     line: str
-    users: bool
-    """Whether that line is the user's own."""
-    where: str
-    spins: str
-    """GPUs of its node that are busy with waiting."""
+    """The line that it executes."""
+    is_users_line: bool
+    """Whether the line is in the user's own code."""
+    location: str
+    """The line as the message shows it."""
+    spinning_gpus: str
+    """The GPUs of its node that are busy only because they wait."""
     evidence: str
     """Its stacks, for the log."""
 
@@ -54,36 +56,41 @@ class Verdict:
 
 
 def find_hang(reports: list[RankReport], all_ranks: bool) -> Verdict | None:
-    """Returns which ranks hang, if any do. `all_ranks`: whether the reports are those of all ranks at one moment."""
-    over = [report for report in reports if report.over]
-    hung = [report for report in over if report.stopped] or [report for report in over if not report.waits]
+    """Returns which ranks hang, if any. `all_ranks`: whether the reports show all ranks at the same moment."""
+    over_limit = [report for report in reports if report.is_over_limit]
+    stopped = [report for report in over_limit if report.is_stopped]
+    hung = stopped or [report for report in over_limit if not report.is_waiting]
     if not hung:
-        if not over or len(over) < len(reports) or not all_ranks:
+        if not over_limit or len(over_limit) < len(reports) or not all_ranks:
             return None  # they wait for a rank that still works
-        hung = _odd_ones(over)
+        hung = _different_ranks(over_limit)
     return _verdict(hung, reports)
 
 
-def _odd_ones(reports: list[RankReport]) -> list[RankReport]:
-    """All ranks wait for each other: returns those at the rarest line of code, or, at the same line, at the lowest step."""
+def _different_ranks(reports: list[RankReport]) -> list[RankReport]:
+    """Returns the ranks at the rarest line of code; if all are at one line, those at the lowest step. All ranks wait for each other."""
     count = Counter(report.line for report in reports)
     if len(count) > 1:
         rarest = min(count.values())
-        odd = [report for report in reports if count[report.line] == rarest]
-        return [report for report in odd if report.users] or odd  # of two that disagree, the user's own call
+        different = [report for report in reports if count[report.line] == rarest]
+        in_users_code = [report for report in different if report.is_users_line]
+        return in_users_code or different  # with two ranks at two lines, the one in the user's code is to blame
     lowest = min(report.step for report in reports)
     return [report for report in reports if report.step == lowest]
 
 
 def _verdict(hung: list[RankReport], reports: list[RankReport]) -> Verdict:
-    first, is_one = hung[0], len(hung) == 1
-    how = f"{'is' if is_one else 'are'} stopped (state T)" if first.stopped else "hangs" if is_one else "hang"
-    text = f"{_names(hung)} {how} in step {first.step:,} ({first.doing}), {first.silent:.0f} s without a sign of life{first.where}"
+    first, is_single = hung[0], len(hung) == 1
+    if first.is_stopped:
+        predicate = f"{'is' if is_single else 'are'} stopped (state T)"
+    else:
+        predicate = "hangs" if is_single else "hang"
+    text = f"{_names(hung)} {predicate} in step {first.step:,} ({first.phase}), {first.silent_seconds:.0f} s without a heartbeat{first.location}"
     waiting = [report for report in reports if report not in hung]
     if waiting:
         operation = waiting[0].operation
         text += f"; {_names(waiting)} wait{'s' if len(waiting) == 1 else ''}{f' in {operation}' if operation else ''}"
-    text += "".join(dict.fromkeys(report.spins for report in reports))
+    text += "".join(dict.fromkeys(report.spinning_gpus for report in reports))
     evidence = "\n".join(report.evidence for report in reports) + "\n"
     return Verdict([report.rank for report in hung], first.step, text, evidence, first.line)
 
@@ -96,13 +103,13 @@ def _names(reports: list[RankReport]) -> str:
 
 
 class LocalVerdicts:
-    """Decides by this node's ranks, where there are no others."""
+    """Decides from the ranks of this node, if it is the only one."""
 
     wants_reports = False
-    """Whether the ranks are to be examined though none is silent beyond its limit."""
+    """Whether to examine the ranks although none is over its limit."""
 
     def __call__(self, reports: list[RankReport] | None) -> Verdict | None:
-        """Returns a verdict, if the reports (None: no new ones) give one."""
+        """Returns the verdict, if there is one. `reports` is None if there are no new ones."""
         return find_hang(reports or [], all_ranks=True)
 
 
@@ -119,21 +126,23 @@ class MemberVerdicts(LocalVerdicts):
         if reports or self._had_silent_ranks:
             self._send(reports)
             self.wants_reports = False
-        self._had_silent_ranks = any(report.over for report in reports)
+        self._had_silent_ranks = any(report.is_over_limit for report in reports)
         return None
 
 
 @dataclass(frozen=True)
 class _NodeReports:
-    """A node's latest reports, and when the first and the last that said the same came."""
+    """A node's newest reports."""
 
     reports: list[RankReport]
-    first: float
-    last: float
+    first_time: float
+    """When the first of a series of equal reports came."""
+    last_time: float
+    """When the last of them came."""
 
 
 class LeaderVerdicts(LocalVerdicts):
-    """Decides by the reports of all nodes."""
+    """Decides from the reports of all nodes."""
 
     def __init__(
         self,
@@ -143,25 +152,29 @@ class LeaderVerdicts(LocalVerdicts):
         exclude: Callable[[Hashable], None],
         answer_seconds: float,
     ) -> None:
-        """`others` returns the other nodes that take part, `request_reports` asks them for reports at once, `broadcast` sends them
-        the verdict, `exclude` removes a node that does not answer within `answer_seconds` while others wait."""
+        """`others` returns the other nodes of the attempt, `request_reports` asks them for reports, `broadcast` sends them the verdict,
+        and `exclude` removes a node that does not report within `answer_seconds`."""
         self._others, self._request_reports, self._broadcast = others, request_reports, broadcast
         self._exclude, self._answer_seconds = exclude, answer_seconds
         self._latest: dict[Hashable, _NodeReports] = {}
         self._received_at: dict[Hashable, float] = {}
         self._decide_at = math.inf
+        """When to decide without the missing reports."""
         self._requested_at = math.inf
+        """When reports were requested because a rank was over its limit."""
 
     def receive(self, node: Hashable, reports: list[RankReport]) -> None:
-        """Takes in a node's reports; an empty list says that no rank of it is silent beyond its limit any more."""
-        before, now = self._latest.get(node), time.monotonic()
+        """Stores a node's reports. An empty list means that no rank of the node is over its limit any more."""
+        previous, now = self._latest.get(node), time.monotonic()
         self._received_at[node] = now
         if not reports:
-            if before is not None and any(report.over for report in before.reports):
+            if previous is not None and any(report.is_over_limit for report in previous.reports):
                 del self._latest[node]
             return
-        is_same = before is not None and _silence(before.reports) == _silence(reports)
-        self._latest[node] = _NodeReports(reports, before.first if is_same and before is not None else now, now)
+        first_time = now
+        if previous is not None and _heartbeats(previous.reports) == _heartbeats(reports):
+            first_time = previous.first_time
+        self._latest[node] = _NodeReports(reports, first_time, now)
 
     def __call__(self, reports: list[RankReport] | None) -> Verdict | None:
         if reports is not None:
@@ -169,14 +182,14 @@ class LeaderVerdicts(LocalVerdicts):
         nodes = [LEADER, *self._others()]
         latest = [self._latest[node] for node in nodes if node in self._latest]
         has_all = len(latest) == len(nodes)
-        # All ranks wait for each other only if there was a moment at which all of them waited.
-        at_one_moment = has_all and max(node.first for node in latest) <= min(node.last for node in latest)
+        # All ranks wait for each other only if all of them waited at the same moment.
+        at_one_moment = has_all and max(node.first_time for node in latest) <= min(node.last_time for node in latest)
         all_reports = sorted((report for node in latest for report in node.reports), key=lambda report: report.rank)
         verdict = find_hang(all_reports, all_ranks=at_one_moment)
         self.wants_reports = verdict is not None and LEADER not in self._latest
         if verdict is None:
             self._decide_at = math.inf
-            self._exclude_silent_nodes(any(report.over for report in all_reports))
+            self._exclude_silent_nodes(any(report.is_over_limit for report in all_reports))
             return None
         if not has_all and time.monotonic() < self._decide_at:
             if self._decide_at == math.inf:
@@ -186,19 +199,21 @@ class LeaderVerdicts(LocalVerdicts):
         self._broadcast(verdict)
         return verdict
 
-    def _exclude_silent_nodes(self, is_rank_silent: bool) -> None:
-        """While ranks are silent beyond their limit, excludes every node that does not report on its own ranks in time."""
+    def _exclude_silent_nodes(self, is_any_over_limit: bool) -> None:
+        """While a rank is over its limit, excludes every node that does not report in time."""
         now = time.monotonic()
-        if not is_rank_silent:
+        if not is_any_over_limit:
             self._requested_at = math.inf
         elif self._requested_at == math.inf:
             self._requested_at = now
             self._request_reports()
         elif now - self._requested_at > self._answer_seconds:
-            for node in [node for node in self._others() if self._received_at.get(node, -math.inf) < self._requested_at]:
-                self._exclude(node)
+            for node in list(self._others()):
+                if self._received_at.get(node, -math.inf) < self._requested_at:
+                    self._exclude(node)
             self._requested_at = math.inf
 
 
-def _silence(reports: list[RankReport]) -> list[tuple[int, bool, float]]:
-    return [(report.rank, report.over, report.since) for report in reports]
+def _heartbeats(reports: list[RankReport]) -> list[tuple[int, bool, float]]:
+    """Returns what differs between two reports only if a rank made progress."""
+    return [(report.rank, report.is_over_limit, report.since) for report in reports]

@@ -1,4 +1,4 @@
-"""A study's folder: its files, its lock, and whether a command resumes the study in it."""
+"""A study's folder: its files and its lock. Decides whether a command resumes the study in a folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from drivetrain.tune.study import JOURNAL
 
 FORMAT = 1
 VALUE = "the best of the trial's evaluations"
-"""What tune.json says of a trial's value."""
+"""The description of a trial's value in tune.json."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Goal:
     """What is optimised: an evaluation's metric, and its direction."""
 
     metric: str
-    """As in the rows of metrics.jsonl: eval/NAME."""
+    """eval/NAME, as in the rows of metrics.jsonl."""
     direction: str
     """max or min"""
 
@@ -43,7 +43,7 @@ class StudyFolder:
     path: Path
     lock: Lock
     earlier: dict[str, Any] | None
-    """The content of tune.json, if a study is resumed."""
+    """The old content of tune.json, if a study is resumed."""
     notice: str = ""
     """What to tell the user about the choice of the folder."""
 
@@ -69,20 +69,20 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def identity(recipe: Recipe, space: Space, goal: Goal) -> dict[str, Any]:
-    """Returns what two studies must have in common for their trials to be comparable."""
+    """Returns what must be equal in two studies so that their trials can be compared."""
     training = recipe.identity()
-    fixed = {k: v for k, v in training["settings"].items() if k not in space and k != "best"}
+    fixed = {name: value for name, value in training["settings"].items() if name not in space and name != "best"}
     study = training | {
         "settings": fixed,
-        "search": {k: d.text for k, d in space.items()},
+        "search": {name: dimension.text for name, dimension in space.items()},
         "metric": goal.metric,
         "direction": goal.direction,
     }
     return dict(json.loads(json.dumps(study)))
 
 
-def is_same_study(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    return all(earlier[key] == now[key] for key in now)
+def is_same_study(earlier: Mapping[str, Any], study: Mapping[str, Any]) -> bool:
+    return all(earlier[key] == study[key] for key in study)
 
 
 def provenance() -> dict[str, Any]:
@@ -95,7 +95,7 @@ def provenance() -> dict[str, Any]:
 
 
 def open_folder(named: str | None, label: str, study: Mapping[str, Any]) -> StudyFolder:
-    """Opens the named folder, the folder of an unfinished study with the same identity, or a new one."""
+    """Opens the named folder, else the folder of an unfinished study with the same identity, else a new one."""
     if named is None:
         for file in sorted(runs.RUNS.glob(f"tune-{label}-*/tune.json"), reverse=True):
             earlier = read(file.parent)
@@ -111,27 +111,32 @@ def open_folder(named: str | None, label: str, study: Mapping[str, Any]) -> Stud
         earlier = read(path)
         _check_same(earlier, study, path)
         return StudyFolder(path, Lock.acquire(path), earlier)
-    if os.path.isdir(path) and any(p.name not in ("lock", JOURNAL) and not p.name.startswith(".tune.json") for p in path.iterdir()):
-        raise Problem(f"{path} is not empty and no study: choose another --run-dir or --name")
+    if os.path.isdir(path) and any(not _may_precede_study(file.name) for file in path.iterdir()):
+        raise Problem(f"{path} is not empty and not a study: choose another --run-dir or --name")
     return StudyFolder(path, Lock.acquire(path), None)
 
 
-def _check_same(earlier: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
-    """Refuses to mix two studies in one folder."""
-    if earlier["task"] != now["task"]:
-        raise Problem(f"{path} is a study of {earlier['task']}, not of {now['task']}: choose another --name")
-    if earlier["code"] != now["code"]:
-        raise Problem(f"{path} began with another version of {now['task']}: put that back, or choose another --name")
-    _refuse_changes(f"{path} searches", earlier["search"], now["search"])
-    _refuse_changes(f"{path} has the settings", earlier["settings"], now["settings"])
-    goals = [{"metric": one["metric"], "direction": one["direction"]} for one in (earlier, now)]
+def _may_precede_study(file_name: str) -> bool:
+    """Whether a start that was killed before tune.json was written may leave this file."""
+    return file_name in ("lock", JOURNAL) or file_name.startswith(".tune.json")
+
+
+def _check_same(earlier: Mapping[str, Any], study: Mapping[str, Any], path: Path) -> None:
+    """Raises Problem if a folder has a study with another identity."""
+    if earlier["task"] != study["task"]:
+        raise Problem(f"{path} is a study of {earlier['task']}, not of {study['task']}: choose another --name")
+    if earlier["code"] != study["code"]:
+        raise Problem(f"{path} began with another version of {study['task']}: restore that version, or choose another --name")
+    _refuse_changes(f"{path} searches", earlier["search"], study["search"])
+    _refuse_changes(f"{path} has the settings", earlier["settings"], study["settings"])
+    goals = [{"metric": facts["metric"], "direction": facts["direction"]} for facts in (earlier, study)]
     _refuse_changes(f"{path} optimises", *goals)
 
 
-def _refuse_changes(subject: str, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    changed = [k for k in {**earlier, **now} if earlier.get(k) != now.get(k)]
+def _refuse_changes(subject: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     if changed:
-        detail = ", ".join(f"{k}={earlier.get(k, 'nothing')} (now {now.get(k, 'nothing')})" for k in changed[:3])
+        detail = ", ".join(f"{name}={old.get(name, 'nothing')} (now {new.get(name, 'nothing')})" for name in changed[:3])
         raise Problem(f"{subject} {detail}: trials of both cannot be compared; choose another --name")
 
 
@@ -139,7 +144,7 @@ def _refuse_changes(subject: str, earlier: Mapping[str, Any], now: Mapping[str, 
 
 
 def task_word(task: TaskRef, base: Path | None = None) -> str:
-    """Returns the argument of `train` that names a task, or its name in a recipe in the folder `base`."""
+    """Returns the name of a task for `drivetrain train`, or for a recipe file in the folder `base`."""
     if task.built_in:
         return task.label
     return f"{os.path.relpath(task.path, base) if base else task.path}:{task.class_name}"
@@ -147,7 +152,7 @@ def task_word(task: TaskRef, base: Path | None = None) -> str:
 
 def chosen_settings(recipe: Recipe) -> dict[str, Any]:
     """Returns the settings that are not defaults."""
-    return {k: v for k, v in recipe.settings.items() if recipe.origin[k] != "default"}
+    return {name: value for name, value in recipe.settings.items() if recipe.origin[name] != "default"}
 
 
 def write_best(folder: Path, recipe: Recipe, goal: Goal, number: int, value: float, params: Mapping[str, Any]) -> Path:

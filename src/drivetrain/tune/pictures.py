@@ -1,4 +1,4 @@
-"""Draws a study: the best value over the trials, the importance of each parameter, and each parameter against the value."""
+"""Draws a study: the best value so far over the trials, the importance of each parameter, and the value over each parameter."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def _history(pyplot: Any, trials: list[TrialRecord], goal: Goal) -> Any:
     finished = [t for t in trials if t.state == "finished"]
     _draw_points(axes, trials, lambda t: t.number)
     choose = max if goal.direction == "max" else min
-    best = [choose(float(t.value or 0) for t in finished[: i + 1]) for i in range(len(finished))]
+    best: list[float] = []  # the best value up to each trial
+    for trial in finished:
+        best.append(choose([*best[-1:], float(trial.value or 0)]))
     numbers = [t.number for t in finished]
     axes.step([*numbers, trials[-1].number], [*best, best[-1]], where="post", color=LINE, label="best so far")
     axes.set(xlabel="trial", ylabel=goal.metric)

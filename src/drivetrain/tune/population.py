@@ -1,4 +1,4 @@
-"""Trials as populations: a generation of trials is trained as one program in one process, then the sampler proposes the next."""
+"""Trains trials as populations: one process trains a generation of trials at once, then the sampler proposes the next generation."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from drivetrain.tune.study import Proposal, Study
 from drivetrain.tune.table import Table
 from drivetrain.tune.trial import MAX_RESTARTS, RunningTrial
 from drivetrain.tune.tuner import Tuner, TunerSettings
-from drivetrain.watch.screen import LABEL, Screen
+from drivetrain.watch.screen import LABEL_WIDTH, Screen
 
 MAX_DEFAULT_SIZE = 64
-"""Trials at once with `--population auto`, at most."""
+"""With `--population auto`, at most this many trials are trained at once."""
 HOW_TO_AVOID = "--population off trains them one by one"
 
 
@@ -37,24 +37,24 @@ class NoPopulation(Problem):
     """The worker found that the task cannot be trained as a population."""
 
 
-# --- whether ------------------------------------------------------------------------------------
+# --- whether to train populations, and of which size --------------------------------------------
 
 
 def choose_size(requested: str, recipe: Recipe, space: Space, trials: int, device: str, has_slots: bool) -> tuple[int, str]:
-    """Returns how many trials are trained at once as one program (0: trials are ordinary runs), and a reason worth printing.
+    """Returns how many trials are trained at once (0: trials are ordinary runs), and a message for the user.
 
-    `has_slots`: the user said with --jobs or --procs how trials share the machine.
+    `has_slots`: whether the user set --jobs or --procs.
     """
     if requested == "off":
         return 0, ""
     if requested == "auto":
         return _default_size(recipe, space, trials, device, has_slots)
     if not requested.isdigit() or int(requested) < 1:
-        raise Problem(f"--population {requested}: how many trials at once (such as 25), auto or off")
+        raise Problem(f"--population {requested}: write the number of trials at once (such as 25), auto or off")
     rules = _rules(recipe)
     reason = _unsupported_family(recipe) if rules is None else _why_impossible(rules, recipe, space)
     if has_slots and not reason:
-        reason = "it is one process, and --jobs and --procs say how many there are: leave them out"
+        reason = "it uses one process: leave out --jobs and --procs"
     if reason:
         raise Problem(f"--population {requested}: {reason}; {HOW_TO_AVOID}")
     return int(requested), f"{requested} trials at once as one program, in generations"
@@ -64,14 +64,16 @@ def _default_size(recipe: Recipe, space: Space, trials: int, device: str, has_sl
     rules = None if has_slots else _rules(recipe)
     if rules is None:
         return 0, ""
-    changing = [name for name in space if name not in rules.VARYING]
-    reason = _why_impossible(rules, recipe, space) or (f"{changing[0]} changes the program" if changing else "")
+    reason = _why_impossible(rules, recipe, space)
+    fixed_names = [name for name in space if name not in rules.VARYING]
+    if fixed_names and not reason:
+        reason = f"trials with another {fixed_names[0]} cannot be trained at once"
     if device != "cuda":
         reason = "there is no GPU"
     if reason:
         return 0, f"trials one by one: {reason}"
-    size = min(MAX_DEFAULT_SIZE, -(-trials // 2))
-    return size, f"{size} trials at once as one program, since none of what is searched changes its shape ({HOW_TO_AVOID})"
+    size = min(MAX_DEFAULT_SIZE, math.ceil(trials / 2))
+    return size, f"{size} trials at once as one program, because no searched setting changes its shape ({HOW_TO_AVOID})"
 
 
 def _rules(recipe: Recipe) -> PopulationRules | None:
@@ -85,7 +87,7 @@ def _unsupported_family(recipe: Recipe) -> str:
 
 
 def _why_impossible(rules: PopulationRules, recipe: Recipe, space: Space) -> str:
-    """Returns why the recipe, or a value that is searched, does not fit a population; empty if all fit."""
+    """Returns why the recipe, or a searched value, is impossible in a population; "" if all are possible."""
     reason = rules.why_impossible(recipe.settings)
     for name, dimension in space.items():
         for value in dimension.choices or (dimension.low, dimension.high):
@@ -98,10 +100,10 @@ def _why_impossible(rules: PopulationRules, recipe: Recipe, space: Space) -> str
 
 @dataclass(frozen=True)
 class PopulationContext:
-    """What the tuner of populations needs of the machine and of the run's files."""
+    """What PopulationTuner needs to know about the machine, and how it writes a run's files."""
 
     size: int
-    """Trials at once."""
+    """The number of trials that are trained at once."""
     gpus: list[str]
     plan: Callable[[Recipe], Plan]
     record: Callable[[Recipe, Run, Plan], None]
@@ -111,7 +113,7 @@ class PopulationContext:
 
 
 class GenerationMember(RunningTrial):
-    """A trial of a generation: its run has the files of any other run, but no process of its own."""
+    """A trial of a generation. Its run has the usual files, but no process of its own."""
 
     def __init__(self, proposal: Proposal, run: Run, recipe: Recipe, plan: Plan, best: str) -> None:
         super().__init__(proposal, run, Request(run_dir=str(run.path)), best)
@@ -119,7 +121,7 @@ class GenerationMember(RunningTrial):
         self.lock: Lock | None = None
 
     def open(self, record: Callable[[Recipe, Run, Plan], None]) -> None:
-        """Begins its run anew: nothing of an interrupted generation counts."""
+        """Creates the trial's run; deletes what an interrupted generation left in its directory."""
         shutil.rmtree(self.run.path, ignore_errors=True)
         self.lock = Lock.acquire(self.run.path)
         record(self.recipe, self.run, self.plan)
@@ -132,7 +134,7 @@ class GenerationMember(RunningTrial):
 
 
 class PopulationTuner(Tuner):
-    """Trains one generation of trials after the other."""
+    """Trains generations of trials, one after the other."""
 
     def __init__(self, settings: TunerSettings, folder: StudyFolder, study: Study, table: Table, context: PopulationContext) -> None:
         super().__init__(settings, folder, study, table)
@@ -141,31 +143,31 @@ class PopulationTuner(Tuner):
         self.varying = () if rules is None else rules.VARYING
         self.num_restarts = 0
         self.members: dict[int, GenerationMember] = {}
-        """Members of this generation that have not ended, by trial."""
+        """Trial -> the member of this generation; without those that have ended."""
         self.reported: dict[int, int] = {}
-        """Evaluations that were reported to the study, by trial."""
+        """Trial -> the number of evaluations that were reported to the study."""
 
     def run(self) -> bool:
         waiting = self.study.unfinished()
         try:
             with handling_signals(self._on_signal):
                 while not self.num_signals:
-                    missing = self.settings.trials - len(self.study.trials())
-                    if not waiting and missing <= 0:
+                    num_missing = self.settings.trials - len(self.study.trials())
+                    if not waiting and num_missing <= 0:
                         break
                     if not waiting:
-                        waiting = self._ask(min(self.context.size, missing))
-                        continue  # a signal may have come meanwhile
+                        waiting = self._ask(min(self.context.size, num_missing))
+                        continue  # checks first whether a signal came
                     generation, waiting = waiting[: self.context.size], waiting[self.context.size :]
                     waiting = self._train(generation) + waiting
         finally:
             self.table.clear()
             self._close("the population was stopped before its end")
         trials = self.study.trials()
-        return len(trials) >= self.settings.trials and all(t.state != "running" for t in trials)
+        return len(trials) >= self.settings.trials and all(trial.state != "running" for trial in trials)
 
     def _train(self, generation: list[Proposal]) -> list[Proposal]:
-        """Trains a generation; returns the proposals that are still to be trained."""
+        """Trains a generation; returns the proposals that did not finish."""
         for proposal in generation:
             member = self._member(proposal)
             member.open(self.context.record)
@@ -179,18 +181,18 @@ class PopulationTuner(Tuner):
             self._prepare_retry(ended, len(unfinished))
         if unfinished:
             self._close(ended.message or "the population was stopped before its end")
-        return [replace(p, reported=self.reported.get(p.number, p.reported)) for p in unfinished]
+        return [replace(proposal, reported=self.reported.get(proposal.number, proposal.reported)) for proposal in unfinished]
 
     def _prepare_retry(self, ended: JobEnd, num_unfinished: int) -> None:
-        """Decides, after a generation that did not finish, how it is trained again; raises if it is not."""
+        """Decides how a generation that did not finish is trained again; raises Problem if it cannot be."""
         largest = max(map(len, programs(self._job_members(), self.varying, self.size)))
         if ended.outcome is Outcome.OOM and largest > 1:
             self.size = largest // 2
-            self.table.screen.line("memory", f"out of memory with {largest} trials at once: {self.size} at once from here on")
+            self.table.screen.line("memory", f"out of memory with {largest} trials at once: {self.size} at once from now on")
         elif ended.outcome in (Outcome.INFRA, Outcome.HANG, Outcome.PREEMPTED) and self.num_restarts < MAX_RESTARTS:
             self.num_restarts += 1
             message = ended.message or "the worker was stopped"
-            self.table.screen.line("again", f"{message}: its {num_unfinished} trials are trained anew")
+            self.table.screen.line("again", f"{message}: its {num_unfinished} trials are trained again")
         else:
             self._give_up(ended)
 
@@ -199,7 +201,7 @@ class PopulationTuner(Tuner):
             metric = self.settings.goal.metric
             raise Problem(f"{metric} cannot be optimised ({ended.message}): choose another with --metric", ended.outcome)
         if ended.outcome in (Outcome.USAGE, Outcome.USER_ERROR):
-            for member in self.members.values():  # so that ordinary runs can begin in these folders
+            for member in self.members.values():  # so that ordinary runs can use these folders
                 member.close()
                 shutil.rmtree(member.run.path, ignore_errors=True)
             self.members.clear()
@@ -253,12 +255,12 @@ class PopulationTuner(Tuner):
         step, epoch = row["step"], row["epoch"]
         numbers = f"{training[0].number}-{training[-1].number}"
         speed = row["samples_per_second"] * len(training)
-        return f"{'train':<{LABEL}}trials {numbers}   epoch {epoch}, step {step:,}   {speed:,.0f} samples/s"
+        return f"{'train':<{LABEL_WIDTH}}trials {numbers}   epoch {epoch}, step {step:,}   {speed:,.0f} samples/s"
 
     # --- the end ---
 
     def _close(self, reason: str) -> None:
-        """Closes the members that have not ended; in the study they stay unfinished."""
+        """Closes the members that have not ended. In the study they stay unfinished, so a later command trains them."""
         for member in self.members.values():
             with contextlib.suppress(Problem, OSError):
                 member.run.update(**runs.stop_info(Outcome.PREEMPTED, reason))
@@ -271,7 +273,7 @@ class PopulationTuner(Tuner):
 
 
 class _WorkerScreen(Screen):
-    """Receives what the worker reports: rows and ends go to the tuner, what a task prints stays in the log."""
+    """Gives the rows and ends that the worker reports to the tuner. The task's own output goes only to the log."""
 
     def __init__(self, tuner: PopulationTuner) -> None:
         super().__init__(tuner.table.screen.stream, tuner.table.screen.quiet)
@@ -284,10 +286,12 @@ class _WorkerScreen(Screen):
         self._tuner.on_end(value["trial"], JobEnd(Outcome(value["outcome"]), value["message"], value["result"]))
 
     def notice(self, text: str) -> None:
-        is_stopping = text.startswith("stopping after this step")  # after a Ctrl-C; but a population has nothing to save
-        self._tuner.table.screen.notice("stopping; this generation will be trained anew" if is_stopping else text)
+        is_stopping = text.startswith(
+            "stopping after this step"
+        )  # the supervisor's message after Ctrl-C is wrong here: a population saves nothing
+        self._tuner.table.screen.notice("stopping; the next start trains this generation again" if is_stopping else text)
 
-    def passed_on(self, text: str) -> None:
+    def worker_output(self, text: str) -> None:
         pass
 
     def busy(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""A search of a task's settings: opened as a study, continued until there are enough trials, and told as a table."""
+"""A search of a task's settings: opens a study, trains until there are enough trials, and prints them as a table."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from drivetrain.watch.screen import Screen
 
 @dataclass(frozen=True, kw_only=True)
 class SearchRequest:
-    """What was asked: how to search, and where. Fields without a text are as the flags of `tune` describe them."""
+    """The arguments of `drivetrain tune`. Fields without a docstring are described by the flag's help."""
 
     trials: int = 50
     search: Sequence[str] = ()
-    """KEY=RANGE; empty: what the task declares."""
+    """KEY=RANGE words; empty: the task's own search space."""
     words: Sequence[str] = ()
-    """The settings given in words, which are the same in all trials."""
+    """key=value words: settings that are the same in all trials."""
     metric: str | None = None
     direction: str | None = None
     prune: str | None = None
@@ -58,7 +58,7 @@ class Search:
     def __init__(self, recipe: Recipe, request: SearchRequest) -> None:
         need_optuna()
         if request.run_dir and request.name:
-            raise Problem("--run-dir and --name both say where the study goes: give one")
+            raise Problem("--run-dir and --name both set the study's folder: give one of them")
         self.request = request
         self.space = make_space(
             task_settings(recipe.task),
@@ -71,15 +71,15 @@ class Search:
         self.machine = detect_machine(Request(gpus=request.gpus, device=request.device))
         has_slots = bool(request.jobs or request.procs)
         self.size, reason = population.choose_size(request.population, recipe, self.space, request.trials, self.machine.device, has_slots)
-        """Trials of a population; 0: trials are ordinary runs."""
+        """The number of trials in a population; 0: trials are ordinary runs."""
         if self.size and request.prune not in (None, "none"):
-            reason += f"; --prune {request.prune} stops none of them early"
+            reason += f"; --prune {request.prune} has no effect on them"
         self.prune = request.prune or "median"
         if not self.size and self.prune != "none":
             recipe, notice = with_early_evaluations(recipe)
             reason = "; ".join(filter(None, (reason, notice)))
         self.recipe, self.reason = recipe, reason
-        self.slots = _slots(request, self.machine, recipe)
+        self.slots = requests_of_slots(request, self.machine, recipe)
         self._open()
 
     def _open(self) -> None:
@@ -100,7 +100,7 @@ class Search:
         trials = self.study.trials()
         if len(trials) >= self.request.trials and not self.study.unfinished():
             self.folder.write(**self.facts | {"status": "finished", "trials": len(trials)})
-            self.table.screen.line("study", f"{_shown(self.folder)} is finished: {len(trials)} trials (more: --trials N)")
+            self.table.screen.line("study", f"{_shown_path(self.folder)} is finished: {len(trials)} trials (more: --trials N)")
             return self._end("finished")
         self.folder.write(**self.facts | {"status": "running"})
         self._print_start()
@@ -114,7 +114,7 @@ class Search:
         return self._end(status)
 
     def _train(self) -> bool:
-        """Trains until there are enough trials, as populations or as ordinary runs; returns False if it was stopped before."""
+        """Trains until there are enough trials, as populations or as ordinary runs; returns False if it was stopped earlier."""
         machine, settings = self.machine, TunerSettings(self.recipe, self.goal, self.request.trials, self.slots)
         if self.size:
             context = PopulationContext(
@@ -133,7 +133,7 @@ class Search:
                 self.table.screen.notice(f"trials one by one: {str(problem).splitlines()[0]}")
         return Tuner(settings, self.folder, self.study, self.table).run()
 
-    # --- what is shown ---
+    # --- output ---
 
     def _print_start(self) -> None:
         screen, request = self.table.screen, self.request
@@ -143,7 +143,9 @@ class Search:
         better = "higher" if self.goal.direction == "max" else "lower"
         pruning = "no pruning" if self.prune == "none" or self.size else f"{self.prune} pruning"
         at_once = f"{request.trials} trials, {self.size or len(self.slots)} at a time"
-        screen.line("study", f"{_shown(self.folder)}   {at_once}, {request.sampler}, {pruning}; {self.goal.metric}, {better} is better")
+        screen.line(
+            "study", f"{_shown_path(self.folder)}   {at_once}, {request.sampler}, {pruning}; {self.goal.metric}, {better} is better"
+        )
         if self.reason:
             screen.line("", self.reason)
         source = f"   ({self.recipe.task.label}'s own; --search replaces it)" if not request.search else ""
@@ -152,9 +154,9 @@ class Search:
             if notice:
                 screen.notice(notice)
         if trials := self.study.trials():
-            num_open = sum(t.state == "running" for t in trials)
-            how = "begin anew" if self.size else "continue where they were"
-            screen.line("resume", f"{len(trials) - num_open} trials are done, {num_open} {how}")
+            num_unfinished = sum(trial.state == "running" for trial in trials)
+            action = "begin again" if self.size else "continue from their checkpoints"
+            screen.line("resume", f"{len(trials) - num_unfinished} trials are done, {num_unfinished} {action}")
         self.table.print_header()
 
     def _end(self, status: str) -> dict[str, Any]:
@@ -184,15 +186,15 @@ def _goal(recipe: Recipe, request: SearchRequest) -> Goal:
     return Goal(f"eval/{best.name}", request.direction or ("max" if best.sign > 0 else "min"))
 
 
-def _slots(search: SearchRequest, machine: LocalMachine, recipe: Recipe) -> list[Request]:
-    """Returns a request for each of the trials that run at the same time, with its share of the GPUs, or of the CPU's cores."""
+def requests_of_slots(search: SearchRequest, machine: LocalMachine, recipe: Recipe) -> list[Request]:
+    """Returns a request for each of the trials that run at the same time, with its share of the GPUs or of the CPU cores."""
     request = Request(device=search.device, procs=search.procs)
     procs, num_gpus = search.procs or 1, len(machine.gpus)
     jobs = search.jobs if search.jobs is not None else max(1, num_gpus // procs)
     if machine.gpus:
         if jobs * procs > num_gpus:
             each = f" of {procs} processes" if procs > 1 else ""
-            raise Problem(f"--jobs {jobs}: there are {num_gpus} GPUs to use; one trial{each} each at most (or --device cpu)")
+            raise Problem(f"--jobs {jobs}: there are {num_gpus} GPUs to use; at most one trial{each} each (or --device cpu)")
         numbers = search.gpus.split(",") if search.gpus else [str(i) for i in range(num_gpus)]
         share = num_gpus // jobs
         return [replace(request, gpus=",".join(numbers[i * share : (i + 1) * share])) for i in range(jobs)]
@@ -201,7 +203,7 @@ def _slots(search: SearchRequest, machine: LocalMachine, recipe: Recipe) -> list
     return [request] * jobs
 
 
-def _shown(folder: StudyFolder) -> str:
+def _shown_path(folder: StudyFolder) -> str:
     return os.path.relpath(folder.path)
 
 

@@ -31,7 +31,7 @@ Space = dict[str, Dimension]
 def make_space(
     settings: Mapping[str, Setting], task_search: Mapping[str, str], words: list[str], fixed: Mapping[str, str], label: str
 ) -> Space:
-    """Returns what the command line searches, otherwise what the task declares; settings in `fixed` are not searched.
+    """Returns the search space of the command line, else that of the task without the settings in `fixed`.
 
     `words` are the arguments of `--search`, `label` is the task's name.
     """
@@ -43,13 +43,13 @@ def make_space(
         requested[key.replace("-", "_")] = text
     for key in requested:
         if key in fixed:
-            raise Problem(f"{key} is searched and given the value {fixed[key]}: say only one of them")
+            raise Problem(f"{key} is searched and also has the value {fixed[key]}: give only one of them")
     texts = requested or {key: text for key, text in task_search.items() if key not in fixed}
     for key in texts:
         if key not in settings:
             raise Problem(f"--search {key}: {label} has no setting {key!r}{nearest(key, settings)} (all: drivetrain tune {label} --help)")
     if not texts:
-        raise Problem(f'nothing to search: say what, such as {EXAMPLE} (or search = {{"learning_rate": "1e-4..1e-1,log"}} in the task)')
+        raise Problem(f'nothing to search: write {EXAMPLE} or similar (or search = {{"learning_rate": "1e-4..1e-1,log"}} in the task)')
     return {key: _dimension(settings[key], str(text)) for key, text in texts.items()}
 
 
@@ -57,7 +57,7 @@ def _dimension(setting: Setting, text: str) -> Dimension:
     if "|" in text:
         choices = tuple(_plain(setting.coerce(part.strip())) for part in text.split("|"))
         if len(set(choices)) < len(choices):
-            raise Problem(f"--search {setting.name}={text}: a choice is there twice")
+            raise Problem(f"--search {setting.name}={text}: a choice is repeated")
         return Dimension(setting, text, choices=choices)
     first, dots, rest = text.partition("..")
     last, comma, scale = rest.partition(",")
@@ -65,16 +65,16 @@ def _dimension(setting: Setting, text: str) -> Dimension:
         raise Problem(f"--search {setting.name}={text}: write LOW..HIGH, LOW..HIGH,log or 'A|B|C'")
     low, high = setting.coerce(first.strip()), setting.coerce(last.strip())
     if not all(type(end) in (int, float) for end in (low, high)):
-        raise Problem(f"--search {setting.name}={text}: {setting.name} is no number: write its choices, as '{setting.name}=A|B'")
+        raise Problem(f"--search {setting.name}={text}: {setting.name} is not a number: write its choices, as '{setting.name}=A|B'")
     if not low < high:
-        raise Problem(f"--search {setting.name}={text}: a range goes from the lower to the higher end")
+        raise Problem(f"--search {setting.name}={text}: write the lower end of the range first")
     if comma and low <= 0:
-        raise Problem(f"--search {setting.name}={text}: a range with log begins above 0")
+        raise Problem(f"--search {setting.name}={text}: a range with log must begin above 0")
     return Dimension(setting, text, low, high, isinstance(low, int) and isinstance(high, int), bool(comma))
 
 
 def _plain(value: Any) -> Any:
-    """Returns a choice as the journal can store it: lists as text, which the setting parses again."""
+    """Converts a choice for the journal, which stores no lists: they become text, which the setting parses again."""
     return as_text(value) if isinstance(value, list) else value
 
 
@@ -82,7 +82,9 @@ def as_text(value: Any) -> str:
     """Returns a value as it is written on a command line."""
     if isinstance(value, list):
         return ",".join(map(as_text, value))
-    return {True: "true", False: "false", None: "none"}[value] if value is None or isinstance(value, bool) else str(value)
+    if value is None or isinstance(value, bool):
+        return {True: "true", False: "false", None: "none"}[value]
+    return str(value)
 
 
 def short(value: Any) -> str:

@@ -39,12 +39,12 @@ class Proposal:
     number: int
     params: dict[str, Any]
     reported: int = 0
-    """Evaluations that the study has already."""
+    """The number of evaluations that the study has already."""
 
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """What the study has stored about a trial."""
+    """A trial as the study stores it."""
 
     number: int
     state: TrialState
@@ -73,10 +73,10 @@ class Study:
         self._study = optuna.load_study(study_name=STUDY_NAME, storage=storage, pruner=_pruner(prune, trials))
         self._trials: dict[int, optuna.Trial] = {}
 
-    # --- ask and tell ---
+    # --- proposals and results (Optuna's ask and tell) ---
 
     def ask(self, count: int = 1) -> list[Proposal]:
-        """Returns new sets of parameters."""
+        """Proposes new sets of parameters."""
         distributions = {name: _distribution(dimension) for name, dimension in self.space.items()}
         proposals = []
         for _ in range(count):
@@ -94,7 +94,7 @@ class Study:
         for frozen in self._study.get_trials(states=(TrialState.RUNNING,)):
             self._study.sampler = _sampler(self.sampler, self.seed, frozen.number)
             trial = Trial(self._study, frozen._trial_id)
-            for name, dimension in self.space.items():  # all are in the journal, unless the interruption came while they were proposed
+            for name, dimension in self.space.items():  # needed if the interruption came before all parameters were in the journal
                 trial._suggest(name, _distribution(dimension))
             proposals.append(self._proposal(trial, len(frozen.intermediate_values)))
         return proposals
@@ -193,7 +193,7 @@ def _pruner(kind: str, trials: int) -> optuna.pruners.BasePruner:
 
 
 def _repair(file: Path) -> None:
-    """Removes what a killed process left in the journal: its lock, and a last line that is incomplete."""
+    """Removes what a killed process may leave: the journal's lock, and an incomplete last line."""
     file.with_name(file.name + ".lock").unlink(missing_ok=True)
     if file.is_file() and (data := file.read_bytes()) and not data.endswith(b"\n"):
         os.truncate(file, data.rfind(b"\n") + 1)

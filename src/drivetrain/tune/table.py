@@ -1,4 +1,4 @@
-"""Prints a study as a table; on a terminal, the running trials are updated at its end."""
+"""Prints a study as a table. On a terminal, the lines of running trials are redrawn at the end."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 from drivetrain.terminal import one_line
 from drivetrain.tune.space import Space, short
-from drivetrain.watch.screen import LABEL, PLAIN_SECONDS, Screen, number
+from drivetrain.watch.screen import LABEL_WIDTH, PLAIN_SECONDS, Screen, format_metric
 
 
 def format_value(metric: str, value: float | None) -> str:
-    """Returns a metric's value as people read it."""
-    return "-" if value is None else number(metric, value).removeprefix(f"{metric} ")
+    """Formats a metric's value without its name."""
+    return "-" if value is None else format_metric(metric, value).removeprefix(f"{metric} ")
 
 
 class Table:
-    """One line for each trial: lines of ended trials stay, running ones are redrawn below them."""
+    """A table with one line for each trial: first the ended trials, then the running ones, whose lines are redrawn."""
 
     def __init__(self, screen: Screen, space: Space, metric: str) -> None:
         self.screen, self.metric = screen, metric
@@ -26,7 +26,7 @@ class Table:
         samples = {name: [*map(short, d.choices)] or ["0" * 10] for name, d in space.items()}
         self.widths = [max(len(name), *map(len, samples[name])) for name in self.names]
         self._live_lines: list[str] = []
-        """The lines of running trials that are on the terminal now."""
+        """The lines of running trials on the terminal."""
         self._last_print = time.monotonic()
 
     def print_header(self) -> None:
@@ -40,18 +40,18 @@ class Table:
     def _line(self, label: str, values: Sequence[str], progress: str, value: str, state: str, best: str) -> str:
         cells = [f"{text:<{width}}" for text, width in zip(values, self.widths, strict=True)]
         cells += [f"{progress:<9}", f"{value:<{max(9, len(self.metric))}}", f"{state:<10}", best]
-        return (f"{label:<{LABEL}}" + "  ".join(cells)).rstrip()
+        return (f"{label:<{LABEL_WIDTH}}" + "  ".join(cells)).rstrip()
 
     def print(self, line: str, note: str = "") -> None:
-        """Prints a line that stays, and a note below it."""
+        """Prints a line that is never redrawn, and a note below it."""
         if not self.screen.quiet:
             self.clear()
             self.screen.put(line)
             if note:
-                self.screen.put(" " * LABEL + note)
+                self.screen.put(" " * LABEL_WIDTH + note)
 
     def show(self, lines: list[str]) -> None:
-        """Shows the running trials: redrawn on a terminal, printed from time to time in a log."""
+        """Shows the running trials: redraws them on a terminal, prints them at intervals in a file."""
         if self.screen.quiet:
             return
         if self.screen.live:

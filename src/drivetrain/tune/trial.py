@@ -1,7 +1,8 @@
-"""One trial: an ordinary run, trained by the ordinary `train` command in a process of its own."""
+"""One trial: an ordinary run, trained by `drivetrain train` in its own process."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -17,19 +18,19 @@ from drivetrain.runs import Run
 from drivetrain.tune.study import Proposal
 
 MAX_RESTARTS = 3
-"""Restarts of a trial that something other than its own training ended."""
+"""How often a trial is restarted after it was killed from outside."""
 
 
 class RunningTrial:
-    """Starts a proposal's run, follows its evaluations, and can ask it to stop."""
+    """Starts the run of a proposal, reads its evaluations, and can stop it."""
 
     def __init__(self, proposal: Proposal, run: Run, request: Request, best: str) -> None:
-        """`request` is the `train` command of the run; `best` is the setting of that name."""
+        """`request` is the `train` command of the run; `best` is the value of the setting `best`."""
         self.number, self.params, self.reported = proposal.number, proposal.params, proposal.reported
         self.run, self.request, self.name = run, request, Best(best).name
         self.sign = Best(best).sign
         self.evaluations: dict[int, float] = {}
-        """Step -> value, of every evaluation so far."""
+        """Step -> value of each evaluation so far."""
         self.row: dict[str, Any] = {}
         """The newest row of the run's metrics."""
         self.is_pruned = False
@@ -50,12 +51,12 @@ class RunningTrial:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # the terminal's Ctrl-C reaches the tuner, not its trials
+                start_new_session=True,  # Ctrl-C must reach the tuner only
                 preexec_fn=partial(runs.die_with_parent, os.getpid()),
             )
 
     def stop(self) -> None:
-        """Asks the run to finish its step, save and end; its command passes that on to all its processes."""
+        """Asks the run to finish its step, save and end."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
 
@@ -72,7 +73,7 @@ class RunningTrial:
 
     @property
     def was_killed(self) -> bool:
-        """Whether something other than the training itself ended the process, so that the same command resumes the run."""
+        """Whether the process was ended from outside, so that the same command resumes the run."""
         code = self.exit_code
         return code is not None and (code < 0 or code >= 128)
 
@@ -86,21 +87,21 @@ class RunningTrial:
         outcome = outcome_of_code(code) if code > 0 else Outcome.INFRA
         return Problem(message.strip() or f"it ended with code {code}", outcome)
 
-    # --- what it logs ---
+    # --- its metrics ---
 
     def read_metrics(self) -> None:
-        """Reads the rows that the run has logged since the last call; from the beginning if a resume has truncated the file."""
+        """Reads the rows that the run logged since the last call; all rows if a resume truncated the file."""
         if self._follower.was_truncated():
             self.evaluations.clear()
-        newest = b""
-        for newest in self._follower.new_lines():
-            if b'"eval/' in newest and (row := runs.parse_row(newest)) is not None:
+        line = b""
+        for line in self._follower.new_lines():
+            if b'"eval/' in line and (row := runs.parse_row(line)) is not None:
                 value = row.get(f"eval/{self.name}")
                 if value is not None:
                     self.evaluations[row["step"]] = value
-        self.row = runs.parse_row(newest) or self.row
+        self.row = runs.parse_row(line) or self.row
 
     def best(self) -> tuple[int, float] | None:
         """Returns the step and value of its best evaluation; the earliest of equal ones."""
-        numbers = [(step, value) for step, value in self.evaluations.items() if value == value]  # without nan
-        return min(numbers, key=lambda e: (-self.sign * e[1], e[0]), default=None)
+        numbers = [(step, value) for step, value in self.evaluations.items() if not math.isnan(value)]
+        return min(numbers, key=lambda evaluation: (-self.sign * evaluation[1], evaluation[0]), default=None)

@@ -1,4 +1,4 @@
-"""The tuner: keeps trials running, reports their evaluations, stops bad trials early, and can be resumed after any end."""
+"""The tuner: starts trials, reports their evaluations to the study, and stops bad trials early."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from drivetrain.tune.trial import MAX_RESTARTS, RunningTrial
 
 POLL_SECONDS = 0.1
 NUM_EVALUATIONS = 10
-"""Evaluations of a trial that is to be pruned, where its task has fewer than two."""
+"""If a task would be evaluated fewer than twice, its trials are evaluated this often, so that they can be pruned."""
 MAX_FIRST_FAILURES = 3
-"""Failures after which the search ends if no trial has finished."""
+"""If the first trials fail, the search ends after this many."""
 
 
 @dataclass(frozen=True)
 class TunerSettings:
-    """What to train, how many trials, and where each of them runs."""
+    """What to train, how many trials, and on which part of the machine."""
 
     recipe: Recipe
     goal: Goal
     trials: int
     slots: list[Request]
-    """For each of the trials that run at the same time: a request with its share of the machine."""
+    """One request for each of the trials that run at the same time, with its share of the machine."""
 
 
 def with_early_evaluations(recipe: Recipe) -> tuple[Recipe, str]:
-    """Returns a recipe whose trials can be stopped early, and what to tell the user if it was changed.
+    """Returns a recipe whose trials can be stopped early, and a message for the user if it differs.
 
     A trial that would be evaluated only at its end is evaluated ten times, unless the user chose `eval_every`.
     """
@@ -66,15 +66,15 @@ class Tuner:
         self.best = study.best()
 
     def run(self) -> bool:
-        """Trains until there are enough trials; returns False if a signal ended it before."""
+        """Trains until there are enough trials; returns False if a signal ended it earlier."""
         waiting = self.study.unfinished()
-        num_asked = len(self.study.trials())
+        num_proposed = len(self.study.trials())
         try:
             with handling_signals(self._on_signal):
-                while self.running or (not self.num_signals and (waiting or num_asked < self.settings.trials)):
-                    while self.free_slots and not self.num_signals and (waiting or num_asked < self.settings.trials):
+                while self.running or (not self.num_signals and (waiting or num_proposed < self.settings.trials)):
+                    while self.free_slots and not self.num_signals and (waiting or num_proposed < self.settings.trials):
                         if not waiting:
-                            waiting, num_asked = self._ask(), num_asked + 1
+                            waiting, num_proposed = self._ask(), num_proposed + 1
                         self._start(waiting.pop(0))
                     for trial, _ in list(self.running.values()):
                         self._follow(trial)
@@ -84,7 +84,7 @@ class Tuner:
             self.table.clear()
             for trial, _ in self.running.values():  # only after an error: otherwise all have ended
                 trial.kill()
-        return not waiting and num_asked >= self.settings.trials and not self.study.unfinished()
+        return not waiting and num_proposed >= self.settings.trials and not self.study.unfinished()
 
     def _show_running(self) -> None:
         trials = [trial for trial, _ in self.running.values()]
@@ -95,15 +95,16 @@ class Tuner:
     def _ask(self, count: int = 1) -> list[Proposal]:
         if self.settings.recipe.task.digest() != self.code_digest:
             raise Problem(
-                f"{self.settings.recipe.task.path} was changed: its trials cannot be compared; put it back, or choose another --name"
+                f"{self.settings.recipe.task.path} was changed: its trials cannot be compared; restore it, or choose another --name"
             )
         return self.study.ask(count)
 
     def _start(self, proposal: Proposal) -> None:
         recipe, goal, slot = self.settings.recipe, self.settings.goal, self.free_slots.pop(0)
         values = folders.chosen_settings(recipe) | proposal.params | {"best": goal.best}
-        values |= {f"plan.{k}": v for k, v in recipe.pins.items()}
-        run, words = self.folder.run_of(proposal.number), [f"{k}={as_text(v)}" for k, v in values.items()]
+        values |= {f"plan.{name}": value for name, value in recipe.pins.items()}
+        words = [f"{name}={as_text(value)}" for name, value in values.items()]
+        run = self.folder.run_of(proposal.number)
         task = folders.task_word(recipe.task)
         request = replace(slot, target=task, settings=(*words, *slot.settings), run_dir=str(run.path))
         trial = RunningTrial(proposal, run, request, goal.best)
@@ -111,8 +112,8 @@ class Tuner:
         trial.start()
 
     def _follow(self, trial: RunningTrial) -> None:
-        """Reports new evaluations of a trial, prunes it if they are bad, and handles its end."""
-        code = trial.exit_code  # before its metrics are read, so that no row of an ended run is missed
+        """Reports a trial's new evaluations, stops it if they are bad, and handles its end."""
+        code = trial.exit_code  # read before the metrics, so that no row of an ended run is missed
         trial.read_metrics()
         values = [trial.evaluations[step] for step in sorted(trial.evaluations)]
         for count in range(trial.reported + 1, len(values) + 1):
@@ -126,7 +127,7 @@ class Tuner:
             self._on_exit(trial, code)
 
     def _length(self, trial: RunningTrial) -> tuple[int | None, int]:
-        """Returns how many steps and epochs a trial is to take; steps, if given, win."""
+        """Returns the steps and epochs of a trial; if steps are set, epochs do not count."""
         settings = self.settings.recipe.settings | trial.params
         return settings["steps"], settings["epochs"]
 
@@ -136,7 +137,7 @@ class Tuner:
         return bool(trial.row["step"] >= steps) if steps else bool(trial.row["epoch"] >= epochs)
 
     def _on_exit(self, trial: RunningTrial, code: int) -> None:
-        """Tells the study how a trial ended, or restarts it if something other than its training ended it."""
+        """Reports to the study how a trial ended, or restarts it if it was killed from outside."""
         best = trial.best()
         facts = {"steps": trial.row.get("step", 0)} | ({"step": best[0]} if best else {})
         if code == 0 and best is not None:
@@ -181,13 +182,14 @@ class Tuner:
         steps, epochs = self._length(trial)
         row = trial.row or {"epoch": 0, "step": 0}
         progress = f"{row['step']}/{steps}" if steps else f"{row['epoch']}/{epochs}"
-        own, best = trial.best(), self.best
-        return self.table.row(trial.number, trial.params, progress, own[1] if own else None, state, best.value if best else None)
+        own_best, best = trial.best(), self.best
+        own_value = own_best[1] if own_best else None
+        return self.table.row(trial.number, trial.params, progress, own_value, state, best.value if best else None)
 
     # --- signals ---
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Stops the running trials as `kill -TERM` of each would; a second Ctrl-C kills them."""
+        """Stops the running trials after their current step; a second Ctrl-C kills them."""
         self.num_signals += 1
         for trial, _ in self.running.values():
             if self.num_signals > 1 and number == signal.SIGINT:

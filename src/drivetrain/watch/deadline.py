@@ -1,4 +1,4 @@
-"""A time limit: requests a stop so early that the step under way and a save still fit, as long as they were seen to take."""
+"""`--time-limit`: requests a stop early enough to finish the current step and save, judged by the longest step and save so far."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from collections.abc import Callable
 from drivetrain.engine.log.observe import Observer
 
 MIN_SECONDS = 2.0
-"""Seconds that are reserved in any case: processes take time to end."""
-UNSEEN_SAVE_SHARE, MAX_UNSEEN_SAVE_SECONDS = 0.05, 60.0  # of the time left: reserved for a save before one was seen
-NUM_STEPS, NUM_SAVES = 3, 2  # that may still be to do: several processes agree first; a save may be under way already
-BETWEEN_STEPS = ("epoch", "collect", "choose", "compile", "evaluate", "saving")
+"""Always reserved, because processes take time to end."""
+# Reserved for a save before the first one was measured: this share of the time left, and at most this many seconds.
+FIRST_SAVE_SHARE, MAX_FIRST_SAVE_SECONDS = 0.05, 60.0
+NUM_RESERVED_STEPS = 3  # several processes need steps to agree on a stop
+NUM_RESERVED_SAVES = 2  # a save may be running already
+POINTS_BETWEEN_STEPS = ("epoch", "collect", "choose", "compile", "evaluate", "saving")
 
 
 class Deadline(Observer):
     def __init__(self, end: float, stop_at: Callable[[float], None]) -> None:
-        """`end` is in seconds since the epoch; `stop_at` gets the time of the stop, each time that is known better."""
+        """`end` is in seconds since the epoch. `stop_at` sets the time of the stop; it is called again when a step or save takes longer."""
         self._end, self._stop_at = end, stop_at
-        self._save_reserve = min(MAX_UNSEEN_SAVE_SECONDS, UNSEEN_SAVE_SHARE * max(0.0, end - time.time()))
+        self._save_reserve = min(MAX_FIRST_SAVE_SECONDS, FIRST_SAVE_SHARE * max(0.0, end - time.time()))
         self._longest_step = self._longest_save = 0.0
         self._step_began: float | None = None
         self._save_began: float | None = None
@@ -27,24 +29,25 @@ class Deadline(Observer):
 
     def reached(self, name: str) -> None:
         if name == "step":
-            self._take_step()
-        elif name in BETWEEN_STEPS:
+            self._on_step_begin()
+        elif name in POINTS_BETWEEN_STEPS:
             self._step_began = None
         elif name == "save":
             self._save_began = time.monotonic()
         elif name == "published" and self._save_began is not None:
             self._longest_save = max(self._longest_save, time.monotonic() - self._save_began)
-            self._save_reserve = NUM_SAVES * self._longest_save
+            self._save_reserve = NUM_RESERVED_SAVES * self._longest_save
             self._set_timer()
 
-    def _take_step(self) -> None:
+    def _on_step_begin(self) -> None:
         now = time.monotonic()
         self._num_steps += 1
-        is_measured = self._step_began is not None and self._num_steps > 2  # the first step sets things up
-        if is_measured and self._step_began is not None and now - self._step_began > self._longest_step:
-            self._longest_step = now - self._step_began
-            self._set_timer()
+        if self._step_began is not None and self._num_steps > 2:  # the first step includes one-time set-up
+            previous_step_seconds = now - self._step_began
+            if previous_step_seconds > self._longest_step:
+                self._longest_step = previous_step_seconds
+                self._set_timer()
         self._step_began = now
 
     def _set_timer(self) -> None:
-        self._stop_at(self._end - MIN_SECONDS - NUM_STEPS * self._longest_step - self._save_reserve)
+        self._stop_at(self._end - MIN_SECONDS - NUM_RESERVED_STEPS * self._longest_step - self._save_reserve)

@@ -15,11 +15,11 @@ from drivetrain.engine.log.observe import Observer
 from drivetrain.runs import Run, truncate_rows
 
 FLUSH_SECONDS = 1.0
-ROW_SECONDS = 0.1  # TensorBoard's files get ten rows a second at most: its page shows no more, and they are slow to write
+ROW_SECONDS = 0.1  # at most one TensorBoard row in this time: its files are slow to write, and its page shows no more
 
 
 class MetricsFile(Observer):
-    """Writes one JSON object a line, up to a second later, and before every checkpoint: a kill loses only rows of steps that the resume repeats."""
+    """Writes one JSON object a line. Rows are written within about a second, and before every checkpoint; so a resume repeats all lost rows."""
 
     def __init__(self, run: Run) -> None:
         self.path = run.metrics_path
@@ -31,7 +31,7 @@ class MetricsFile(Observer):
         self._last_step = truncate_rows(self.path, step)
 
     def row(self, row: dict[str, Any]) -> None:
-        if row["step"] <= self._last_step:  # an evaluation that is repeated
+        if row["step"] <= self._last_step:  # a resumed run repeats an evaluation
             self.resumed(row["step"] - 1)
         self._rows.append(row)
         if time.monotonic() - self._written_at > FLUSH_SECONDS:
@@ -42,14 +42,14 @@ class MetricsFile(Observer):
         if not self._rows:
             return
         text = "".join(_line(row) for row in self._rows).encode()
-        before = self.path.stat().st_size if self.path.exists() else 0
+        size_before = self.path.stat().st_size if self.path.exists() else 0
         try:
             with open(self.path, "ab", buffering=0) as file:
                 if file.write(text) != len(text):
                     raise OSError("short write")
         except OSError:  # a full disk: keep the rows for the next try
             if self.path.exists():
-                os.truncate(self.path, before)
+                os.truncate(self.path, size_before)
             return
         self._rows.clear()
 
@@ -62,27 +62,28 @@ class MetricsFile(Observer):
 
 def _line(row: dict[str, Any]) -> str:
     """Returns one line of standard JSON: NaN and infinity become null."""
-    return json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}) + "\n"
+    values = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
+    return json.dumps(values) + "\n"
 
 
 class TensorBoard(Observer):
-    """Writes scalars for TensorBoard; a resume purges the steps beyond its checkpoint."""
+    """Writes scalars for TensorBoard; a resume removes the steps after its checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._file: Any = None
-        self._records: Any = None
+        self._record_writer: Any = None
         self._rows: list[tuple[float, dict[str, Any]]] = []
         self._written_at = self._row_at = time.monotonic()
 
     def resumed(self, step: int) -> None:
         if step:
-            self._open(purge=step + 1)
-        else:  # rows of an earlier start are invalid
+            self._open(first_removed_step=step + 1)
+        else:  # the run begins again, so earlier rows are invalid
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _open(self, purge: int = 0) -> None:
-        # Its record writer works in this thread; the usual event writer's thread would contend with the step.
+    def _open(self, first_removed_step: int = 0) -> None:
+        # Writes in this thread: the thread of the usual SummaryWriter would slow the training step.
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -90,14 +91,14 @@ class TensorBoard(Observer):
         self.folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         self._file = open(self.folder / name, "ab")  # noqa: SIM115 (open as long as the run)
-        self._records = RecordWriter(self._file)
+        self._record_writer = RecordWriter(self._file)
         self._add(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
-        if purge:
+        if first_removed_step:
             session = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._add(event_pb2.Event(wall_time=time.time(), step=purge, session_log=session))
+            self._add(event_pb2.Event(wall_time=time.time(), step=first_removed_step, session_log=session))
 
     def _add(self, event: Any) -> None:
-        self._records.write(event.SerializeToString())
+        self._record_writer.write(event.SerializeToString())
 
     def row(self, row: dict[str, Any]) -> None:
         now = time.monotonic()
@@ -113,17 +114,17 @@ class TensorBoard(Observer):
         self._written_at = time.monotonic()
         rows, self._rows = self._rows, []
         try:
-            if self._records is None:
+            if self._record_writer is None:
                 self._open()
-            for when, row in rows:
-                event = self._event(wall_time=when, step=row["step"])
+            for time_logged, row in rows:
+                event = self._event(wall_time=time_logged, step=row["step"])
                 for name, value in row.items():
                     if name not in ("step", "epoch", "time"):
                         event.summary.value.add(tag=name, simple_value=value)
                 self._add(event)
             self._file.flush()
         except OSError:
-            pass  # a full disk stops nothing but the save, which says so
+            pass  # a full disk must not stop the training; the next save reports it
 
     def close(self) -> None:
         self.flush()

@@ -1,5 +1,7 @@
-"""Each worker's heartbeat: a page of memory shared with the front end says at which step and in which phase the worker is,
-and since when. A write takes a microsecond and wakes nobody."""
+"""Each worker's heartbeat: a page of memory that it shares with the supervisor holds its step, its phase and when the phase began.
+
+A write takes a microsecond and wakes no process.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from drivetrain.engine.log.observe import Observer
 if TYPE_CHECKING:
     from drivetrain.engine.log.deviceclock import DeviceClock
 
-# Observation points of the training thread -> what the thread does from there on, and the part of the time that counts for.
+# Observation point of the training thread -> what the thread does after it, and the part of the time breakdown to which that belongs.
 PHASES = {
     "begin": ("starting", "start"),
     "restore": ("restoring a checkpoint", "start"),
@@ -53,14 +55,15 @@ FIRST_STEP_OFFSET = HEARTBEAT.size + PART_SECONDS.size
 
 class WorkerHeartbeat(NamedTuple):
     step: int
-    """The last step that was begun, by the number it is logged with."""
+    """The last step that was begun; metrics.jsonl has the same number."""
     phase: int
+    """The index in PHASES."""
     since: float
-    """When the phase began, on the machine's monotonic clock."""
+    """When the phase began, in seconds of time.monotonic()."""
     longest: float
-    """The longest duration seen of this phase, in seconds; 0: not known yet."""
+    """The longest duration of this phase so far, in seconds; 0: unknown."""
     slowest: float = 0.0
-    """The longest duration seen of any phase, in seconds."""
+    """The longest duration of any phase so far, in seconds."""
 
     @property
     def phase_name(self) -> str:
@@ -68,7 +71,7 @@ class WorkerHeartbeat(NamedTuple):
 
     @property
     def has_begun(self) -> bool:
-        """Whether the worker has begun its first step: before it, nothing can be lost."""
+        """Whether the worker has begun its first step; before that there is no progress to lose."""
         return self.phase_name not in STARTUP_PHASES
 
     def __str__(self) -> str:
@@ -87,25 +90,25 @@ def open_heartbeat_page() -> int:
 
 
 class HeartbeatReader:
-    """The front end's side."""
+    """The supervisor's side."""
 
     def __init__(self, handle: int) -> None:
         self._page = mmap.mmap(handle, mmap.PAGESIZE)
         HEARTBEAT.pack_into(self._page, 0, 0, 0, time.monotonic(), 0.0, 0.0)
 
     def read(self) -> WorkerHeartbeat:
-        while True:  # until no write comes between two reads
+        while True:  # until two reads agree, so that the record is complete
             record = self._page[: HEARTBEAT.size]
             if record == self._page[: HEARTBEAT.size]:
                 return WorkerHeartbeat(*HEARTBEAT.unpack(record))
 
     def time_by_part(self) -> tuple[int, dict[str, float]]:
-        """Returns the steps taken and their seconds by part, without the step under way and without the first, which sets things up."""
+        """Returns the number of completed steps and their seconds by part. The first step does not count, because it includes set-up."""
         steps, *seconds = PART_SECONDS.unpack_from(self._page, HEARTBEAT.size)
         return steps, dict(zip(PARTS, seconds, strict=True))
 
     def first_step_seconds(self) -> dict[str, float]:
-        """Returns the seconds of the first step by phase; nothing before it has ended."""
+        """Returns the seconds of the first step by phase; {} until it has ended."""
         seconds = zip(STEP_PHASES, FIRST_STEP.unpack_from(self._page, FIRST_STEP_OFFSET), strict=True)
         return {name: value for name, value in seconds if value}
 
@@ -120,10 +123,10 @@ class HeartbeatWriter(Observer):
         self._longest = [0.0] * len(PHASES)
         self._slowest = 0.0
         self._first_step = [0.0] * len(PHASES)
-        """In the first step, which sets things up: a poor measure of the others, but better than none."""
+        """The longest duration of each phase in the first step, which includes set-up: used until a later step gives a better value."""
         self._part_seconds = [0.0] * len(PARTS)
         self.device: DeviceClock | None = None
-        """Set where the host runs ahead of a GPU, so that the host's clock does not show what a step is made of."""
+        """Measures the parts of a step on a GPU; the host's clock cannot, because the host runs ahead."""
 
     def resumed(self, step: int) -> None:
         self._step = step
@@ -131,7 +134,7 @@ class HeartbeatWriter(Observer):
     def reached(self, name: str) -> None:
         phase = PHASE_INDEX.get(name)
         if phase is None:
-            return  # another thread's observation point
+            return  # an observation point of another thread
         if self.device is not None:
             self.device.reached(name, PART_OF_PHASE[phase])
         now = time.monotonic()
@@ -145,12 +148,12 @@ class HeartbeatWriter(Observer):
             seconds = (self._first_step[PHASE_INDEX[phase]] for phase in STEP_PHASES)
             self._page[FIRST_STEP_OFFSET : FIRST_STEP_OFFSET + FIRST_STEP.size] = FIRST_STEP.pack(*seconds)
         self._phase, self._since = phase, now
-        # In one assignment: pack_into would first write zeros, which the reader could see.
+        # One assignment, because pack_into first writes zeros, which the reader could see.
         longest = self._longest[phase] or self._first_step[phase]
         self._page[: HEARTBEAT.size] = HEARTBEAT.pack(self._step, phase, now, longest, self._slowest)
 
     def _measure(self, seconds: float) -> None:
-        """Notes how long the phase took that ends now."""
+        """Records the duration of the phase that ends now."""
         longest = self._first_step if self._num_steps == 1 else self._longest
         if seconds > longest[self._phase]:
             longest[self._phase] = seconds
@@ -159,7 +162,7 @@ class HeartbeatWriter(Observer):
             self._part_seconds[PART_OF_PHASE[self._phase]] += seconds
 
     def _by_part(self) -> list[float]:
-        """Returns the seconds by part. The seconds of steps are the host's, divided in the device's proportions where they are known."""
+        """Returns the seconds by part. With a device clock, the host's total for steps is split in the proportions of the device's times."""
         device_seconds = 0.0 if self.device is None else sum(self.device.seconds[part] for part in STEP_PARTS)
         if self.device is None or not device_seconds:
             return self._part_seconds

@@ -1,4 +1,4 @@
-"""What a person sees of a training: aligned lines, one of them live on a terminal."""
+"""Prints a training's output for people; on a terminal the progress line is redrawn in place."""
 
 from __future__ import annotations
 
@@ -7,34 +7,38 @@ import os
 import shutil
 import sys
 import time
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from drivetrain.engine.log.observe import Observer
 from drivetrain.terminal import one_line
 
-LABEL = 8  # width of the first column
-PLAIN_SECONDS = 30.0  # between progress lines where nothing can be redrawn
-LIVE_SECONDS = 0.1
+LABEL_WIDTH = 8
+PLAIN_SECONDS = 30.0  # between progress lines in a file or pipe, where no line can be redrawn
+LIVE_SECONDS = 0.1  # between two drawings on a terminal
+PLAIN_WIDTH = 200
+ERASE_LINE = "\r\x1b[2K"
 
 
-def number(name: str, value: float) -> str:
-    """A metric as people read it."""
+def format_metric(name: str, value: float) -> str:
     if "accuracy" in name and 0 <= value <= 1:
         return f"{name} {100 * value:.1f} %"
     return f"{name} {value:.4g}" if abs(value) < 1e4 else f"{name} {value:,.0f}"
 
 
-def duration(seconds: float) -> str:
-    whole = max(0, round(seconds))
-    return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
+def format_duration(seconds: float) -> str:
+    """Returns H:MM:SS."""
+    minutes, seconds = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"
 
 
-def size(count: float) -> str:
+def format_size(num_bytes: float) -> str:
+    size = num_bytes
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
+        if size < 1000:
+            return f"{size:.0f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
 
 
 class Screen(Observer):
@@ -44,73 +48,81 @@ class Screen(Observer):
         self.stream = stream or sys.stdout
         self.quiet = quiet
         self.live = self.stream.isatty() and os.environ.get("TERM") != "dumb"
-        self.colour = self.live and not os.environ.get("NO_COLOR")
+        """Whether a line can be redrawn."""
+        self.has_colours = self.live and not os.environ.get("NO_COLOR")
         self._facts: dict[str, Any] = {}
-        self._drawn = self._passing = False
-        self._last = 0.0
-        self._evaluated: dict[str, float] = {}
-        self._start: tuple[float, int] | None = None
+        """What `started` reported."""
+        self._has_live_line = False
+        """Whether the terminal's last line will be redrawn, so that it has no newline yet."""
+        self._live_line_is_temporary = False
+        """Whether `close` erases that line."""
+        self._last_draw_time = 0.0
+        self._evaluation: dict[str, float] = {}
+        """The metrics of the newest evaluation."""
+        self._first_draw: _FirstDraw | None = None
 
     # --- lines ---
 
     def line(self, label: str, text: str) -> None:
-        """One finished line under a label."""
+        """Prints a line that begins with a label."""
         if self.quiet:
             return
-        head = f"{label:<{LABEL}}"
-        if self.colour and label:
-            head = f"\x1b[1m{head}\x1b[0m"
-        self._put(head + one_line(text))
+        first_column = f"{label:<{LABEL_WIDTH}}"
+        if self.has_colours and label:
+            first_column = f"\x1b[1m{first_column}\x1b[0m"  # bold
+        self._print(first_column + one_line(text))
 
     def put(self, text: str) -> None:
-        """One finished line as it is, without codes that a terminal would obey."""
-        self._put(one_line(text))
+        """Prints a line without a label, even if `quiet`."""
+        self._print(one_line(text))
 
-    def _put(self, text: str) -> None:
-        wipe, self._drawn = "\r\x1b[2K" if self._drawn else "", False
-        self._write(f"{wipe}{text}\n")
+    def _print(self, text: str) -> None:
+        erase = ERASE_LINE if self._has_live_line else ""
+        self._has_live_line = False
+        self._write(f"{erase}{text}\n")
 
     def _write(self, text: str) -> None:
         try:
             self.stream.write(text)
             self.stream.flush()
         except OSError:
-            self.quiet, self.live = True, False  # the reader left, or the terminal is gone; the training goes on
+            self.quiet, self.live = True, False  # the pipe or the terminal was closed: the training continues without output
 
     def busy(self, text: str) -> None:
-        """Something that takes a moment, shown until the next line; only where it can be wiped again."""
+        """On a terminal, shows what is being done until the next line is printed."""
         if self.live and not self.quiet:
-            self._write(f"\r\x1b[2K{'start':<{LABEL}}{one_line(text)}")
-            self._drawn = self._passing = True
+            self._write(f"{ERASE_LINE}{'start':<{LABEL_WIDTH}}{one_line(text)}")
+            self._has_live_line = self._live_line_is_temporary = True
 
-    def passed_on(self, text: str) -> None:
-        """A line that the user's own code printed; its colours stay."""
+    def worker_output(self, text: str) -> None:
+        """Prints a line that a worker printed, with its colours."""
         if not self.quiet:
-            self._put(one_line(text, self.colour))
+            self._print(one_line(text, self.has_colours))
 
     def notice(self, text: str) -> None:
-        first, *more = text.splitlines() or [""]
-        self.line("note", first)
-        for line in more:
-            self.line("", line)
+        self._lines("note", text)
 
     def planned(self, facts: dict[str, Any]) -> None:
         if facts["sentence"]:
-            first, *more = facts["sentence"].splitlines()
-            self.line("plan", first)
-            for line in more:
-                self.line("", line)
+            self._lines("plan", facts["sentence"])
+
+    def _lines(self, label: str, text: str) -> None:
+        """Prints one or more lines, the first with a label."""
+        first, *others = text.splitlines() or [""]
+        self.line(label, first)
+        for line in others:
+            self.line("", line)
 
     def started(self, facts: dict[str, Any]) -> None:
         self._facts = facts
-        self._start = None
+        self._first_draw = None
         trainable = f", {facts['trainable']:,} trainable" if facts["trainable"] != facts["parameters"] else ""
-        one = facts["processes"] == 1
-        self.line(
-            "model",
-            f"{facts['parameters']:,} parameters{trainable}; {facts['processes']} process{'' if one else 'es'} on {facts['device']}"
-            f"{'' if one else ' (' + facts['backend'] + ')'}, {facts['precision']}, accumulation {facts['accumulation']}",
-        )
+        if facts["processes"] == 1:
+            processes = f"1 process on {facts['device']}"
+        else:
+            processes = f"{facts['processes']} processes on {facts['device']} ({facts['backend']})"
+        model = f"{facts['parameters']:,} parameters{trainable}"
+        self.line("model", f"{model}; {processes}, {facts['precision']}, accumulation {facts['accumulation']}")
         if facts["step"]:
             self.line("resume", f"from step {facts['step']:,} of {facts['steps']:,}")
 
@@ -118,93 +130,118 @@ class Screen(Observer):
 
     def tick(self, facts: dict[str, Any]) -> None:
         now = time.monotonic()
-        if self.quiet or now - self._last < (LIVE_SECONDS if self.live else PLAIN_SECONDS):
+        min_seconds = LIVE_SECONDS if self.live else PLAIN_SECONDS
+        if self.quiet or now - self._last_draw_time < min_seconds:
             return
-        if not self.live and self._last == 0.0:
-            self._last = now
-            return
-        self._last = now
-        self._draw(facts, final=False)
+        is_first = self._last_draw_time == 0.0
+        self._last_draw_time = now
+        if self.live or not is_first:  # a file gets its first progress line after PLAIN_SECONDS
+            self._draw(facts, final=False)
 
     def row(self, row: dict[str, Any]) -> None:
-        self._evaluated = {k.removeprefix("eval/"): v for k, v in row.items() if k.startswith("eval/")} or self._evaluated
-        last = row["step"] == self._facts.get("steps")
-        if last and not self.quiet:
+        if metrics := {name.removeprefix("eval/"): value for name, value in row.items() if name.startswith("eval/")}:
+            self._evaluation = metrics
+        is_last_step = row["step"] == self._facts.get("steps")
+        if is_last_step and not self.quiet:
             self._draw(row, final=True)
         else:
             self.tick(row)
 
     def _draw(self, facts: dict[str, Any], final: bool) -> None:
-        text = self._fit([(importance, one_line(piece)) for importance, piece in self._pieces(facts)])
+        text = self._fit([_Piece(piece.importance, one_line(piece.text)) for piece in self._pieces(facts)])
         if self.live and not final:
-            self._write("\r\x1b[2K" + text)
-            self._drawn, self._passing = True, False
+            self._write(ERASE_LINE + text)
+            self._has_live_line, self._live_line_is_temporary = True, False
         else:
             self.put(text)
 
-    def _pieces(self, facts: dict[str, Any]) -> list[tuple[int, str]]:
-        """(importance, text): a narrow terminal loses the least important first."""
+    def _pieces(self, facts: dict[str, Any]) -> list[_Piece]:
+        """Returns the pieces of the progress line, from left to right."""
         step, steps, epochs = facts["step"], self._facts["steps"], self._facts["epochs"]
-        if self._start is None:
-            self._start = time.monotonic(), step
-        begun, first = self._start
-        spent = time.monotonic() - begun
+        if self._first_draw is None:
+            self._first_draw = _FirstDraw(time.monotonic(), step)
+        seconds_per_step = (time.monotonic() - self._first_draw.time) / max(1, step - self._first_draw.step)
+        seconds_left = seconds_per_step * (steps - step)
         share = step / steps
-        eta = spent / max(1, step - first) * (steps - step)
-        means = {k.removeprefix("train/"): v for k, v in facts.items() if k.startswith("train/") and k != "train/loss"}
-        metric = next(iter((means or self._evaluated).items()), None)
-        bar = "#" * round(10 * share) + "." * (10 - round(10 * share))
+        num_hashes = round(10 * share)
+        bar = "#" * num_hashes + "." * (10 - num_hashes)
         return [
-            (5, f"epoch {facts['epoch']}/{epochs}"),
-            (9, f"step {step:,}/{steps:,}"),
-            (10, number("loss", facts.get("train/loss", float("nan")))),
-            (7, number(*metric) if metric and metric[0] != "loss" else ""),
-            (2, f"lr {facts['learning_rate']:.2g}"),
-            (6, f"{facts['samples_per_second']:,.0f} samples/s"),
-            (1, size(facts["memory_bytes"]) if "memory_bytes" in facts else ""),
-            (3, f"[{bar}] {100 * share:.0f} %"),
-            (8, duration(facts["time"] if step == steps else eta)),
+            _Piece(5, f"epoch {facts['epoch']}/{epochs}"),
+            _Piece(9, f"step {step:,}/{steps:,}"),
+            _Piece(10, format_metric("loss", facts.get("train/loss", float("nan")))),
+            _Piece(7, self._second_metric(facts)),
+            _Piece(2, f"lr {facts['learning_rate']:.2g}"),
+            _Piece(6, f"{facts['samples_per_second']:,.0f} samples/s"),
+            _Piece(1, format_size(facts["memory_bytes"]) if "memory_bytes" in facts else ""),
+            _Piece(3, f"[{bar}] {100 * share:.0f} %"),
+            _Piece(8, format_duration(facts["time"] if step == steps else seconds_left)),
         ]
 
-    def _fit(self, pieces: list[tuple[int, str]]) -> str:
-        width = shutil.get_terminal_size((200, 24)).columns if self.live else 200
-        pieces = [p for p in pieces if p[1]]
-        while len(pieces) > 1 and LABEL + len("  ".join(t for _, t in pieces)) >= width:
+    def _second_metric(self, facts: dict[str, Any]) -> str:
+        """Returns the first training metric other than the loss, or else the first evaluation metric, if that is not the loss."""
+        train_metrics = {k.removeprefix("train/"): v for k, v in facts.items() if k.startswith("train/") and k != "train/loss"}
+        name, value = next(iter((train_metrics or self._evaluation).items()), ("loss", 0.0))
+        return "" if name == "loss" else format_metric(name, value)
+
+    def _fit(self, pieces: list[_Piece]) -> str:
+        """Joins the pieces; a narrow terminal loses the least important ones."""
+        width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if self.live else PLAIN_WIDTH
+        pieces = [piece for piece in pieces if piece.text]
+        while len(pieces) > 1 and LABEL_WIDTH + len(_joined(pieces)) >= width:
             pieces.remove(min(pieces))
-        text = f"{'train':<{LABEL}}" + "  ".join(t for _, t in pieces)
-        return text if not self.live else text[: width - 1]
+        text = f"{'train':<{LABEL_WIDTH}}{_joined(pieces)}"
+        return text[: width - 1] if self.live else text
 
     def close(self) -> None:
-        if self._drawn:
-            self._write("\r\x1b[2K" if self._passing else "\n")  # the last progress stays
-            self._drawn = False
+        """Erases a temporary line; keeps the last progress line."""
+        if self._has_live_line:
+            self._write(ERASE_LINE if self._live_line_is_temporary else "\n")
+            self._has_live_line = False
 
 
-class Wire(Observer):
-    """The same events as JSON lines, to the front end that owns the terminal."""
+class _FirstDraw(NamedTuple):
+    """When and at which step the progress line was first drawn: the time left is computed from the speed since then."""
+
+    time: float
+    step: int
+
+
+class _Piece(NamedTuple):
+    """A part of the progress line."""
+
+    importance: int
+    text: str
+
+
+def _joined(pieces: list[_Piece]) -> str:
+    return "  ".join(piece.text for piece in pieces)
+
+
+class EventPipe(Observer):
+    """Sends a worker's events as JSON lines to the supervisor, which gives them to its `Screen`."""
 
     def __init__(self, handle: int) -> None:
         self._file = open(handle, "wb", buffering=0)  # noqa: SIM115 (open as long as the run)
-        self._last = 0.0
-        self._steps = 0
+        self._last_tick_time = 0.0
+        self._total_steps = 0
 
     def send(self, kind: str, value: Any) -> None:
         try:
             self._file.write(json.dumps([kind, value]).encode() + b"\n")
         except (BrokenPipeError, ValueError):
-            pass  # the front end is gone; so will this process be
+            pass  # the supervisor ended, so the kernel will kill this process
 
     def started(self, facts: dict[str, Any]) -> None:
-        self._steps = facts["steps"]
+        self._total_steps = facts["steps"]
         self.send("started", facts)
 
     def tick(self, facts: dict[str, Any]) -> None:
-        if time.monotonic() - self._last > LIVE_SECONDS:
-            self._last = time.monotonic()
+        if time.monotonic() - self._last_tick_time > LIVE_SECONDS:
+            self._last_tick_time = time.monotonic()
             self.send("tick", facts)
 
     def row(self, row: dict[str, Any]) -> None:
-        if row["step"] == self._steps or any(name.startswith("eval/") for name in row):
+        if row["step"] == self._total_steps or any(name.startswith("eval/") for name in row):
             self.send("row", row)
         else:
             self.tick(row)
@@ -216,6 +253,6 @@ class Wire(Observer):
         self.send("planned", facts)
 
 
-def replay(screen: Screen, kind: str, value: Any) -> None:
-    """Give a screen an event that came over the wire."""
+def show_event(screen: Screen, kind: str, value: Any) -> None:
+    """Calls the method of a screen that has the name of an event from an `EventPipe`."""
     getattr(screen, kind)(value)

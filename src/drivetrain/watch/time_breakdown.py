@@ -1,4 +1,4 @@
-"""Where the time of a training goes, by rank and part, and what to do about the part that is too large."""
+"""How much time a training spends on each part, by rank, and what helps if a part takes too much."""
 
 from __future__ import annotations
 
@@ -8,40 +8,46 @@ from typing import Any
 from drivetrain.plan import HOST_SYNC_REASON, Plan
 from drivetrain.watch.heartbeat import PARTS
 
-MIN_TRAINING_SECONDS = 2.0  # before a bottleneck is named
+MIN_TRAINING_SECONDS = 2.0  # shorter trainings get no advice
+# A part that takes a larger share of the time is a bottleneck.
 MAX_SHARE = {"data": 0.25, "copy": 0.2, "communication": 0.35, "saving": 0.15, "evaluation": 0.5}
 SHORT_STEP_SECONDS = 2e-3  # most of a shorter step is overhead
-FEW_SAMPLES = 16  # a process
-SLOW_RANK_FACTOR = 1.5  # times the work of a typical rank
+FEW_SAMPLES = 16  # in one step of one process
+SLOW_RANK_FACTOR = 1.5  # a rank is slow if its work takes this many times the median of the others
 
 
 @dataclass(frozen=True)
 class TimeBreakdown:
-    """Seconds by part, for each rank; and the steps that took them."""
+    """The time that each rank spent on each part."""
 
     ranks: list[dict[str, float]]
+    """For each rank: part -> seconds."""
     steps: int
+    """The number of steps that took this time."""
 
     @property
     def shares(self) -> dict[str, float]:
-        """Each part's share of the time after the start, over all ranks."""
+        """Each part's share of the time, over all ranks. The part "start" does not count."""
         sums = {part: sum(rank[part] for rank in self.ranks) for part in PARTS if part != "start"}
         total = sum(sums.values()) or 1.0
         return {part: seconds / total for part, seconds in sums.items()}
 
     @property
     def seconds(self) -> float:
-        return max((sum(s for part, s in rank.items() if part != "start") for rank in self.ranks), default=0.0)
+        """The longest time of a rank, without the part "start"."""
+        totals = [sum(seconds for part, seconds in rank.items() if part != "start") for rank in self.ranks]
+        return max(totals, default=0.0)
 
     def __add__(self, other: TimeBreakdown) -> TimeBreakdown:
-        """Returns the sum over two attempts, one after the other."""
+        """Returns the sum of two attempts of the same ranks, one after the other."""
         if len(self.ranks) != len(other.ranks):
             return other
-        both = [{part: a[part] + b[part] for part in PARTS} for a, b in zip(self.ranks, other.ranks, strict=True)]
-        return TimeBreakdown(both, self.steps + other.steps)
+        pairs = zip(self.ranks, other.ranks, strict=True)
+        sums = [{part: own[part] + added[part] for part in PARTS} for own, added in pairs]
+        return TimeBreakdown(sums, self.steps + other.steps)
 
-    def beside(self, other: TimeBreakdown) -> TimeBreakdown:
-        """Returns the breakdown of the ranks of two machines."""
+    def with_ranks_of(self, other: TimeBreakdown) -> TimeBreakdown:
+        """Returns the breakdown of both machines' ranks."""
         return TimeBreakdown(self.ranks + other.ranks, max(self.steps, other.steps))
 
     @staticmethod
@@ -57,26 +63,27 @@ class TimeBreakdown:
         return ", ".join(f"{part} {100 * share:.0f} %" for share, part in largest_first)
 
     def bottleneck(self, plan: Plan, threads: int) -> str:
-        """Returns, in one sentence, what slows the training down and what would help; empty if nothing does."""
+        """Returns a sentence with what slows the training down and what helps; "" if nothing does."""
         if self.seconds < MIN_TRAINING_SECONDS or not self.steps:
             return ""
         if slow_rank := self._slow_rank():
             return slow_rank
         shares = self.shares
-        part = max(MAX_SHARE, key=lambda part: shares.get(part, 0.0) / MAX_SHARE[part])
-        if shares[part] < MAX_SHARE[part]:
+        worst_part = max(MAX_SHARE, key=lambda part: shares.get(part, 0.0) / MAX_SHARE[part])
+        if shares[worst_part] < MAX_SHARE[worst_part]:
             return _host_sync(plan) or self._short_steps(plan)
-        return _advice(part, f"{100 * shares[part]:.0f} % of the time", plan, threads)
+        return _advice(worst_part, f"{100 * shares[worst_part]:.0f} % of the time", plan, threads)
 
     def _slow_rank(self) -> str:
-        """Names the rank that all others wait for, if there is one: it waits least, and its own work takes longest."""
+        """Returns a sentence about the rank that all others wait for; "" if there is none."""
         if len(self.ranks) < 2:
             return ""
         waits = [rank["communication"] for rank in self.ranks]
         work = [rank["compute"] + rank["data"] for rank in self.ranks]
         slow = max(range(len(work)), key=work.__getitem__)
-        others_waits = [w for i, w in enumerate(waits) if i != slow]
-        typical = sorted(w for i, w in enumerate(work) if i != slow)[(len(work) - 1) // 2]
+        others_waits = [seconds for rank, seconds in enumerate(waits) if rank != slow]
+        others_work = sorted(seconds for rank, seconds in enumerate(work) if rank != slow)
+        typical = others_work[(len(work) - 1) // 2]
         if min(others_waits) < MAX_SHARE["communication"] * self.seconds or work[slow] < SLOW_RANK_FACTOR * typical:
             return ""
         activity = "loading data" if self.ranks[slow]["data"] > self.ranks[slow]["compute"] else "computing"
@@ -91,13 +98,13 @@ class TimeBreakdown:
         if step_seconds > SHORT_STEP_SECONDS or samples > FEW_SAMPLES:
             return ""
         return (
-            f"a step has only {samples:.0f} samples a process and takes {1e3 * step_seconds:.1f} ms, most of it to begin and end:"
+            f"a step has only {samples:.0f} samples a process and takes {1e3 * step_seconds:.1f} ms, most of it overhead:"
             " raise global_batch (and learning_rate with it)"
         )
 
 
 def _advice(part: str, share: str, plan: Plan, threads: int) -> str:
-    """Returns what helps against a part that is too large."""
+    """Returns what helps if a part takes too much time."""
     if part == "data":
         more = max(plan.workers + 1, min(threads, 4 * max(1, plan.workers)))
         how = f"raise plan.workers from {plan.workers} to {more}, or " if plan.data == "loader" else ""
@@ -112,7 +119,7 @@ def _advice(part: str, share: str, plan: Plan, threads: int) -> str:
 
 
 def _host_sync(plan: Plan) -> str:
-    """Returns the line of the task at which the host waits for the GPU in every step, if that prevented CUDA graphs."""
+    """Returns a sentence about the line of the task that waits for the GPU in every step, if that prevented CUDA graphs; else ""."""
     why = plan.reasons.get("capture", "")
     if plan.capture != "off" or HOST_SYNC_REASON not in why:
         return ""

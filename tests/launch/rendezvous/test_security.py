@@ -103,7 +103,7 @@ def test_without_the_token_nobody_joins_or_learns_anything(observed: ObservedLea
         assert json.loads(stranger.recv(4096)) == {"refused": "token"} and stranger.recv(1) == b""
     wait_until(lambda: observed.noticed("away that did not know the token, last from 127.0.0.1"), "a notice")
     monkeypatch.setenv("DRIVETRAIN_TOKEN", "another secret altogether")
-    with pytest.raises(Problem, match="the token here is not that of the run"):
+    with pytest.raises(Problem, match="this machine has another token than the run"):
         observed.join()
     monkeypatch.delenv("DRIVETRAIN_TOKEN")
     with pytest.raises(Problem, match=r"this machine has no token .* the command that the first machine printed"):
@@ -144,7 +144,7 @@ def test_a_fake_leader_learns_nothing_of_the_recipe() -> None:
     with socket.create_server((LOCAL, 0)) as server:
         thread = threading.Thread(target=pretend, args=(server,), daemon=True)
         thread.start()
-        with pytest.raises(Problem, match="the token here is not that of the run"):
+        with pytest.raises(Problem, match="this machine has another token than the run"):
             rendezvous.join(server.getsockname(), (1, 2), 1, 1, lambda text: None, RECIPE)
         thread.join(5)
     assert [set(json.loads(line)) for line in received.splitlines()] == [{"drivetrain", "nonce"}, {"proof"}]
@@ -259,7 +259,7 @@ ENDED = {"kind": "attempt-ended", "attempt": 1, "outcome": "oom", "message": "",
         ENDED | {"spent": {"ranks": [{}], "steps": 1}},
         ENDED | {"outcome": 5},
         {"kind": "time-spent", "spent": {"ranks": [{"surprise": 1.0}], "steps": 1}},
-        {"kind": "hang-report", "attempt": 1, "sights": [{"rank": 1}]},
+        {"kind": "hang-report", "attempt": 1, "reports": [{"rank": 1}]},
         {"kind": "start-attempt"},
     ],
 )

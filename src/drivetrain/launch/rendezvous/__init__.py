@@ -1,9 +1,9 @@
-"""Several machines by hand: the same command runs on each, and they meet at HOST:PORT.
+"""Connects several machines that run the same command with `--rendezvous HOST:PORT`.
 
-The machine that owns HOST is the leader: it listens there for as long as the run lasts, keeps the run directory, decides which
+The machine with the address HOST is the leader: it listens on the port during the run, has the run's directory, decides which
 machines take part in each attempt and with which plan, and reacts when a machine is lost or comes back. The others are members.
-Whoever joins must know the run's token. Leader and members exchange a heartbeat every second, so that a lost machine or a cut
-cable is detected in seconds.
+A machine needs the run's token to join. Leader and members exchange a heartbeat every second, so that a lost machine or a broken
+network is detected in seconds.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def parse(text: str) -> tuple[str, int]:
 def join(
     address: tuple[str, int], nodes: tuple[int, int], procs: int, node_rank: int | None, notice: Callable[[str], None], identity: Any = None
 ) -> Leader | Member:
-    """Meets the other machines: as their leader if this machine owns the address, else as a member. The leader rejects a machine
-    whose `identity` differs from its own."""
+    """Makes this machine the leader if it has the address, else a member. The leader rejects a machine whose `identity` differs from
+    its own."""
     config = RendezvousConfig(address, nodes, procs, node_rank, notice, json.dumps(identity, sort_keys=True))
     server = _bind(address) if node_rank in (None, 0) else None
     return Leader(server, config) if server is not None else Member(config)
 
 
 def _bind(address: tuple[str, int]) -> socket.socket | None:
-    """Returns a bound socket, which does not listen before there is a token; None if another machine has the address, or the port is taken."""
+    """Returns a socket that is bound but does not listen yet; None if another machine has the address, or the port is in use."""
     server = socket.socket()
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -1,4 +1,4 @@
-"""What a machine knows before it meets the others: where, with how many, and with which command."""
+"""The settings of a rendezvous: the address, the number of machines, and the recipe."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import psutil
 
 from drivetrain.launch.rendezvous.handshake import Keys
 
-JOIN_SECONDS = 600.0  # that machines wait for each other
+JOIN_SECONDS = 600.0  # machines wait this long for each other
 
 
 @dataclass(frozen=True)
 class RendezvousConfig:
     address: tuple[str, int]
     nodes: tuple[int, int]
-    """The fewest and the most machines that take part."""
+    """The smallest and the largest number of machines that train together."""
     procs: int
     """Processes of this machine."""
     node_rank: int | None
     notice: Callable[[str], None]
     """Prints a line for the user."""
     identity: str
-    """The recipe as text: the same on every machine."""
+    """The recipe as text, which must be the same on every machine."""
 
     @property
     def where(self) -> str:
@@ -36,7 +36,7 @@ class RendezvousConfig:
 
     @property
     def interface(self) -> str:
-        """The network interface of the address, on the machine that owns it."""
+        """The network interface of the address; "" on machines that do not have the address."""
         try:
             return interface_of(socket.gethostbyname(self.address[0]))
         except OSError:
@@ -51,12 +51,12 @@ class RendezvousConfig:
         return shlex.join(["drivetrain", *words])
 
     def identity_digest(self, keys: Keys) -> str:
-        """Returns a digest that tells nobody without the token anything, and is equal if two machines have the same recipe."""
+        """Returns a keyed digest of the recipe. Without the token it reveals nothing about the recipe."""
         return hmac.new(keys.to_leader, self.identity.encode(), "sha256").hexdigest()
 
 
 def interface_of(address: str) -> str:
-    """Returns the name of this machine's network interface with an address; empty if none has it."""
+    """Returns the name of this machine's network interface with an address; "" if there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in addresses):
             return name
@@ -64,5 +64,5 @@ def interface_of(address: str) -> str:
 
 
 def machine_name() -> str:
-    """Returns this machine's host name, reduced to the characters that host names have."""
+    """Returns this machine's host name; invalid characters are replaced by -."""
     return re.sub(r"[^0-9A-Za-z._-]", "-", socket.gethostname()).strip("._-")[:253] or "machine"

@@ -1,7 +1,7 @@
 """Two machines prove to each other that both know the run's token, without sending it or anything about the run.
 
-Each sends a random nonce, and an HMAC over both nonces as its proof. The keys that sign all later messages come from the token
-and both nonces, so that nothing recorded from one connection is of use in another.
+Each sends a random nonce, and an HMAC over both nonces as its proof. The keys that sign all later messages are derived from the
+token and both nonces, so that messages recorded from one connection are invalid in another.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-VERSION = 5
-ANSWER_SECONDS = 5.0  # drivetrain answers at once; another program that listens on the port may stay silent
+VERSION = 6  # of the messages: machines with different versions cannot connect
+ANSWER_SECONDS = 5.0  # another program on the port may never answer
 MAX_LINE_BYTES = 4096
 
 
@@ -45,7 +45,7 @@ def prove_to_leader(peer: socket.socket, token: bytes) -> Keys:
     _send(peer, {"proof": _digest(token, "member", own_nonce, leader_nonce)})
     answer = _read_line(peer, deadline)
     if not answer:
-        raise ConnectionResetError(0, "no answer in time")  # a slow network, which says nothing about the token
+        raise ConnectionResetError(0, "no answer in time")  # perhaps a slow network: the token may be right
     if answer.get("refused") == "token" or not _is_proof(answer, token, "leader", own_nonce, leader_nonce):
         raise WrongToken
     return _keys(token, own_nonce, leader_nonce)
@@ -96,7 +96,8 @@ def _send(peer: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _read_line(peer: socket.socket, deadline: float) -> dict[str, Any]:
-    """Returns the object on the next line; empty if none comes in time. Reads byte by byte, so that nothing after the line is lost."""
+    """Returns the JSON object on the next line; {} if none comes in time. Reads byte by byte, because the bytes after the line belong to
+    Link."""
     line = b""
     with contextlib.suppress(OSError):
         while not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES and (seconds_left := deadline - time.monotonic()) > 0:

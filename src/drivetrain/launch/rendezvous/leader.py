@@ -35,16 +35,16 @@ from drivetrain.supervise import JobEnd, Supervisor, WorkerPlacement
 from drivetrain.supervise.verdicts import LeaderVerdicts, Verdict
 from drivetrain.watch.time_breakdown import TimeBreakdown
 
-EXTRA_WAIT_SECONDS = 3.0  # for further machines, once there are enough for an attempt
-END_REPORT_SECONDS = 10.0  # for members to report how an attempt ended for them
+EXTRA_WAIT_SECONDS = 3.0  # wait this long for more machines after there are enough for an attempt
+END_REPORT_SECONDS = 10.0  # members may take this long to report how an attempt ended
 START_TIMEOUT_SECONDS = 30.0
-"""A machine whose supervisor has not started an attempt after so long is excluded from it."""
-MAX_EXCLUSIONS = 2  # after which a machine may not come back
-MAX_WAITING_FACTOR = 4  # times as many machines as can take part may wait
+"""A machine whose supervisor does not start an attempt within this time is excluded from it."""
+MAX_EXCLUSIONS = 2  # a machine that was excluded this often may not come back
+MAX_WAITING_FACTOR = 4  # this many times `max_nodes` machines may be connected
 
 
 class Peer:
-    """A member, as the leader knows it."""
+    """A member, as the leader sees it."""
 
     def __init__(self, link: Link, hello: Hello) -> None:
         self.link, self.name, self.procs, self.node_rank = link, hello.name, hello.procs, hello.node_rank
@@ -77,9 +77,9 @@ class Leader:
         self.config, self.procs, self.notice = config, config.procs, config.notice
         self.min_nodes, self.max_nodes = config.nodes
         self.log_event: Callable[..., object] = lambda kind, **detail: None
-        """Writes to the run's events, once there is a run."""
+        """Writes to the run's events; does nothing until the run is opened."""
         self.answer_seconds = START_TIMEOUT_SECONDS
-        """How long a member may take to report while others hang."""
+        """How long a member may take to report its ranks while others hang."""
         self.token = tokens.find_or_make(config.address, config.identity)
         self._peers: list[Peer] = []
         self._members: Membership | None = None
@@ -87,7 +87,7 @@ class Leader:
         self._ends: dict[Peer, AttemptEnded] = {}
         self._time_spent: dict[Peer, TimeBreakdown] = {}
         self._lost: dict[str, float] = {}
-        """Machines that took part and were lost, and when."""
+        """Lost machines by name, and when each was lost."""
         self._num_exclusions: Counter[str] = Counter()
         self._is_growing = False
         """Whether the attempt is being stopped so that another machine can take part."""
@@ -106,7 +106,7 @@ class Leader:
         reason = self._rejection_reason(hello, keys)
         link.send(Welcome(not reason, reason))
         if reason:
-            self.notice(f"turned {hello.name} away: {reason}")
+            self.notice(f"rejected {hello.name}: {reason}")
             time.sleep(0.2)  # so that it reads the reason before the connection closes
             link.close()
             return
@@ -121,11 +121,11 @@ class Leader:
         if self._num_exclusions[hello.name] >= MAX_EXCLUSIONS:
             return f"it was excluded {MAX_EXCLUSIONS} times"
         if len(self._peers) >= MAX_WAITING_FACTOR * self.max_nodes:
-            return "there are machines enough"
+            return "there are enough machines"
         return ""
 
     def connected_peers(self) -> list[Peer]:
-        """Returns the members whose connection is alive; the others are removed."""
+        """Returns the members whose connection is alive, and removes the others."""
         for peer in [p for p in self._peers if not p.link.is_alive]:
             self._remove(peer, peer.link.fault or "its connection broke")
             if peer.link.fault:
@@ -133,7 +133,7 @@ class Leader:
         return list(self._peers)
 
     def _remove(self, peer: Peer, why: str) -> None:
-        """Disconnects a member; says and logs it if it took part in the attempt."""
+        """Disconnects a member; reports and logs it if the member took part in the attempt."""
         if peer not in self._peers:
             return
         self._peers.remove(peer)
@@ -148,7 +148,7 @@ class Leader:
         self._remove(peer, f"excluded, for {why}")
 
     def wait_for_members(self, stopped: Callable[[], bool] = lambda: False) -> Membership:
-        """Waits until there are machines enough, and a moment longer for further ones; returns those that take part."""
+        """Waits until there are enough machines, and a few seconds for more; returns those that take part."""
         num_reported, deadline, last_change = 0, time.monotonic() + JOIN_SECONDS, 0.0
         while True:
             count = 1 + len(self.connected_peers())
@@ -158,7 +158,7 @@ class Leader:
             if count >= self.max_nodes or (count >= self.min_nodes and time.monotonic() - last_change > EXTRA_WAIT_SECONDS):
                 break
             if stopped():
-                raise Problem("stopped before all machines were here", Outcome.PREEMPTED)
+                raise Problem("stopped before all machines had joined", Outcome.PREEMPTED)
             if time.monotonic() > deadline:
                 missing = f"only {count} of {self.min_nodes} machines came within {JOIN_SECONDS:.0f} s{self._lost_machines_text()}"
                 raise Problem(missing, Outcome.INFRA)
@@ -171,17 +171,17 @@ class Leader:
 
     def _report_presence(self, count: int, num_reported: int) -> None:
         if count > 1:
-            self.notice(f"{count} of {self.max_nodes} machines are here{self._lost_machines_text()}")
+            self.notice(f"{count} of {self.max_nodes} machines have joined{self._lost_machines_text()}")
         elif not num_reported:
-            more = self.min_nodes - 1 or self.max_nodes - 1
+            num_missing = self.min_nodes - 1 or self.max_nodes - 1
             self.notice(
-                f"waiting at {self.config.where} for {more} more machine{'s' * (more > 1)}{self._lost_machines_text()}: start the same command there"
+                f"waiting at {self.config.where} for {num_missing} more machine{'s' * (num_missing > 1)}{self._lost_machines_text()}: start the same command there"
             )
             if self.token.is_new and not self._attempt:
                 self.notice(f"there: {tokens.VARIABLE}={self.token.secret.decode()} {self.config.command}")
 
     def _lost_machines_text(self) -> str:
-        """Returns which machines are lost, and since when."""
+        """Returns the lost machines and the seconds since then, as a part of a message; "" if none is lost."""
         now = time.monotonic()
         lost = [f"{name} (lost {now - since:.0f} s ago)" for name, since in self._lost.items()]
         return f", without {', '.join(lost)}" if lost else ""
@@ -198,23 +198,23 @@ class Leader:
         )
 
     def start_attempt(self, run: str, plan: Plan, diagnostics: Diagnostics) -> WorkerPlacement:
-        """Sends each member its ranks in the next attempt; returns the leader's own."""
+        """Sends each member its ranks in the next attempt; returns the placement of the leader's own."""
         assert self._members is not None
         self._attempt, self._attempt_started, self._ends, self._is_growing = self._attempt + 1, time.monotonic(), {}, False
         self.verdicts = self._make_verdicts()
         address = self.config.address[0]
-        with socket.socket() as probe:  # torch's own store, at another port in each attempt
+        with socket.socket() as probe:  # a free port for torch's store, another in each attempt
             probe.bind((address, 0))
             master = (address, int(probe.getsockname()[1]))
-        first, world_size = self.procs, self._members.world_size
+        first_rank, world_size = self.procs, self._members.world_size
         for peer in self._members.peers:
-            peer.first_rank = first
-            peer.link.send(StartAttempt(self._attempt, first, peer.procs, world_size, master, run, plan, diagnostics))
-            first += peer.procs
+            peer.first_rank = first_rank
+            peer.link.send(StartAttempt(self._attempt, first_rank, peer.procs, world_size, master, run, plan, diagnostics))
+            first_rank += peer.procs
         return WorkerPlacement(0, self.procs, world_size, master, self.config.interface)
 
     def check(self, supervisor: Supervisor) -> None:
-        """Called while an attempt runs: aborts it if a machine was lost or has failed, and stops it after a step if another one came."""
+        """Called while an attempt runs: aborts it if a machine was lost or failed; stops it after a step if a new machine joined."""
         assert self._members is not None
         is_late = time.monotonic() - self._attempt_started > START_TIMEOUT_SECONDS
         for peer in self._members.peers:
@@ -230,14 +230,14 @@ class Leader:
                 supervisor.abort(end.message)
         newcomers = [peer for peer in self.connected_peers() if peer not in self._members.peers]
         if newcomers and self._members.nodes < self.max_nodes and not self._is_growing and supervisor.steps_taken:
-            self.notice(f"{newcomers[0].name} has come: stopping after this step, to go on with it")
+            self.notice(f"{newcomers[0].name} has joined: stopping after this step, to continue with it")
             self._is_growing = True
-            supervisor.regroup()
+            supervisor.stop_after_step()
 
     def _read_messages(self, peer: Peer) -> None:
         while (message := peer.link.receive(0)) is not None:
             if not self._accept(peer, message):
-                peer.link.fault = "spoke of ranks that are not its own"
+                peer.link.fault = "reported ranks that are not its own"
                 peer.link.close()
                 return
 
@@ -251,16 +251,16 @@ class Leader:
         if isinstance(message, AttemptEnded) and message.attempt == self._attempt:
             self._ends[peer] = message
         elif isinstance(message, HangReport) and message.attempt == self._attempt:
-            if any(sight.rank not in peer.ranks for sight in message.sights):
+            if any(report.rank not in peer.ranks for report in message.reports):
                 return False
-            self.verdicts.receive(peer, message.sights)
+            self.verdicts.receive(peer, message.reports)
         return True
 
     def merge_time_breakdown(self, own: TimeBreakdown) -> TimeBreakdown:
-        """Returns the time breakdown of all ranks, in their order."""
+        """Returns the time breakdown of all machines' ranks, in the order of the ranks."""
         assert self._members is not None
         for peer in self._members.peers:
-            own = own.beside(self._time_spent.get(peer) or TimeBreakdown.unknown(peer.procs))
+            own = own.with_ranks_of(self._time_spent.get(peer) or TimeBreakdown.unknown(peer.procs))
         return own
 
     def _unfinished_peers(self) -> list[Peer]:
@@ -276,30 +276,33 @@ class Leader:
         self._send_to_all(HangVerdict(self._attempt, replace(verdict, evidence="")))
 
     def _exclude_silent(self, peer: Any) -> None:
-        self.exclude(peer, f"it did not say within {self.answer_seconds:.0f} s what its ranks wait for")
+        self.exclude(peer, f"it did not report its ranks within {self.answer_seconds:.0f} s")
 
     def combine_ends(self, ended: JobEnd) -> JobEnd:
-        """Returns how the attempt ended for all: the cause, if one machine knows it and the others only lost a connection."""
+        """Returns how the attempt ended: if this machine only lost a connection, the cause that a member reported."""
         assert self._members is not None
         if ended.outcome not in (Outcome.OK, Outcome.PREEMPTED):
             self._send_to_all(Abort(self._attempt))
         deadline = time.monotonic() + END_REPORT_SECONDS
-        while time.monotonic() < deadline and any(p.link.is_alive and p not in self._ends for p in self._members.peers):
+        while time.monotonic() < deadline and any(peer.link.is_alive for peer in self._unfinished_peers()):
             for peer in self._members.peers:
                 self._read_messages(peer)
             time.sleep(0.02)
-        for peer in self._members.peers:  # also of those that have disconnected since
+        for peer in self._members.peers:  # also of those that have disconnected
             self._read_messages(peer)
         ends = [
-            JobEnd(e.outcome, e.message, {"smaller": None if e.smaller is None else asdict(e.smaller)}, lost=e.lost)
-            for e in self._ends.values()
+            JobEnd(end.outcome, end.message, {"smaller": None if end.smaller is None else asdict(end.smaller)}, lost=end.lost)
+            for end in self._ends.values()
         ]
         causes = [end for end in ends if not end.lost and end.outcome not in (Outcome.OK, Outcome.PREEMPTED)]
-        whole = replace(causes[0], interrupted=ended.interrupted, stopped=ended.stopped) if causes and ended.lost else ended
-        return replace(whole, spent=None if ended.spent is None else self.merge_time_breakdown(ended.spent))
+        if causes and ended.lost:
+            cause = replace(causes[0], interrupted=ended.interrupted, stopped=ended.stopped)
+        else:
+            cause = ended
+        return replace(cause, spent=None if ended.spent is None else self.merge_time_breakdown(ended.spent))
 
     def has_next_attempt(self) -> bool:
-        """Removes the members that were stopped; returns whether an attempt that was stopped after a step, and saved, is followed by one with other machines."""
+        """Removes the members whose users stopped them; returns whether another attempt with other machines follows."""
         assert self._members is not None
         stopped = [peer for peer, end in self._ends.items() if end.stopped]
         for peer in stopped:
@@ -307,20 +310,19 @@ class Leader:
         return self._is_growing or (bool(stopped) and 1 + len(self.connected_peers()) >= self.min_nodes < self.max_nodes)
 
     def end_run(self, outcome: Outcome, message: str) -> None:
-        """Tells all members how the run ended, and disconnects them."""
+        """Sends all members the end of the run, and disconnects them."""
         for peer in self.connected_peers():
             peer.link.send(RunEnded(outcome, message))
         self.listener.close()
         time.sleep(0.1 if self._peers else 0.0)  # so that they read it before the connection closes
         for peer in self._peers:
             peer.link.close()
-        if not outcome.retryable:  # else the repeated command goes on with this run, and the members wait for it
+        if not outcome.retryable:  # else the command may be repeated, and the members wait for it
             self.token.delete_file()
 
 
-def lead(leader: Leader, supervisor: Supervisor, first: Membership, plan_attempt: Callable[[Membership], Plan], run: str) -> JobEnd:
-    """Runs attempt after attempt, on the machines that are connected, until the run has ended."""
-    members = first
+def lead(leader: Leader, supervisor: Supervisor, members: Membership, plan_attempt: Callable[[Membership], Plan], run: str) -> JobEnd:
+    """Makes attempts on the connected machines until the run has ended."""
     leader.answer_seconds = START_TIMEOUT_SECONDS + supervisor.policy.hang_after
     while True:
         plan = plan_attempt(members)
@@ -334,9 +336,9 @@ def lead(leader: Leader, supervisor: Supervisor, first: Membership, plan_attempt
         if ended.outcome is Outcome.PREEMPTED and not supervisor.stopped and leader.has_next_attempt():
             why = "other machines; "
         else:
-            again = supervisor.restart_reason(ended)
-            if again is None:
+            restart_reason = supervisor.restart_reason(ended)
+            if restart_reason is None:
                 return ended
-            why = again
+            why = restart_reason
         members = leader.wait_for_members(lambda: supervisor.stopped)
         supervisor.report_restart(why, ended.outcome)

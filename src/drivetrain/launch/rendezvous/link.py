@@ -15,22 +15,22 @@ from typing import Any
 from drivetrain.launch.rendezvous.messages import InvalidMessage, Message, NodeHeartbeat, decode, encode
 
 HEARTBEAT_SECONDS = 1.0  # between two heartbeats
-DEAD_SECONDS = 8.0  # without a heartbeat, after which a machine is given up
-SEND_SECONDS = 8.0  # for which a machine reads nothing, after which it is given up
+DEAD_SECONDS = 8.0  # a machine without a heartbeat for this long is lost
+SEND_SECONDS = 8.0  # a machine that reads nothing for this long is lost
 MAX_LINE_BYTES = 1 << 24
 MAX_QUEUED = 1000  # messages that were received and not yet processed
 
 
 class Link:
-    """Messages are numbered and signed: one that is altered, repeated or left out ends the connection."""
+    """A connection. Messages are numbered and signed: a changed, repeated or missing message ends the connection."""
 
     def __init__(self, peer: socket.socket, send_key: bytes, receive_key: bytes, receives: Any) -> None:
         """`receives` is the union of the messages that the other side may send."""
         self.messages: queue.Queue[Message] = queue.Queue(MAX_QUEUED)
         self.peer_attempt = 0
-        """The attempt that the other side supervises, by its last heartbeat."""
+        """The attempt that the other side supervises, from its last heartbeat."""
         self.fault = ""
-        """Why this side gave the connection up; empty if it did not."""
+        """Why this side closed the connection; "" if it did not."""
         self.own_attempt: Callable[[], int] = lambda: 0
         """Returns the attempt that this side supervises, for its heartbeats."""
         self.address = str(peer.getpeername()[0])
@@ -59,7 +59,7 @@ class Link:
             self._num_sent += 1
             try:
                 self._peer.sendall(line)
-            except OSError:  # lost, or it reads nothing any more; a part of the line may have been sent, so nothing can follow
+            except OSError:  # the peer is lost, or reads nothing. A part of the line may have been sent, so no message can follow.
                 self._open = False
 
     def receive(self, seconds: float) -> Message | None:
@@ -74,9 +74,9 @@ class Link:
                 while self._open and (line := lines.readline(MAX_LINE_BYTES)):
                     self._accept(line)
         except InvalidMessage as error:
-            self.fault = f"sent a message that no machine of ours sends ({error})"
+            self.fault = f"sent an invalid message ({error})"
         except queue.Full:
-            self.fault = "sent more messages than can be taken"
+            self.fault = "sent too many messages"
         except (OSError, ValueError):
             pass
         self._open = False

@@ -1,4 +1,4 @@
-"""The leader's open port: admits machines that know the token, and survives whatever else connects."""
+"""The leader's open port: admits machines that know the token, and rejects all other connections."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from drivetrain.launch.rendezvous.handshake import Keys, UnknownProtocol, WrongToken, prove_to_member
 
 MAX_UNPROVEN = 32
-"""Connections without a proof so far. If one more comes, the oldest is closed: a machine of ours takes milliseconds."""
-PAUSE_SECONDS = 0.2  # after an accept that failed, for lack of descriptors or memory
+"""Connections that have not proven the token yet. If there are more, the oldest is closed: a proof takes milliseconds."""
+PAUSE_SECONDS = 0.2  # after an accept() that failed because file descriptors or memory ran out
 NOTICE_SECONDS = 30.0  # between two notices about rejected connections
 
 
@@ -21,7 +21,7 @@ class Listener:
     def __init__(
         self, server: socket.socket, token: bytes, admit: Callable[[socket.socket, Keys], None], notice: Callable[[str], None]
     ) -> None:
-        """`admit` is called, in a thread of its own, with every connection that knows the token."""
+        """`admit` is called with every connection that knows the token, each in its own thread."""
         self._server, self._token, self._admit, self._notice = server, token, admit, notice
         self._unproven: deque[socket.socket] = deque()
         self._lock = threading.Lock()
@@ -66,7 +66,7 @@ class Listener:
         except (UnknownProtocol, WrongToken, OSError):
             self._num_rejected += 1
             plural = "s" * (self._num_rejected > 1)
-            self._notify(f"turned {self._num_rejected} connection{plural} away that did not know the token, last from {address}")
+            self._notify(f"rejected {self._num_rejected} connection{plural} without the token, the last from {address}")
         finally:
             self._remove_unproven(peer)
             if keys is None:

@@ -1,4 +1,4 @@
-"""A member: it joins, takes part in the attempts that the leader starts, and reconnects if the leader is lost."""
+"""A member: joins, takes part in the leader's attempts, and reconnects if the leader is lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from drivetrain.supervise import JobEnd, Supervisor, WorkerPlacement
 from drivetrain.supervise.verdicts import MemberVerdicts, RankReport
 from drivetrain.watch.time_breakdown import TimeBreakdown
 
-STALLED_SECONDS = 10.0  # after which a supervisor that did not call check() counts as stalled: heartbeats no longer name its attempt
+STALLED_SECONDS = 10.0  # a supervisor that does not call check() for this long is stalled: heartbeats no longer name its attempt
 
 
 class Member:
@@ -43,12 +43,12 @@ class Member:
         self.interface = ""
         self._attempt, self._last_check = 0, 0.0
         self._next: StartAttempt | RunEnded | None = None
-        """A message that came before the current attempt had ended."""
-        self.notice(f"joining the machines that meet at {config.where}")
+        """A message that came before the current attempt ended."""
+        self.notice(f"joining the machines at {config.where}")
         self.link = self._join(is_reconnect=False)
 
     def _join(self, is_reconnect: bool, stopped: Callable[[], bool] = lambda: False) -> Link:
-        """Connects to the leader, trying for a while. After a connection that worked, every fault of the network may be temporary."""
+        """Connects to the leader; retries for some minutes. When it reconnects, every network error may be temporary."""
         deadline = time.monotonic() + JOIN_SECONDS
         while True:
             try:
@@ -63,7 +63,7 @@ class Member:
                 time.sleep(0.5)
 
     def _connect(self, is_reconnect: bool) -> Link:
-        """Connects once, and proves the token. Raises OSError if it may work later, Problem if the user must act."""
+        """Connects once, and proves the token. Raises OSError if a retry may succeed, Problem if the user must act."""
         where = self.config.where
         peer = socket.create_connection(self.config.address, timeout=ANSWER_SECONDS)
         try:
@@ -86,7 +86,7 @@ class Member:
         except WrongToken:
             peer.close()
             raise Problem(
-                f"the token here is not that of the run at {where}: start this machine with the command that the first one printed"
+                f"this machine has another token than the run at {where}: start it with the command that the first machine printed"
             ) from None
         except BaseException:
             peer.close()
@@ -99,11 +99,11 @@ class Member:
             return link
         link.close()
         if isinstance(welcome, Welcome):
-            raise Problem(f"the run at {where} does not take this machine: {welcome.reason}; run the same command on each machine")
+            raise Problem(f"the run at {where} rejected this machine: {welcome.reason}; run the same command on each machine")
         raise ConnectionResetError(0, "no welcome")
 
     def _supervised_attempt(self) -> int:
-        """Returns the attempt for heartbeats; 0 if there is none, or its supervisor is stalled."""
+        """Returns the current attempt, for heartbeats; 0 if there is none, or if its supervisor is stalled."""
         return self._attempt if time.monotonic() - self._last_check < STALLED_SECONDS else 0
 
     def wait(self, stopped: Callable[[], bool] = lambda: False) -> StartAttempt | RunEnded:
@@ -117,7 +117,7 @@ class Member:
                 return received
             if received is None and not self.link.is_alive:
                 self.link.close()
-                self.notice(f"lost {self.config.where}{self.link.fault and f', which {self.link.fault}'}: looking for it again")
+                self.notice(f"lost {self.config.where}{self.link.fault and f', which {self.link.fault}'}: reconnecting")
                 self.link = self._join(is_reconnect=True, stopped=stopped)
                 self.notice(f"back at {self.config.where}")
             if stopped():
@@ -129,7 +129,7 @@ class Member:
         return WorkerPlacement(start.first_rank, start.local_procs, start.world_size, start.master, self.interface)
 
     def check(self, supervisor: Supervisor, attempt: int) -> None:
-        """Called while an attempt runs: aborts it if the leader says so, or is lost."""
+        """Called while an attempt runs: aborts it if the leader asks for that, or is lost."""
         self._last_check = time.monotonic()
         while (message := self.link.receive(0)) is not None:
             if isinstance(message, ReportNow) and message.attempt == attempt:
@@ -137,19 +137,19 @@ class Member:
             elif isinstance(message, HangVerdict) and message.attempt == attempt:
                 supervisor.end_hung(message.verdict)
             elif isinstance(message, Abort) and message.attempt == attempt:
-                supervisor.abort("the machines meet anew")
+                supervisor.abort("the leader starts another attempt")
             elif isinstance(message, (StartAttempt, RunEnded)):
                 self._next = message
                 if isinstance(message, StartAttempt):
-                    supervisor.abort("the machines meet anew")
+                    supervisor.abort("the leader starts another attempt")
         if not self.link.is_alive:
             supervisor.abort(f"the machine at {self.config.where} was lost")
 
     def report_time_breakdown(self, spent: TimeBreakdown) -> None:
         self.link.send(TimeSpent(spent))
 
-    def report(self, attempt: int, sights: list[RankReport]) -> None:
-        self.link.send(HangReport(attempt, sights))
+    def report(self, attempt: int, reports: list[RankReport]) -> None:
+        self.link.send(HangReport(attempt, reports))
 
     def report_end(self, attempt: int, ended: JobEnd) -> None:
         self._attempt = 0
@@ -163,8 +163,8 @@ def follow(
     make_supervisor: Callable[[StartAttempt, WorkerPlacement], Supervisor],
     adapt: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> JobEnd:
-    """Takes part in attempt after attempt, as the leader starts them; returns how the run ended. `adapt` replaces the parts of the
-    leader's plan that each machine decides by itself."""
+    """Takes part in the leader's attempts; returns how the run ended. `adapt` replaces the parts of the leader's plan that each machine
+    decides by itself."""
     supervisor: Supervisor | None = None
 
     def stopped() -> bool:
@@ -175,10 +175,10 @@ def follow(
             message = member.wait(stopped)
             if isinstance(message, RunEnded):
                 return JobEnd(message.outcome, message.message)
-            place, plan = member.start_attempt(message), adapt(message.plan)
+            placement, plan = member.start_attempt(message), adapt(message.plan)
             if supervisor is None:
-                supervisor = make_supervisor(replace(message, plan=plan), place)
-            supervisor.prepare_attempt(plan, place, message.diagnostics)
+                supervisor = make_supervisor(replace(message, plan=plan), placement)
+            supervisor.prepare_attempt(plan, placement, message.diagnostics)
             supervisor.on_poll = partial(member.check, supervisor, message.attempt)
             supervisor.verdicts = MemberVerdicts(partial(member.report, message.attempt))
             supervisor.merge_time_breakdown = member.report_time_breakdown

@@ -1,4 +1,4 @@
-"""The messages between leader and members: one class each, checked field by field when it arrives."""
+"""The messages between leader and members: one class each. Every field is checked when a message arrives."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Hello:
     procs: int
     name: str
     identity: str
-    """A keyed digest of the recipe: equal if task, code and settings are."""
+    """A keyed digest of task, code and settings."""
     node_rank: int | None = None
 
     def __post_init__(self) -> None:
         _require(1 <= self.procs <= 4096 and (self.node_rank is None or 0 <= self.node_rank < 1 << 20), "procs or node_rank out of range")
-        _require(MACHINE_NAME.fullmatch(self.name) is not None, "a name that is no host name")
+        _require(MACHINE_NAME.fullmatch(self.name) is not None, "an invalid host name")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class NodeHeartbeat:
 
 @dataclass(frozen=True)
 class TimeSpent:
-    """What the sender's ranks spent their time on so far."""
+    """How the sender's ranks spent their time so far."""
 
     kind: ClassVar = "time-spent"
     spent: TimeBreakdown
@@ -63,16 +63,16 @@ class TimeSpent:
 
 @dataclass(frozen=True)
 class HangReport:
-    """What the sender's ranks do, while one of them is silent."""
+    """The state of the sender's ranks, while one of them has no heartbeat."""
 
     kind: ClassVar = "hang-report"
     attempt: int
-    sights: list[RankReport]
+    reports: list[RankReport]
 
 
 @dataclass(frozen=True)
 class PlanReduction:
-    """The changes of the plan with which a run restarts after it ran out of memory."""
+    """The changes of the plan for a restart after out of memory."""
 
     plan: dict[str, Any]
     sizes: dict[str, int]
@@ -119,7 +119,7 @@ class Welcome:
 
 @dataclass(frozen=True)
 class StartAttempt:
-    """The receiver's ranks in the next attempt, and all that its workers need to know."""
+    """Starts an attempt: the receiver's ranks, and what its workers need."""
 
     kind: ClassVar = "start-attempt"
     attempt: int
@@ -128,14 +128,14 @@ class StartAttempt:
     world_size: int
     master: tuple[str, int]
     run: str
-    """The run's name, below each machine's own runs/."""
+    """The run's name; the directory is in each machine's own runs/."""
     plan: Plan
     diagnostics: Diagnostics
 
     def __post_init__(self) -> None:
         parts = self.run.split("/")
-        plain = all(re.fullmatch(r"[\w][\w.+= -]{0,200}", part) for part in parts)
-        _require(plain and len(parts) <= 2, "a run's name that is no plain name")
+        is_plain = all(re.fullmatch(r"[\w][\w.+= -]{0,200}", part) for part in parts)
+        _require(is_plain and len(parts) <= 2, "an invalid run name")
         _require(0 <= self.first_rank < self.world_size and 1 <= self.local_procs <= self.world_size, "impossible ranks")
         _require(1024 <= self.master[1] < 65536, "a reserved port")
 
@@ -167,7 +167,7 @@ class Abort:
 
 @dataclass(frozen=True)
 class RunEnded:
-    """How the whole run ended: the receiver's command ends as well."""
+    """The end of the run, which also ends the receiver's command."""
 
     kind: ClassVar = "run-ended"
     outcome: Outcome
@@ -184,7 +184,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(line: bytes, kinds: Any) -> Message:
-    """Returns the message on a line, one of the union `kinds`; raises InvalidMessage."""
+    """Returns the message on a line; raises InvalidMessage unless its class is in the union `kinds`."""
     try:
         value = json.loads(line)
         kind = value.pop("kind")

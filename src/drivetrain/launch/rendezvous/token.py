@@ -1,8 +1,8 @@
-"""The secret that admits a machine to a run: the leader makes it, and nobody else knows it.
+"""The token: a secret that a machine needs to join a run. The leader creates it.
 
 A machine reads it from DRIVETRAIN_TOKEN, from the file that DRIVETRAIN_TOKEN_FILE names, or from the file that the leader wrote
-into this user's state folder, which machines with a shared home folder find by themselves.
-It never enters a run directory, and workers do not get it.
+into the user's state folder, which works if the machines share the home folder.
+It is never written to a run directory, and workers do not get it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MIN_CHARACTERS = 16  # a shorter secret can be guessed
 class Token:
     secret: bytes
     is_new: bool = False
-    """Whether drivetrain made it, so that the user must be told."""
+    """Whether drivetrain created it, so that it must be shown to the user."""
     file: Path | None = None
-    """The file that has it until the run has ended."""
+    """The file that contains it until the run ends."""
 
     def delete_file(self) -> None:
         if self.file is not None:
@@ -37,7 +37,7 @@ class Token:
 
 
 def token_file(address: tuple[str, int]) -> Path:
-    """Returns the file for the token of the run at this address; until the run has ended, a repeated command reads it again."""
+    """Returns the file for the token of the run at this address."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     return state / "drivetrain" / "tokens" / f"{re.sub(r'[^0-9A-Za-z.-]', '_', address[0])}-{address[1]}"
 
@@ -66,7 +66,7 @@ def find_or_make(address: tuple[str, int], identity: str) -> Token:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         os.chmod(file.parent, 0o700)
-        file.unlink(missing_ok=True)  # left by another run, which was killed
+        file.unlink(missing_ok=True)  # of an earlier run that was killed
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
             stream.write(f"{text}\n{digest}\n")
     except OSError:  # a full or read-only disk: the printed command still contains the token
@@ -87,7 +87,7 @@ def _from_environment() -> Token | None:
 
 
 def _read(file: Path) -> tuple[bytes, str]:
-    """Returns the secret in a file, and the digest of the recipe that it was made for, if there is one."""
+    """Returns the secret in a file, and the digest of its recipe if the leader wrote the file."""
     with open(file, "rb") as stream:
         status = os.fstat(stream.fileno())
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
