@@ -20,8 +20,8 @@ LAYERS = [
     {"plan"}, {"engine", "tasks"}, {"watch"}, {"processes"}, {"supervise"}, {"launch"}, {"targets"},
     {"doctor", "tune", "export", "play", "serve", "bench", "chaos"}, {"api"}, {"cli"}, {"__main__"},
 ]  # fmt: skip
-"""A room may import rooms of the sets before its own, and none of its own set or after."""
-LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+"""A package may import packages of the sets before its own, and none of its own set or after."""
+LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 FILES = sorted(ROOT.rglob("*.py"))
 MAX_LINES = 400
 
@@ -60,17 +60,17 @@ def imported_modules(path: Path) -> set[str]:
     return modules
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     return module.split(".")[1]
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name != "drivetrain"])
-def test_a_room_imports_only_rooms_below_it(module: str) -> None:
-    room = room_of(module)
-    assert room in LEVEL, f"which room is {room}?"
+def test_a_package_imports_only_packages_below_it(module: str) -> None:
+    package = package_of(module)
+    assert package in LEVEL, f"in which layer is {package}?"
     for name in imported_modules(MODULES[module]):
-        below = LEVEL[room_of(name)] < LEVEL[room] or {room, room_of(name)} <= {"runs", "recipe", "hardware"}
-        assert room_of(name) == room or below, f"{module} ({room}) imports {name}"
+        below = LEVEL[package_of(name)] < LEVEL[package] or {package, package_of(name)} <= {"runs", "recipe", "hardware"}
+        assert package_of(name) == package or below, f"{module} ({package}) imports {name}"
 
 
 def test_only_the_engine_and_tasks_import_torch_when_they_are_imported() -> None:

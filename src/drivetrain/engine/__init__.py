@@ -10,6 +10,6 @@ step           one optimizer step; `objective` turns losses into gradients of th
 evaluate       every sample once; `evaluation`: between the steps of a training
 saving         checkpoints; `finish`: the final weights; `inference`: a finished run's model
 
-The wings: data, numerics (losses, optimizers, number formats), strategies (single, DDP, FSDP2, DeepSpeed), group (collectives),
+The subpackages: data, numerics (losses, optimizers, number formats), strategies (single, DDP, FSDP2, DeepSpeed), group (collectives),
 fast (CUDA graphs, compiled code), state (checkpoints), log (metrics), measure (memory and time for the plan), faults.
 """

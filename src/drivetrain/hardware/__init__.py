@@ -1,4 +1,4 @@
-"""The machine: cores, memory and GPUs, detected on this machine or read from a description. Nothing in this room imports torch.
+"""The machine: cores, memory and GPUs, detected on this machine or read from a description. Nothing in this package imports torch.
 
 - `hardware`: the facts (`Hardware`, `Gpu`)          - `detection`, `cpu`, `nvml`: finding them on this machine
 - `described`: a machine given as text               - `cards`: published rates and memory of GPU models
