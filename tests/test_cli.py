@@ -15,7 +15,7 @@ import pytest
 
 from drivetrain.cli import VERBS, completion
 from drivetrain.runs import read_lines
-from tests.command import COMMAND, environment, expect_error, run_drivetrain, run_ok, write_task
+from tests.command import COMMAND, TASK, environment, expect_error, run_drivetrain, run_ok, write_task
 from tests.waiting import Stopwatch, wait_until
 
 
@@ -202,9 +202,24 @@ def test_a_read_only_folder_is_refused(folder: Path) -> None:
         assert "cannot make the run directory" in expect_error("train", "digits")
 
 
+ENDLESS = ["epochs=100000", "plan.compile=off", "eval_every=100000ep"]
+"""Settings of a training that takes steps until it is stopped, and does nothing else."""
+
+
+def test_sigterm_before_there_are_workers_ends_as_preempted(folder: Path) -> None:
+    slow_import = "import time; open('imported', 'w').close(); time.sleep(60)\n"
+    Path("small.py").write_text(slow_import + TASK.replace("epochs: int = 2", "epochs: int = int(2)"))  # only an import finds the default
+    command = subprocess.Popen([*COMMAND, "train", "small.py"], stderr=subprocess.PIPE, text=True, env=environment())
+    wait_until(lambda: Path("imported").exists(), "the import of the task", process=command)
+    command.terminate()
+    _, message = command.communicate(timeout=20)
+    assert command.returncode == 200 and "stopped before the first step" in message
+    assert not Path("runs").exists()
+
+
 def test_ctrl_c_leaves_a_resumable_run(folder: Path) -> None:
     write_task()
-    command = subprocess.Popen([*COMMAND, "train", "small.py", "epochs=100000"], stdout=subprocess.PIPE, text=True, env=environment())
+    command = subprocess.Popen([*COMMAND, "train", "small.py", *ENDLESS], stdout=subprocess.PIPE, text=True, env=environment())
     wait_until(lambda: any(Path("runs").glob("*/metrics.jsonl")), "steps", process=command)
     time.sleep(0.3)
     command.send_signal(signal.SIGINT)
@@ -234,9 +249,8 @@ def test_a_second_ctrl_c_ends_at_once(folder: Path) -> None:
 def test_sigterm_checkpoints_and_exits_resumable(folder: Path) -> None:
     write_task()
     command = subprocess.Popen(
-        [*COMMAND, "train", "small.py", "epochs=100000", "plan.compile=off", "--procs", "2"],
-        stdout=subprocess.PIPE, text=True, env=environment(),
-    )  # fmt: skip
+        [*COMMAND, "train", "small.py", *ENDLESS, "--procs", "2"], stdout=subprocess.PIPE, text=True, env=environment()
+    )
     wait_until(lambda: any(Path("runs").glob("*/metrics.jsonl")), "steps", process=command)
     time.sleep(0.3)
     command.terminate()

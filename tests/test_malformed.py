@@ -112,7 +112,7 @@ RECIPES: list[tuple[str, str]] = [
     ("task: small.py\nstages: [{5: 5}]", "no name of a setting"),
     ("task: small.py\nhidden: " + "[" * DEEP + "]" * DEEP, "nested deeper than 50 levels"),
     ("task: small.py\nhidden: " + "{a: " * DEEP + "}" * DEEP, "nested deeper than 50 levels"),
-    ("task: small.py\nhidden: &a [*a]", "stands within what it names"),
+    ("task: small.py\nhidden: &a [*a]", "is inside the value that it names"),
     (BILLION_LAUGHS + "task: small.py\nhidden: *i", "more than 20,000 values"),
     ("task: small.py\nhidden: " + "9" * 5000, "not valid YAML"),
     ("task: small.py\nhidden: 2024-99-99", "not valid YAML"),

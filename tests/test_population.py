@@ -199,7 +199,7 @@ def begin(
     recipe = make(find_task("cartpole"), {}, {k: v for k, v in SMALL.items() if k != "best"} | settings, {})
     space = make_space(task_settings(recipe.task), {}, search, {}, "cartpole")
     study_folder = folders.open_folder("study", "cartpole", folders.identity(recipe, space, GOAL))
-    study_folder.write(**folders.identity(recipe, space, GOAL), status="running")
+    study_folder.write_tune_json(**folders.identity(recipe, space, GOAL), status="running")
     study = Study(study_folder.path, space, "max", "tpe", 0, "none", trials)
     machine = LocalMachine(HARDWARE, "cpu", [], 1)
 

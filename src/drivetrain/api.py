@@ -109,7 +109,7 @@ def load(run: Run | str | os.PathLike[str]) -> nn.Module:
     return trained_model(instantiate(recorded_task(run_dir), run_dir.read()["recipe"]["settings"]), run_dir)
 
 
-# --- from Python's objects to recipes and runs -------------------------------------------------
+# --- helpers -----------------------------------------------------------------------------------
 
 
 def _find(run: Run | str | os.PathLike[str]) -> Run:

@@ -89,14 +89,14 @@ def _loader() -> Any:
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-            is_alias = isinstance(event, yaml.AliasEvent)
+            is_alias = isinstance(event, yaml.AliasEvent)  # an alias gives the same node object as its anchor: hence id(node)
             self.depth += 1
             if self.depth > MAX_DEPTH:
                 raise self.error(f"nested deeper than {MAX_DEPTH} levels", event)
             before = self.num_values
             node = super().compose_node(parent, index)
             if is_alias and id(node) not in self.num_values_of_node:
-                raise self.error(f"the alias *{event.anchor} stands within what it names", event)
+                raise self.error(f"the alias *{event.anchor} is inside the value that it names", event)
             self.num_values += self.num_values_of_node[id(node)] if is_alias else 1
             self.num_values_of_node[id(node)] = self.num_values - before
             if self.num_values > MAX_VALUES:

@@ -95,7 +95,7 @@ class GroupedConvolution(VideoNet):
         return super().loss(model, (batch[0] * model[2].bias.mean(), batch[1]))  # type: ignore[index, union-attr]
 
 
-@pytest.mark.parametrize(("precision", "kind"), [("bf16", "grouped"), ("fp32", "grouped_flat")])
+@pytest.mark.parametrize(("precision", "kind"), [("bf16", "grouped"), ("fp32", "grouped_channels_first")])
 def test_the_work_of_grouped_convolutions_is_counted_per_group(precision: str, kind: str) -> None:
     forward, backward = (w for w in survey(GroupedConvolution(), precision).plain.work if w.kind == kind)
     assert forward.flops == (0.0, 2 * 24 * 64 * 49)

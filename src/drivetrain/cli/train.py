@@ -66,17 +66,22 @@ def run(verb: str, words: list[str]) -> int:
         return 0
 
     from drivetrain.launch import start
-    from drivetrain.launch.ending import exit_code
-    from drivetrain.launch.launchers import detect_launcher, with_accelerate_choices
-    from drivetrain.launch.plan_file import apply_plan_file
-    from drivetrain.launch.smoke import train_smoke
     from drivetrain.watch.screen import Screen
 
     request = request_of(verb, parser(verb).parse(words))
     screen = Screen(quiet=request.quiet)
+    with start.ending_as_preempted():
+        return _resume(request, screen) if verb == "resume" else _train(request, screen)
+
+
+def _train(request: Request, screen: Screen) -> int:
+    from drivetrain.launch import start
+    from drivetrain.launch.ending import exit_code
+    from drivetrain.launch.launchers import detect_launcher, with_accelerate_choices
+    from drivetrain.launch.plan_file import apply_plan_file
+    from drivetrain.launch.smoke import train_smoke
+
     launcher = detect_launcher(os.environ)
-    if verb == "resume":
-        return _resume(request, screen, launcher)
     recipes = load(request.target, list(request.settings))
     recipes = [with_accelerate_choices(recipe, os.environ, launcher) for recipe in recipes]
     recipes, request = apply_plan_file(recipes, request, screen)
@@ -107,14 +112,15 @@ def request_of(verb: str, args: argparse.Namespace) -> Request:
     )  # fmt: skip
 
 
-def _resume(request: Request, screen: Screen, launcher: str | None) -> int:
+def _resume(request: Request, screen: Screen) -> int:
     from drivetrain import runs
     from drivetrain.launch import start
     from drivetrain.launch.ending import exit_code, raise_failure
+    from drivetrain.launch.launchers import detect_launcher
     from drivetrain.launch.recorded import recorded_recipe
 
     run = runs.find(request.target)
-    _, ended = start.resume(run, recorded_recipe(run, request.settings), request, screen, launcher)
+    _, ended = start.resume(run, recorded_recipe(run, request.settings), request, screen, detect_launcher(os.environ))
     raise_failure(ended, run)
     return exit_code(ended)
 

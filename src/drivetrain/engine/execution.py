@@ -24,7 +24,7 @@ from drivetrain.plan import Plan, PlanChange, halve, halved_size
 
 
 class TrainingActivity(Enum):
-    """What a training is doing: it decides what helps when memory runs out."""
+    """What runs when memory runs out: the remedy depends on it. COLLECTION: a Source makes samples."""
 
     STEPS = "step"
     EVALUATION = "evaluation"

@@ -59,7 +59,7 @@ def finish(setup: Setup, execution: Execution, progress: Progress, report_damage
         if best.step is not None and best.step != step:
             try:
                 checkpoint = verify(setup.run.checkpoints / folder_name(best.step))
-                tensors, metrics = state.with_prefix(checkpoint.tensors(), "model"), checkpoint.extra["metrics"]
+                tensors, metrics = state.without_prefix(checkpoint.tensors(), "model"), checkpoint.extra["metrics"]
                 facts |= {"weights_step": best.step, "best": best.name, "train": checkpoint.extra["train"]}
             except Damaged as damage:
                 report_damage(f"the best checkpoint (step {best.step:,}) cannot be used, so the last weights are kept: {damage}")

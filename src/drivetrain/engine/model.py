@@ -97,7 +97,7 @@ def run_weights(run: Run) -> Weights:
         card = run.final_weights()
         return Weights(*state.read_weights(run.model_path), card["step"] if card else None)
     checkpoint = require_checkpoint(newest_good(run, lambda text: None), run)
-    return Weights(state.with_prefix(checkpoint.tensors(), "model"), checkpoint.extra["aliases"], checkpoint.step)
+    return Weights(state.without_prefix(checkpoint.tensors(), "model"), checkpoint.extra["aliases"], checkpoint.step)
 
 
 def _batchnorm(model: nn.Module, task: Task, plan: Plan, group: Group, observer: Observer) -> nn.Module:

@@ -62,7 +62,7 @@ def write_graph(name: str, graph: ExportGraph, folder: Path) -> WrittenGraph:
             )  # fmt: skip
             assert program is not None
             _remove_source_lines(program)
-            _name_free_output_sizes(program, results)
+            _name_variable_output_sizes(program, results)
             program.save(str(path))
     except OSError:
         raise
@@ -104,8 +104,8 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _name_free_output_sizes(program: Any, results: list[dict[str, Tensor]]) -> None:
-    """Gives names to output sizes that differ between batches: the exporter fixes some of them at the first batch's size."""
+def _name_variable_output_sizes(program: Any, results: list[dict[str, Tensor]]) -> None:
+    """Gives names to output sizes that differ between batches. The exporter writes some of them as constants of the first batch."""
     from onnxscript import ir
 
     for value in program.model.graph.outputs:
@@ -273,7 +273,7 @@ def _users_line_in_text(text: str) -> str:
 
 
 def _innermost_message(error: BaseException) -> str:
-    """Returns the first line of the innermost error's message that is not empty."""
+    """Returns the first non-empty line of the innermost error's message."""
     lines = [line.strip() for line in str(_causes(error)[-1]).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 

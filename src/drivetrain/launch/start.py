@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 from drivetrain import runs
 from drivetrain.launch import rendezvous
@@ -18,7 +22,7 @@ from drivetrain.launch.request import Request
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.recipe import Recipe
 from drivetrain.runs import Run
-from drivetrain.supervise import JobEnd
+from drivetrain.supervise import JobEnd, handling_signals
 from drivetrain.watch.screen import Screen
 
 
@@ -41,6 +45,19 @@ def resume(run: Run, recipe: Recipe, request: Request, screen: Screen, launcher:
     if launcher is not None:
         return train_in_launcher(recipe, replace(request, run_dir=str(run.path)), screen, launcher)
     return resume_locally(run, recipe, request, screen)
+
+
+@contextlib.contextmanager
+def ending_as_preempted() -> Iterator[None]:
+    """Before there are workers, SIGTERM, SIGUSR1 and SIGHUP end the command with the outcome `preempted`: repeating it is right."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise Problem("stopped before the first step; the same command starts it again", Outcome.PREEMPTED)
+
+    with handling_signals(end):
+        yield
 
 
 def train_stages(recipes: list[Recipe], request: Request, screen: Screen, launcher: str | None = None) -> tuple[Run, JobEnd]:

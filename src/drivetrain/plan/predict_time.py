@@ -40,7 +40,7 @@ class Reached:
     conv: float = 0.17
     grouped: float = 0.20
     """Of the fp32 rate: convolutions with few channels in a group."""
-    grouped_flat: float = 0.03
+    grouped_channels_first: float = 0.03
     """The same if channels are not the innermost dimension."""
     attention: float = 0.35
     recurrent: float = 0.42
@@ -97,7 +97,7 @@ def _cpu_estimate(op: _Operation) -> float:
 
 
 def _gpu_estimate(op: _Operation, machine: MachineCapacity) -> float:
-    if op.kind in ("gemm", "conv", "grouped", "grouped_flat", "attention", "recurrent"):
+    if op.kind in ("gemm", "conv", "grouped", "grouped_channels_first", "attention", "recurrent"):
         return _matrix_estimate(op, machine)
     if op.kind == "embedding":
         is_sorted = op.depth > EMBEDDING_SORT_ROWS
@@ -123,7 +123,7 @@ def _matrix_estimate(op: _Operation, machine: MachineCapacity) -> float:
         return op.flops / (op.rate * REACHED.recurrent) + op.depth * REACHED.recurrent_step
     if op.kind == "conv":
         return op.flops / (op.rate * REACHED.conv) + 2 * op.seconds_by_bytes + CONV_SECONDS
-    share = REACHED.grouped if op.kind == "grouped" else REACHED.grouped_flat
+    share = REACHED.grouped if op.kind == "grouped" else REACHED.grouped_channels_first
     by_flops = op.flops / max(machine.card.fp32 * 1e12 * share, op.rate * REACHED.conv * min(1.0, op.depth / MATRIX_UNIT_CHANNELS))
     return by_flops + 2 * op.seconds_by_bytes + CONV_SECONDS
 

@@ -24,5 +24,5 @@ def check_exported(path: Path) -> None:
         return
     if sha256_of(path) != expected:
         raise Problem(
-            f"{path} is broken: its SHA-256 is not the one in {EXPORT_CARD}; copy it again, or write both again with drivetrain export RUN"
+            f"{path} is broken: its SHA-256 is not the one in {EXPORT_CARD}; copy it again, or export the run again: drivetrain export RUN"
         )

@@ -50,7 +50,7 @@ class StudyFolder:
     def read(self) -> dict[str, Any]:
         return read(self.path)
 
-    def write(self, **facts: Any) -> None:
+    def write_tune_json(self, **facts: Any) -> None:
         runs.write_atomic(self.path / "tune.json", json.dumps({"format": FORMAT} | facts, indent=1) + "\n")
 
     def run_of(self, number: int) -> Run:

@@ -43,8 +43,8 @@ def _history(pyplot: Any, trials: list[TrialRecord], goal: Goal) -> Any:
     best: list[float] = []  # the best value up to each trial
     for trial in finished:
         best.append(choose([*best[-1:], float(trial.value or 0)]))
-    numbers = [t.number for t in finished]
-    axes.step([*numbers, trials[-1].number], [*best, best[-1]], where="post", color=LINE, label="best so far")
+    trial_numbers = [t.number for t in finished]
+    axes.step([*trial_numbers, trials[-1].number], [*best, best[-1]], where="post", color=LINE, label="best so far")
     axes.set(xlabel="trial", ylabel=goal.metric)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False)

@@ -99,17 +99,17 @@ class Search:
         """Trains until there are enough trials; returns what `tune --json` prints."""
         trials = self.study.trials()
         if len(trials) >= self.request.trials and not self.study.unfinished():
-            self.folder.write(**self.facts | {"status": "finished", "trials": len(trials)})
+            self.folder.write_tune_json(**self.facts | {"status": "finished", "trials": len(trials)})
             self.table.screen.line("study", f"{_shown_path(self.folder)} is finished: {len(trials)} trials (more: --trials N)")
             return self._end("finished")
-        self.folder.write(**self.facts | {"status": "running"})
+        self.folder.write_tune_json(**self.facts | {"status": "running"})
         self._print_start()
         status = "stopped"
         try:
             if self._train():
                 status = "finished"
         finally:
-            self.folder.write(**self.facts | {"status": status})
+            self.folder.write_tune_json(**self.facts | {"status": status})
             pictures.draw(self.folder.path, self.study, self.space, self.goal)
         return self._end(status)
 

@@ -63,7 +63,7 @@ class ExecutionTrial:
         self.group, self.is_cuda = step.group, step.group.device.type == "cuda"
         self.seed, self.inputs, self.form = seed, inputs, form
 
-    # --- a graph ---
+    # --- a micro-batch as a CUDA graph ---
 
     def capture(self, obstacle: str) -> float | None:
         """Captures forward and backward. If the graph is correct, steps are captured from now on, and the seconds of a replay are returned."""

@@ -49,7 +49,7 @@ class Observers(Observer):
 
     def __init__(self, members: list[Observer]) -> None:
         self.members = members
-        self._watchers = [m for m in members if m.watches]  # called at every step
+        self._watchers = [m for m in members if m.watches]  # called several times a step
 
     def resumed(self, step: int) -> None:
         for member in self.members:

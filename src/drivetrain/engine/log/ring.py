@@ -21,7 +21,7 @@ class StepRows:
     first: int
     rows: list[list[float]]
     seconds: float | None = None
-    """Seconds from the end of the previous rows or pause to the end of these steps; None for the first rows of a process."""
+    """How long these steps took: the time since the previous rows, or since the last evaluation or save. None for the first rows of a process."""
 
     @property
     def last(self) -> int:

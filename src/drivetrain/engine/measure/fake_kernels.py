@@ -105,7 +105,7 @@ class _Norm(torch.autograd.Function):
         return grad_input, torch.empty_like(weight), None
 
 
-_NUM_SAVED = {"lstm": 5, "gru": 6, "rnn_tanh": 1, "rnn_relu": 1}  # numbers that cuDNN saves for each unit and step
+_CUDNN_SAVED_PER_UNIT = {"lstm": 5, "gru": 6, "rnn_tanh": 1, "rnn_relu": 1}  # numbers that cuDNN saves for each unit and step
 _SOFTMAX_FUNCTIONS = {F.softmax, F.log_softmax, torch.softmax, torch.log_softmax, Tensor.softmax, Tensor.log_softmax}
 _INPUT_FORMAT_ON_GPU = ("pool", "pad", "interpolate", "upsample")  # autocast computes these in fp32 on a CPU only
 _FP32_ON_GPU = {  # autocast computes these in fp32 on a GPU and in the input's format on a CPU
@@ -129,7 +129,8 @@ class FakeGpuKernels(TorchFunctionMode):
         if function is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         name = getattr(function, "__name__", "")
-        if name in _NUM_SAVED and len(args) > 6 and isinstance(args[2], (list, tuple)):
+        # By name, because torch.lstm and the function that nn.LSTM calls are different objects; args[2] holds the hidden states.
+        if name in _CUDNN_SAVED_PER_UNIT and len(args) > 6 and isinstance(args[2], (list, tuple)):
             return self._recurrent(name, *args)
         if function in (F.dropout, torch.dropout):
             return _dropout(*args, **kwargs)
@@ -178,7 +179,7 @@ class FakeGpuKernels(TorchFunctionMode):
         if self.half is not None and torch.is_autocast_enabled("cpu"):
             x, weights = x.to(self.half), [w.to(self.half) for w in weights]
         flops = 2.0 * steps * sum(w.numel() for w in weights if w.dim() > 1)
-        num_saved = steps * width * (_NUM_SAVED[name] * layers + layers - 1) if training else 0
+        num_saved = steps * width * (_CUDNN_SAVED_PER_UNIT[name] * layers + layers - 1) if training else 0
         num_workspace = int(1.5 * num_directions * sum(w.numel() for w in weights) + 6.5 * steps * width)
         length = x.shape[1 if batch_first and x.dim() > 2 else 0]
         sequential_steps = int(length * layers * (1.6 if bidirectional else 1))  # two directions run partly in parallel

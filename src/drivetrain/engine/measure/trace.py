@@ -73,8 +73,8 @@ class ShapesOnly(FakeTensorMode):
     """Makes tensors that have shapes and no values."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShapesOnly:
-        """Returns itself. A deep copy of a fake tensor (nn.TransformerEncoder makes some) deep-copies its mode; the mode holds raw
-        pointers to the storages of constants (such as BatchNorm's counter), and two modes that hold one would free it twice."""
+        """Returns itself. A copied mode would hold the same raw pointers to storages, and both would free them. nn.TransformerEncoder
+        copies fake tensors, and a copy of a fake tensor copies its mode."""
         return self
 
 
@@ -191,8 +191,8 @@ def _kind_of_operation(name: str, args: Any, inputs: list[Tensor], flops: float)
     if name in _CONV:
         if _groups(name, args) == 1:
             return "conv"
-        is_channels_last = inputs[0].dim() == 4 and inputs[0].element_size() == 2  # as the engine stores such images on a GPU
-        return "grouped" if is_channels_last else "grouped_flat"
+        is_channels_last = inputs[0].dim() == 4 and inputs[0].element_size() == 2  # half-precision images, as the engine stores them
+        return "grouped" if is_channels_last else "grouped_channels_first"
     is_strided_copy = name in ("clone", "copy_", "_to_copy") and any(not t.is_contiguous() for t in inputs)
     return "scattered" if is_strided_copy or name.startswith(_SCATTERED) else "other"
 

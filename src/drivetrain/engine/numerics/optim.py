@@ -164,7 +164,10 @@ def _factor_of_settings(decay: str, step: int, steps: int, warmup: int) -> float
     if decay == "constant":
         return 1.0
     done_share = (step - warmup) / max(1, steps - warmup)
-    return 1.0 - done_share if decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done_share))
+    if decay == "linear":
+        return 1.0 - done_share
+    assert decay == "cosine", f"decay={decay} has no schedule"
+    return 0.5 * (1.0 + math.cos(math.pi * done_share))
 
 
 class LearningRates:

@@ -52,9 +52,9 @@ class StoredTensors:
     def subset(self, prefix: str) -> StoredTensors:
         """Returns the tensors whose names begin with `prefix/`, under their names without it."""
         subset = StoredTensors(None)
-        subset._tensors = None if self._tensors is None else with_prefix(self._tensors, prefix)
+        subset._tensors = None if self._tensors is None else without_prefix(self._tensors, prefix)
         subset._group = self._group
-        subset.layout = with_prefix(self.layout, prefix)
+        subset.layout = without_prefix(self.layout, prefix)
         return subset
 
 
@@ -234,7 +234,7 @@ def add_prefixes(parts: dict[str, dict[str, T]]) -> dict[str, T]:
     return {f"{part}/{name}": value for part, values in parts.items() for name, value in values.items()}
 
 
-def with_prefix(values: Mapping[str, T], prefix: str) -> dict[str, T]:
+def without_prefix(values: Mapping[str, T], prefix: str) -> dict[str, T]:
     """Returns the entries whose names begin with `prefix/`, under their names without it."""
     return {name[len(prefix) + 1 :]: value for name, value in values.items() if name.startswith(f"{prefix}/")}
 

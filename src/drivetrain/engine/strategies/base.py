@@ -27,8 +27,8 @@ class Strategy:
     optimizer: torch.optim.Optimizer
     checkpoint_group: dist.ProcessGroup | None = None
     """The group in which each rank writes its own shards of a checkpoint; None where rank 0 writes all of it."""
-    _optimizer_scales = False
-    """Whether the optimizer's kernel multiplies gradients by a factor and skips steps."""
+    _kernel_scales_gradients = False
+    """Whether the optimizer's own kernel divides the gradients by a factor and skips overflowed steps."""
     _calls_kernel_directly = False
 
     def __init__(self, model: nn.Module, group: Group) -> None:
@@ -38,7 +38,7 @@ class Strategy:
     def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Sets the optimizer, which was made after the model was distributed."""
         self.optimizer = optimizer
-        self._optimizer_scales = supports_fused_scaling(optimizer)
+        self._kernel_scales_gradients = supports_fused_scaling(optimizer)
         self._calls_kernel_directly = can_call_kernel_directly(optimizer)
 
     # --- forward and backward ---
@@ -88,7 +88,7 @@ class Strategy:
             if skip_nonfinite:
                 nonfinite = (~torch.isfinite(norm)).float()
                 skip = nonfinite if skip is None else torch.maximum(nonfinite, skip)
-        if self._optimizer_scales:
+        if self._kernel_scales_gradients:
             self._hand_to_optimizer(factor, skip)
         else:
             if skip is not None and skip.item():

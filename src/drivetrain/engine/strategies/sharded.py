@@ -95,7 +95,7 @@ class Sharded(Strategy):
                 optimizer.state[local] = {k: state.local_tensor(v) if isinstance(v, Tensor) else v for k, v in values.items()}
         # With offloading, a kernel on the host could read the factor before its copy from the device has arrived.
         is_offloaded = any(p.device != self.group.device for p in self.parameters)
-        self._optimizer_scales = supports_fused_scaling(optimizer) and not is_offloaded
+        self._kernel_scales_gradients = supports_fused_scaling(optimizer) and not is_offloaded
 
     # --- forward and backward ---
 

@@ -35,7 +35,7 @@ def why_impossible(settings: Mapping[str, Any]) -> str:
 
 def check_task(task: Any) -> None:
     """Raises Problem if a task cannot be trained as a population for reasons that its settings do not show."""
-    from drivetrain.tasks.rl import population
+    from drivetrain.tasks.rl import population  # imports torch
 
     population.check_task(task)
 
