@@ -56,6 +56,24 @@ def test_a_gpus_answer_is_read_as_soon_as_the_host_is_far_enough_ahead(seconds: 
     assert took == reader.lag_steps and RETUNE_AT[0] < 200
 
 
+def test_on_a_gpu_one_request_takes_effect_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is repeated in every step until it takes effect, and the answers under way then still carry it."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    group: Any = Gpus()
+    reader = RequestReader(group)
+    taken: list[int] = []
+    is_requested = False
+    for step in range(60):
+        is_requested = is_requested or step in (10, 40)
+        piggyback = torch.zeros(PIGGYBACK_FLOATS)
+        piggyback[FIRST_REQUEST + 1] = is_requested
+        if reader.read(step, piggyback, Requests()).save:
+            taken.append(step)
+            is_requested = False
+    lag = reader.lag_steps
+    assert taken == [10 + lag, 40 + lag]
+
+
 class Asked(Observer):
     """Asks for a stop at an observation point of a step."""
 

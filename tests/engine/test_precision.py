@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from drivetrain.engine.group import Group
+from drivetrain.engine.numerics.precision import LossScale
 from drivetrain.outcomes import Outcome, Problem
 from tests import samples
 from tests.processes import on_ranks
@@ -41,6 +42,16 @@ def test_fp16_overflow_skips_the_step_and_is_counted(tmp_path: Path) -> None:
     assert last["skipped_steps"] >= 1
     assert last["loss_scale"] < 2.0**16
     assert last["eval/accuracy"] > 0.8
+
+
+def test_the_loss_scale_doubles_after_2000_good_steps_in_a_row() -> None:
+    loss_scale, good, overflow = LossScale(torch.device("cpu")), torch.tensor(0.0), torch.tensor(1.0)
+    scales = []
+    for steps in ([good] * 1999, [overflow], [good] * 1999, [good]):
+        for step in steps:
+            loss_scale.update(step)
+        scales.append(loss_scale.scale.item())
+    assert scales == [2.0**16, 2.0**15, 2.0**15, 2.0**16] and loss_scale.skipped == 1
 
 
 def test_sgd_s_momentum_begins_with_the_first_step_that_counts(tmp_path: Path) -> None:
@@ -77,6 +88,14 @@ def test_a_gradient_that_is_nan_while_the_loss_is_not_never_reaches_a_checkpoint
 
     first.register_hook(spoil)
     with pytest.raises(Problem, match="not a number at step 3"):
+        job.run_to_end()
+    assert job.setup.run.checkpoint_steps() == []
+
+
+def test_weights_that_an_update_made_infinite_are_not_saved(tmp_path: Path) -> None:
+    """The loss and the gradient of the first step are numbers, and its update is not."""
+    job = training("Plain", str(tmp_path), ALONE, {"learning_rate": 1e300, "optim": "sgd", "save_every": 1})
+    with pytest.raises(Problem, match="not a number at step 1 "):
         job.run_to_end()
     assert job.setup.run.checkpoint_steps() == []
 

@@ -13,7 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]  # alone: it holds most of the GPU
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.alone,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]  # alone: it holds most of the GPU
 
 FREE = 6 << 30  # bytes that are left
 HOG = """
