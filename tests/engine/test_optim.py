@@ -115,7 +115,9 @@ def test_weight_decay_is_a_setting_of_every_optimizer(optim: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("decay", "half_way", "last"), [("cosine", 0.5, 0.5 * (1 - math.cos(math.pi / 8))), ("linear", 0.5, 1 / 8), ("constant", 1, 1)]
+    ("decay", "half_way", "last"),
+    [("cosine", 0.5, 0.5 * (1 - math.cos(math.pi / 8))), ("linear", 0.5, 1 / 8), ("constant", 1, 1)],
+    ids=["cosine", "linear", "constant"],
 )
 def test_a_schedule_warms_up_to_its_peak_then_decays_to_zero(decay: str, half_way: float, last: float) -> None:
     factor = make_schedule(Task(warmup=3, decay=decay), steps=11, steps_per_epoch=5)

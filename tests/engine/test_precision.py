@@ -9,6 +9,7 @@ import torch
 
 from drivetrain.engine.group import Group
 from drivetrain.engine.numerics.precision import LossScale
+from drivetrain.engine.loop import Training
 from drivetrain.outcomes import Outcome, Problem
 from tests import samples
 from tests.processes import on_ranks
@@ -79,6 +80,21 @@ def test_nan_stops_at_its_step_and_names_the_last_good_checkpoint(tmp_path: Path
 
 def test_a_gradient_that_is_nan_while_the_loss_is_not_never_reaches_a_checkpoint(tmp_path: Path) -> None:
     job = training("Plain", str(tmp_path), ALONE, {"save_every": 3, "log_every": 100})
+    spoil_third_gradient(job)
+    with pytest.raises(Problem, match="not a number at step 3"):
+        job.run_to_end()
+    assert job.setup.run.checkpoint_steps() == []
+
+
+def test_a_gradient_that_is_nan_is_noticed_at_its_step_though_nothing_is_saved_then(tmp_path: Path) -> None:
+    """A step later the loss would be no number, too."""
+    job = training("Plain", str(tmp_path), ALONE, {"save_every": 100, "log_every": 1})
+    spoil_third_gradient(job)
+    with pytest.raises(Problem, match="not a number at step 3"):
+        job.run_to_end()
+
+
+def spoil_third_gradient(job: Training) -> None:
     first = next(iter(job.setup.model.parameters()))
     calls = []
 
@@ -87,9 +103,6 @@ def test_a_gradient_that_is_nan_while_the_loss_is_not_never_reaches_a_checkpoint
         return gradient * float("nan") if len(calls) == 3 else gradient
 
     first.register_hook(spoil)
-    with pytest.raises(Problem, match="not a number at step 3"):
-        job.run_to_end()
-    assert job.setup.run.checkpoint_steps() == []
 
 
 def test_weights_that_an_update_made_infinite_are_not_saved(tmp_path: Path) -> None:

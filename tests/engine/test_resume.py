@@ -116,20 +116,20 @@ def test_each_micro_batch_draws_dropout_of_its_own(tmp_path: Path) -> None:
     assert len(set(seeds)) == 3 * 4
 
 
-def test_rows_are_on_the_disk_before_their_checkpoint_is_published(tmp_path: Path) -> None:
-    class AtRename(Observer):
-        """Records the newest row on the disk when a checkpoint gets its name."""
+def test_rows_are_on_the_disk_before_their_checkpoint_is_written(tmp_path: Path) -> None:
+    class AtSaves(Observer):
+        """Records the newest row on the disk when a checkpoint is about to be written."""
 
         last_rows: list[int] = []
 
         def reached(self, name: str) -> None:
-            if name == "rename":
+            if name == "save":
                 self.last_rows.append(rows(tmp_path)[-1]["step"])
 
         def __bool__(self) -> bool:
             return False
 
-    observer = AtRename()
+    observer = AtSaves()
     job = training("Plain", str(tmp_path), ALONE, {"save_every": 4, "keep": 10}, stop=observer)
     job.run_to_end()
     assert observer.last_rows == job.setup.run.checkpoint_steps() == [4, 8, 12, 14]

@@ -103,7 +103,7 @@ def try_fault(fault: Fault) -> Outcome:
         code, output = run_tests(fault.tests, environment, TIMEOUT_SECONDS)
     if code is None:
         return _outcome(fault, begin, problem=f"the tests did not end within {TIMEOUT_SECONDS} s")
-    failed = re.search(r"^FAILED (\S+?\.py::.+?)(?: - |$)", output, re.MULTILINE)
+    failed = re.search(r"^FAILED (\S+?\.py::.+?)(?: - |$)", output, re.MULTILINE)  # a broken fixture (ERROR) catches nothing
     if code == SOME_TESTS_FAILED and failed:
         return _outcome(fault, begin, caught_by=failed[1])
     return _outcome(fault, begin, problem="" if code == 0 else f"pytest ended with code {code}: {output.strip()[-2000:]}")

@@ -152,7 +152,7 @@ def test_offloaded_state_is_divided_over_the_processes() -> None:
 
 
 def test_a_candidate_that_needs_more_of_the_hosts_memory_than_there_is_does_not_fit() -> None:
-    rater = Rater(profile("135M", "bf16"), MachineCapacity.of(parse("1xH100-80GB, 64GB RAM"), "cuda", 1), 64, 1, 1)
+    rater = Rater(profile("cnn", "bf16"), MachineCapacity.of(parse("1xH100-80GB, 64GB RAM"), "cuda", 1), 64, 1, 1)
     offloaded = rater.rate(Candidate("fsdp", 1, 64, 1, zero_stage=3, offload="all"), 1)
     assert offloaded.fits
     assert not replace(offloaded, usable_host_bytes=offloaded.host_bytes - 1).fits
