@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from drivetrain.engine.group import Group
-from drivetrain.engine.numerics.precision import LossScale
 from drivetrain.engine.loop import Training
+from drivetrain.engine.numerics.precision import LossScale
 from drivetrain.outcomes import Outcome, Problem
 from tests import samples
 from tests.processes import on_ranks

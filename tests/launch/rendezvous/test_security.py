@@ -171,6 +171,16 @@ def test_an_eavesdropper_reads_no_recipe_and_cannot_replay_what_it_recorded(obse
     assert not observed.leader.connected_peers()
 
 
+def test_the_leader_draws_a_new_nonce_for_every_connection(observed: ObservedLeader) -> None:
+    """So that a proof that was recorded is of no use in another connection."""
+    nonces = ["0" * 64]
+    for _ in range(3):
+        with observed.connect() as stranger:
+            stranger.sendall(json.dumps({"drivetrain": handshake.VERSION, "nonce": nonces[0]}).encode() + b"\n")
+            nonces.append(json.loads(stranger.recv(4096))["nonce"])
+    assert len(set(nonces)) == len(nonces)
+
+
 def test_only_its_owner_may_read_the_token_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("DRIVETRAIN_TOKEN")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
