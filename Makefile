@@ -57,6 +57,7 @@ test-long: .venv/.ready-dev
 	tests/system/install
 	DRIVETRAIN_EVERY=1 $(BIN)/python -m pytest -m "" tests/system/test_strategies_long.py
 	DRIVETRAIN_REPETITIONS=10 $(BIN)/python -m pytest -m "" tests/system/test_oom_sharded.py tests/system/test_oom_long.py tests/engine/test_oom.py
+	$(BIN)/python -m tests.faults.one_line_faults
 	$(MAKE) chaos
 
 test-gpu: .venv/.ready-dev

@@ -31,6 +31,7 @@ from drivetrain.supervise.attempt import Attempt
 from drivetrain.supervise.ending import JobEnd, Worker
 from drivetrain.supervise.fork_server import ForkServer, WorkerProcess
 from drivetrain.supervise.hang_detector import HangDetector, WatchedRank
+from drivetrain.supervise.restarts import RestartCount
 from drivetrain.supervise.scratch import Scratch, sweep
 from drivetrain.supervise.verdicts import LocalVerdicts, find_hang
 from drivetrain.task_ref import find_task
@@ -377,6 +378,22 @@ def test_a_rank_that_imports_modules_is_not_hung(stuck: Callable[..., WatchedRan
     )
     os.kill(importing.pid, signal.SIGSTOP)
     assert wait_until(lambda: find_hang(hang_detector.check([importing]) or [], all_ranks=True), "a verdict", 60).ranks == [0]
+
+
+def test_time_in_which_the_supervisor_was_suspended_is_not_held_against_a_rank(stuck: Callable[..., WatchedRank]) -> None:
+    rank = stuck("sleeps", "take", longest=0.1, silent=40.0)
+    suspended = HangDetector(min_limit=30, _checked_at=time.monotonic() - 35)
+    assert suspended.check([rank]) == [], "a laptop that was closed for 35 s"
+    [report] = HangDetector(min_limit=30).check([rank]) or []
+    assert report.over
+
+
+def test_only_restarts_without_a_new_checkpoint_are_counted(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    count = RestartCount(run)
+    assert [count.add(), count.add()] == [1, 2]
+    (run.checkpoints / "step-00000005").mkdir(parents=True)
+    assert [count.add(), count.add()] == [1, 2]
 
 
 def test_a_heartbeat_has_the_longest_duration_of_all_phases() -> None:

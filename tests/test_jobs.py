@@ -67,3 +67,9 @@ def test_a_job_with_an_unknown_missing_or_wrongly_typed_field_is_refused(change:
     (tmp_path / "job.json").write_text(json.dumps({key: value for key, value in values.items() if value is not None or key == "scratch"}))
     with pytest.raises(Mismatch):
         read(TrainJob, tmp_path / "job.json")
+
+
+def test_a_whole_job_of_another_purpose_is_refused(tmp_path: Path) -> None:
+    write(JOBS[1], tmp_path / "job.json")
+    with pytest.raises(Mismatch, match="its purpose is verify, not that of a TrainJob"):
+        read(TrainJob, tmp_path / "job.json")

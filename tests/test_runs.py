@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +18,7 @@ import pytest
 from drivetrain import cli, runs
 from drivetrain.launch.request import Request
 from drivetrain.outcomes import Problem
-from drivetrain.runs import Follower, Run, files, layout, read_lines, truncate_rows
+from drivetrain.runs import Follower, Lock, Run, files, layout, read_lines, truncate_rows
 from drivetrain.tune.study import Proposal
 from drivetrain.tune.trial import RunningTrial
 from tests.command import expect_error, run_ok, write_task
@@ -348,6 +350,40 @@ def test_a_resume_deletes_the_rows_it_will_repeat(case: str, tmp_path: Path) -> 
         assert last_step == (json.loads(after.splitlines()[-1])["step"] if after else 0)
     assert path.stat().st_ino == inode, "truncated in place: a kill leaves the old or the new file"
     assert truncate_rows(tmp_path / "none" / "metrics.jsonl", 3) == 0
+
+
+def test_a_file_is_on_the_disk_before_it_replaces_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: set[int] = set()
+    fsync, replace = os.fsync, os.replace
+
+    def record(handle: int) -> None:
+        synced.add(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    def check(source: str, target: Path) -> None:
+        assert Path(source).stat().st_ino in synced
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(os, "replace", check)
+    files.write_atomic(tmp_path / "run.json", "{}")
+    assert (tmp_path / "run.json").read_text() == "{}"
+
+
+def test_a_lock_is_never_of_a_directory_that_was_deleted_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, lockf, num_calls = tmp_path / "run", fcntl.lockf, 0
+
+    def delete_first(handle: int, operation: int) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            shutil.rmtree(path)  # `drivetrain runs rm`, between the opening of the file and its lock
+        lockf(handle, operation)
+
+    monkeypatch.setattr(fcntl, "lockf", delete_first)
+    lock = Lock.acquire(path)
+    assert os.path.samestat(os.fstat(lock.handle), (path / "lock").stat())
+    lock.release()
 
 
 def test_a_follower_notices_a_truncation_even_if_the_file_has_grown_since(tmp_path: Path) -> None:

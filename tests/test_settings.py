@@ -68,6 +68,11 @@ def test_lengths_in_steps(number: int, per_epoch: int) -> None:
     assert Length.parse(f"{number}min").value == 60 * number
 
 
+@pytest.mark.parametrize(("text", "seconds"), [("30s", 30), ("10min", 600), ("1.5h", 5400), ("2d", 172_800)])
+def test_lengths_in_seconds(text: str, seconds: float) -> None:
+    assert Length.parse(text) == Length(seconds, "seconds")
+
+
 def test_a_missing_required_setting_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "t.py"
     file.write_text("from drivetrain import Task\nclass T(Task):\n    path: str\n    '''Where.'''\n")

@@ -97,6 +97,40 @@ def test_a_planted_pickle_is_refused_without_running(tmp_path: Path) -> None:
     assert not (tmp_path / "owned").exists()
 
 
+def test_all_is_on_the_disk_before_a_checkpoint_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: set[int] = set()
+    missing: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def record(handle: int) -> None:
+        synced.add(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    def check(source: Path, target: Path) -> None:
+        if Path(target).name == "step-00000001":
+            missing.extend(path.name for path in (Path(source), *Path(source).iterdir()) if path.stat().st_ino not in synced)
+            synced.clear()
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(os, "rename", check)
+    save(tmp_path, 1)
+    assert not missing
+    assert (tmp_path / "checkpoints").stat().st_ino in synced, "the name, too"
+
+
+@pytest.mark.parametrize("path", ["../step-00000002/__0_0.distcp", "/etc/passwd"])
+def test_an_index_that_points_outside_is_refused(path: str, tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    folder = tmp_path / "checkpoints/step-00000001"
+    index = shards.read_index(folder)
+    for storage in index.storage_data.values():
+        storage.relative_path = path
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(shards.Refused, match=f"points outside of it, to {path}"):
+        shards.read(folder)
+
+
 def test_a_failed_save_is_reported_and_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 1)
     blocked = tmp_path / "checkpoints" / ".step-00000002"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from drivetrain.engine.data.feed import micro_batch_spans
-from drivetrain.engine.data.keyed_random import KeyedRand, key, permutation
+from drivetrain.engine.data.keyed_random import EpochRand, KeyedRand, RandomStream, key, permutation
 from drivetrain.engine.data.make_feed import check_data, eval_feed, train_feed
 from drivetrain.engine.group import Group
 from drivetrain.outcomes import Problem
@@ -81,6 +81,31 @@ def test_keyed_random_numbers_depend_on_the_sample_not_on_the_batch(ids: list[in
         alone = KeyedRand(torch.tensor([sample]), 7, 2)
         assert torch.equal(alone.uniform(k)[0], first[row])
         assert torch.allclose(alone.normal(k)[0], second[row])
+
+
+def test_a_feed_shuffles_each_epoch_differently() -> None:
+    task = Plain()
+    feed = train_feed(task, task.train_data(), Plan(global_batch=16, micro_batch=16), Group(0, 1, CPU))
+
+    def samples(epoch: int) -> list[int]:
+        return [i for index in range(feed.steps_per_epoch) for part in feed.micro_batches(epoch, index) for i in part.ids.tolist()]
+
+    first, second = samples(0), samples(1)
+    assert first != second and sorted(first) == sorted(second) == list(range(101))
+    assert samples(0) == first
+
+
+@pytest.mark.parametrize("max_table_numbers", [0, 1000], ids=["drawn for each batch", "drawn for the epoch"])
+def test_a_sample_is_augmented_differently_in_each_epoch(max_table_numbers: int) -> None:
+    rand = EpochRand(10, CPU, 7, RandomStream.TRAIN, max_table_numbers)
+
+    def numbers(epoch: int) -> torch.Tensor:
+        rand.begin_epoch(epoch)
+        return rand.for_samples(torch.tensor([3, 8])).uniform(2)
+
+    first, second = numbers(0), numbers(1)
+    assert not (first == second).any()
+    assert torch.equal(numbers(0), first)
 
 
 def test_keyed_random_numbers_are_uniform_and_normal() -> None:

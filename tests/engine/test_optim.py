@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.engine.fast.parallel_kernels import FUSED_OPTIMIZERS, split_tensors
-from drivetrain.engine.numerics.optim import can_call_kernel_directly, step_by_direct_kernel_call
+from drivetrain.engine.numerics.optim import can_call_kernel_directly, make_optimizer, make_schedule, step_by_direct_kernel_call
+from drivetrain.task import Task
 
 PROCESSORS = 4
 
@@ -108,10 +110,25 @@ def test_only_some_optimizers_can_call_their_kernel_directly() -> None:
     assert not can_call_kernel_directly(type("Own", (torch.optim.AdamW,), {})([fp32], fused=True))
 
 
+@pytest.mark.parametrize("optim", ["adamw", "adam", "sgd"])
+def test_weight_decay_is_a_setting_of_every_optimizer(optim: str) -> None:
+    task = Task(optim=optim, weight_decay=0.3)
+    assert make_optimizer(task, torch.nn.Linear(2, 2), torch.device("cpu")).param_groups[0]["weight_decay"] == 0.3
+
+
+@pytest.mark.parametrize(
+    ("decay", "half_way", "last"),
+    [("cosine", 0.5, 0.5 * (1 - math.cos(math.pi / 8))), ("linear", 0.5, 1 / 8), ("constant", 1, 1)],
+    ids=["cosine", "linear", "constant"],
+)
+def test_a_schedule_warms_up_to_its_peak_then_decays_to_zero(decay: str, half_way: float, last: float) -> None:
+    factor = make_schedule(Task(warmup=3, decay=decay), steps=11, steps_per_epoch=5)
+    assert [factor(step) for step in range(4)] == pytest.approx([1 / 3, 2 / 3, 1, 1])
+    assert (factor(7), factor(10)) == pytest.approx((half_way, last))
+
+
 def test_momentum_is_a_setting_of_sgd() -> None:
-    from drivetrain.engine.numerics.optim import make_optimizer
     from drivetrain.settings_reader.live import settings_of_class
-    from drivetrain.task import Task
 
     def momentum(**settings: Any) -> float:
         optimizer = make_optimizer(Task(optim="sgd", **settings), torch.nn.Linear(2, 2), torch.device("cpu"))

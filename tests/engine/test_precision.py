@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from drivetrain.engine.group import Group
+from drivetrain.engine.loop import Training
+from drivetrain.engine.numerics.precision import LossScale
 from drivetrain.outcomes import Outcome, Problem
 from tests import sample_tasks
 from tests.processes import on_ranks
@@ -43,6 +45,16 @@ def test_fp16_overflow_skips_the_step_and_is_counted(tmp_path: Path) -> None:
     assert last_row["eval/accuracy"] > 0.8
 
 
+def test_the_loss_scale_doubles_after_2000_good_steps_in_a_row() -> None:
+    loss_scale, good, overflow = LossScale(torch.device("cpu")), torch.tensor(0.0), torch.tensor(1.0)
+    scales = []
+    for steps in ([good] * 1999, [overflow], [good] * 1999, [good]):
+        for step in steps:
+            loss_scale.update(step)
+        scales.append(loss_scale.scale.item())
+    assert scales == [2.0**16, 2.0**15, 2.0**15, 2.0**16] and loss_scale.skipped == 1
+
+
 def test_the_momentum_of_sgd_is_unchanged_by_a_skipped_step(tmp_path: Path) -> None:
     job = training("Exploding", str(tmp_path), ALONE, {"precision": "fp16", "spike": 1e4, "optim": "sgd"})
     job.execution.step(0)
@@ -68,6 +80,21 @@ def test_nan_stops_at_its_step_and_names_the_last_good_checkpoint(tmp_path: Path
 
 def test_a_nan_gradient_with_a_finite_loss_never_reaches_a_checkpoint(tmp_path: Path) -> None:
     job = training("Plain", str(tmp_path), ALONE, {"save_every": 3, "log_every": 100})
+    make_third_gradient_nan(job)
+    with pytest.raises(Problem, match="not a number at step 3"):
+        job.run_to_end()
+    assert job.setup.run.checkpoint_steps() == []
+
+
+def test_a_gradient_that_is_nan_is_noticed_at_its_step_without_a_save(tmp_path: Path) -> None:
+    """One step later the loss would be NaN too."""
+    job = training("Plain", str(tmp_path), ALONE, {"save_every": 100, "log_every": 1})
+    make_third_gradient_nan(job)
+    with pytest.raises(Problem, match="not a number at step 3"):
+        job.run_to_end()
+
+
+def make_third_gradient_nan(job: Training) -> None:
     first_parameter = next(iter(job.setup.model.parameters()))
     calls = []
 
@@ -76,7 +103,12 @@ def test_a_nan_gradient_with_a_finite_loss_never_reaches_a_checkpoint(tmp_path: 
         return gradient * float("nan") if len(calls) == 3 else gradient
 
     first_parameter.register_hook(make_third_nan)
-    with pytest.raises(Problem, match="not a number at step 3"):
+
+
+def test_weights_that_an_update_made_infinite_are_not_saved(tmp_path: Path) -> None:
+    """The loss and the gradient of the first step are numbers, and its update is not."""
+    job = training("Plain", str(tmp_path), ALONE, {"learning_rate": 1e300, "optim": "sgd", "save_every": 1})
+    with pytest.raises(Problem, match="not a number at step 1 "):
         job.run_to_end()
     assert job.setup.run.checkpoint_steps() == []
 

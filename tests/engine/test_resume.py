@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from drivetrain.engine.group import Group
+from drivetrain.engine.log.observe import Observer
 from tests.engine.test_invariance import assert_same_metrics
 from tests.processes import on_ranks
-from tests.sample_tasks import rows, train, weights
+from tests.sample_tasks import rows, train, training, weights
+
+ALONE = Group(0, 1, torch.device("cpu"))
 
 
 def run(name: str, folder: Path, world: int = 1, stop: int | None = None, pins: dict[str, Any] | None = None, **settings: Any) -> None:
@@ -100,6 +105,34 @@ def test_dropout_differs_between_steps_and_samples(tmp_path: Path) -> None:
     run("Plain", tmp_path / "seed", dropout=0.3, seed=1)
     curves = [tuple(r["train/loss"] for r in rows(tmp_path / n)) for n in ("without", "with", "seed")]
     assert len(set(curves)) == 3
+
+
+def test_each_micro_batch_draws_dropout_of_its_own(tmp_path: Path) -> None:
+    job = training("Plain", str(tmp_path), ALONE, {"dropout": 0.3}, {"micro_batch": 4})
+    seeds: list[int] = []
+    job.execution.step.micro_batch_hooks.append(lambda seed, inputs, form: seeds.append(seed))
+    for step in range(3):
+        job.execution.step(step)
+    assert len(set(seeds)) == 3 * 4
+
+
+def test_rows_are_on_the_disk_before_their_checkpoint_is_written(tmp_path: Path) -> None:
+    class AtSaves(Observer):
+        """Records the newest row on the disk when a checkpoint is about to be written."""
+
+        last_rows: list[int] = []
+
+        def reached(self, name: str) -> None:
+            if name == "save":
+                self.last_rows.append(rows(tmp_path)[-1]["step"])
+
+        def __bool__(self) -> bool:
+            return False
+
+    observer = AtSaves()
+    job = training("Plain", str(tmp_path), ALONE, {"save_every": 4, "keep": 10}, stop=observer)
+    job.run_to_end()
+    assert observer.last_rows == job.setup.run.checkpoint_steps() == [4, 8, 12, 14]
 
 
 def test_best_keeps_and_exports_the_best_checkpoint(tmp_path: Path) -> None:

@@ -75,3 +75,18 @@ def test_a_ring_times_its_blocks_and_leaves_pauses_out(monkeypatch: pytest.Monke
             now += 50.0  # an evaluation
             ring.end_pause()
     assert seconds == [None, 1.25, 1.25, 1.0]
+
+
+def test_rows_come_in_order_beyond_the_end_of_the_ring() -> None:
+    ring = MetricRing(2, torch.device("cpu"))
+    arrived = []
+    for step in range(600):
+        assert ring.slots(step)[0] == 0, "of a step 256 steps ago"
+        ring.slots(step)[0].fill_(step)
+        ring.commit(step)
+        if ring.is_full:
+            ring.fetch()
+            arrived += ring.arrived(wait=True)
+    values = [row[0] for block in arrived for row in block.rows]
+    assert len(values) > 500 and values == list(range(len(values)))
+    assert [block.first for block in arrived[1:]] == [block.last + 1 for block in arrived[:-1]]

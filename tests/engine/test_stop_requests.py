@@ -56,6 +56,23 @@ def test_requests_on_a_gpu_are_read_so_late_that_the_host_need_not_wait(seconds:
     assert delay_steps == reader.lag_steps and RETUNE_AT[0] < 200
 
 
+def test_on_a_gpu_one_request_takes_effect_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank repeats its request until it takes effect; later answers that still carry it are ignored."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    group: Any = FakeGpuGroup()
+    reader = RequestReader(group)
+    saved_at: list[int] = []
+    is_requested = False
+    for step in range(60):
+        is_requested = is_requested or step in (10, 40)
+        piggyback = torch.zeros(PIGGYBACK_FLOATS)
+        piggyback[FIRST_REQUEST + 1] = is_requested
+        if reader.read(step, piggyback, Requests()).save:
+            saved_at.append(step)
+            is_requested = False
+    assert saved_at == [10 + reader.lag_steps, 40 + reader.lag_steps]
+
+
 class StopRequest(Observer):
     """Requests a stop on one rank, at an observation point of a step; is true from then on."""
 

@@ -16,11 +16,12 @@ from drivetrain.plan.candidates import Candidate
 from drivetrain.plan.capacity import MachineCapacity
 from drivetrain.plan.choose import choose
 from drivetrain.plan.fit import Fit, Point, next_size_to_measure, sizes_to_measure
-from drivetrain.plan.predict_memory import memory_by_part
-from drivetrain.plan.predict_time import operation_seconds
+from drivetrain.plan.predict_memory import host_memory, memory_by_part
+from drivetrain.plan.predict_time import operation_seconds, step_seconds
 from drivetrain.plan.profile import Profile, Work, reduction_buffer_bytes
 from drivetrain.plan.rating import Rater
 from drivetrain.plan.reasons import why_lost
+from drivetrain.plan.search import _replaces
 from drivetrain.task import Task
 from tests.plan.golden import FILE, MACHINES, TASKS, plan, profile, text
 
@@ -128,6 +129,48 @@ def test_measured_points_correct_the_prediction_between_them() -> None:
     assert fit.work_seconds(8, half_of_measured) == pytest.approx(0.020)
     assert fit.work_seconds(16, half_of_measured) == pytest.approx(0.040)
     assert fit.peak_bytes(32, lambda size: 100.0 * size) == pytest.approx(6_000)
+
+
+def test_between_measured_points_the_correction_is_interpolated_and_beyond_them_it_is_that_of_the_nearest() -> None:
+    fit = Fit.of([Point(8, True, 100), Point(32, True, 300)])
+    assert fit is not None
+    assert [fit.peak_bytes(size, lambda size: 100.0) for size in (4, 8, 16, 32, 64)] == pytest.approx([100, 100, 200, 300, 300])
+
+
+def test_one_all_reduce_sends_almost_twice_the_gradients() -> None:
+    known, machine = profile("cnn", "bf16"), MachineCapacity.of(parse("8xA100-40GB"), "cuda", 8)
+    seconds = step_seconds(known, Candidate("ddp", 8, 4, world_size=8), machine)["communication"]
+    assert seconds * machine.link == pytest.approx(2 * 7 / 8 * known.trained_bytes), "a ring sums, then shares the sums"
+    slow = replace(machine, network=machine.link / 10)
+    assert step_seconds(known, Candidate("ddp", 8, 4, world_size=8, nodes=2), slow)["communication"] == pytest.approx(10 * seconds)
+
+
+def test_offloaded_state_is_divided_over_the_processes() -> None:
+    known = untraced(1_000_000)
+    candidates = [Candidate("fsdp", 1, 1, world_size, zero_stage=3, offload="all") for world_size in (1, 4)]
+    assert [host_memory(known, candidate) for candidate in candidates] == [16_000_000, 4_000_000]
+
+
+def test_a_candidate_that_needs_more_of_the_hosts_memory_than_there_is_does_not_fit() -> None:
+    rater = Rater(profile("cnn", "bf16"), MachineCapacity.of(parse("1xH100-80GB, 64GB RAM"), "cuda", 1), 64, 1, 1)
+    offloaded = rater.rate(Candidate("fsdp", 1, 64, 1, zero_stage=3, offload="all"), 1)
+    assert offloaded.fits
+    assert not replace(offloaded, usable_host_bytes=offloaded.host_bytes - 1).fits
+    assert not replace(offloaded, usable_bytes=offloaded.needed_bytes - 1).fits
+
+
+def test_what_fits_unsharded_is_sharded_for_a_large_gain_only() -> None:
+    rater = Rater(profile("cnn", "bf16"), MachineCapacity.of(parse("8xH100-80GB"), "cuda", 8), 512, 8, 1)
+    plain = rater.rate(Candidate("ddp", 64, 1, 8), 64)
+    sharded = rater.rate(Candidate("fsdp", 64, 1, 8, zero_stage=2), 64)
+    for faster, wins in ((1.2, False), (1.3, True)):
+        assert _replaces(rater, replace(sharded, seconds={"work": plain.step_seconds / faster}), plain) is wins
+
+
+def test_a_micro_batch_that_does_not_divide_the_share_takes_one_more() -> None:
+    settings = Task(global_batch=64).settings()
+    made = choose(settings, parse("cpu, 16 cores, 64GB RAM"), device="cpu", world_size=1, local_procs=1, pins={"micro_batch": 20})
+    assert (made.micro_batch, made.accumulation) == (20, 4)
 
 
 def test_the_buffer_of_a_sum_over_many_rows() -> None:

@@ -171,6 +171,16 @@ def test_an_eavesdropper_reads_no_recipe_and_cannot_replay_a_connection(observed
     assert not observed.leader.connected_peers()
 
 
+def test_the_leader_draws_a_new_nonce_for_every_connection(observed: ObservedLeader) -> None:
+    """So that a proof that was recorded is of no use in another connection."""
+    nonces = ["0" * 64]
+    for _ in range(3):
+        with observed.connect() as stranger:
+            stranger.sendall(json.dumps({"drivetrain": handshake.VERSION, "nonce": nonces[0]}).encode() + b"\n")
+            nonces.append(json.loads(stranger.recv(4096))["nonce"])
+    assert len(set(nonces)) == len(nonces)
+
+
 def test_only_its_owner_may_read_the_token_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("DRIVETRAIN_TOKEN")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -181,9 +191,10 @@ def test_only_its_owner_may_read_the_token_file(monkeypatch: pytest.MonkeyPatch,
     assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
     assert observed.noticed(file.read_text().splitlines()[0]), "the printed command contains the token"
     observed.join().link.close()  # a machine with the same home folder reads the token file
-    file.chmod(0o644)
-    with pytest.raises(Problem, match="chmod 600"):
-        observed.join()
+    for mode in (0o640, 0o604):
+        file.chmod(mode)
+        with pytest.raises(Problem, match="chmod 600"):
+            observed.join()
     observed.leader.end_run(Outcome.INFRA, "")
     assert file.exists(), "the repeated command needs it"
     observed.leader.token.delete_file()
@@ -299,6 +310,19 @@ def begin_attempt(observed: ObservedLeader, *names: str) -> FakeSupervisor:
     observed.leader.wait_for_members()
     observed.leader.start_attempt("both", Plan(), {})
     return FakeSupervisor()
+
+
+def test_a_repeated_message_is_refused() -> None:
+    with socket.create_server((LOCAL, 0)) as server, socket.create_connection(server.getsockname()) as near:
+        far, _ = server.accept()
+        sender, receiver = Link(near, b"one", b"two", ToMember), Link(far, b"two", b"one", ToLeader)
+        sender.send(messages.NodeHeartbeat(attempt=3))
+        line = far.recv(4096)
+        receiver._accept(line)
+        assert receiver.peer_attempt == 3
+        with pytest.raises(InvalidMessage, match="not signed"):
+            receiver._accept(line)
+        far.close()
 
 
 @pytest.mark.parametrize("fault", ["unsigned", "unknown", "others' ranks", "flood"])
