@@ -27,8 +27,8 @@ Repeating the command on an unfinished run goes on with it; Ctrl-C leaves a run 
 
 RESUME = """\
 Go on with a run where its last good checkpoint is: with the code and settings it began with, on as
-many processes as you ask for now. epochs, steps, log_every, eval_every, save_every, keep, best,
-patience and plan.* may change."""
+many processes as you ask for now. epochs, steps, log_every, eval_every, eval_first, save_every, keep,
+best, patience and plan.* may change."""
 
 
 def parser(verb: str) -> Parser:
