@@ -12,10 +12,12 @@ from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without it, DeepSpeed prints at its import that there is no GPU
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload([
-    "torch", "torch._dynamo", "drivetrain.engine.loop", "drivetrain.engine.state.shards", "tests.deep_tasks",
-    "deepspeed", "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.zero.muon.original_muon", "torch._inductor.compile_fx",
-])  # fmt: skip
+_PRELOADED = ["torch", "drivetrain.engine.loop", "drivetrain.engine.state.shards", "tests.deep_tasks", "deepspeed"]
+if not Path("/dev/nvidiactl").exists():  # on a machine with a GPU these use it, and then no fork of the server can
+    _PRELOADED += [
+        "torch._dynamo", "torch._inductor.compile_fx", "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.zero.muon.original_muon",
+    ]  # fmt: skip
+_CONTEXT.set_forkserver_preload(_PRELOADED)
 
 
 def _run_rank(rank: int, size: int, rendezvous_file: str, results: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

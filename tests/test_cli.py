@@ -173,7 +173,7 @@ def test_a_run_directory_belongs_to_one_task_and_its_settings(folder: Path) -> N
     assert "step 6/6" in run_ok("resume", "a", "steps=6")
     Path("full").mkdir()
     Path("full/file").write_text("mine")
-    assert "not empty and no run" in expect_error("train", "small.py", "--run-dir", "full")
+    assert "not empty and not a run" in expect_error("train", "small.py", "--run-dir", "full")
 
 
 def test_a_run_in_use_is_refused_with_the_pid(folder: Path) -> None:
@@ -377,7 +377,7 @@ def test_a_refused_resume_does_not_change_the_run(folder: Path) -> None:
     write_task()
     run_ok("train", "small.py", "steps=8", "--name", "a")
     before = Path("runs/a/run.json").read_text()
-    assert "at step 8 already" in expect_error("resume", "a", "steps=5")
+    assert "already at step 8" in expect_error("resume", "a", "steps=5")
     assert Path("runs/a/run.json").read_text() == before
     run_ok("runs", "prune")
     assert "its checkpoints were pruned" in expect_error("resume", "a", "steps=12")

@@ -66,9 +66,9 @@ def test_without_a_network_the_error_names_the_files_and_their_folder(folder: Pa
     ("data", "why"),
     [
         (b"<html>404</html>", "begins with 3c 68 74 6d"),
-        (gzip.compress(b"\x00\x00\x08\x03" + bytes(12), mtime=0)[:-6], "no IDX file"),
+        (gzip.compress(b"\x00\x00\x08\x03" + bytes(12), mtime=0)[:-6], "not an IDX file"),
         (b"\x00\x00\x08\x03\x00\x00\x00\x02\x00\x00\x00\x02\x00\x00\x00\x02" + bytes(7), "7 bytes of data where its header says 8"),
-        (b"", "no IDX file"),
+        (b"", "not an IDX file"),
     ],
 )
 def test_a_file_that_is_no_idx_file_is_refused(data: bytes, why: str, tmp_path: Path) -> None:

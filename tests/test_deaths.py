@@ -134,7 +134,7 @@ def make_attempt(tmp_path: Path, *ends: tuple[int, dict[str, Any] | None]) -> At
 def end_worker(attempt: Attempt, rank: int, code: int, result: dict[str, Any] | None = None) -> None:
     """Reports to the attempt that a worker has ended, with its exit code and its result."""
     attempt.workers[rank].process.code, attempt.workers[rank].result = code, result
-    attempt._note_ends(ForkServer.__new__(_FakeForkServer))
+    attempt._record_ends(ForkServer.__new__(_FakeForkServer))
 
 
 class _FakeForkServer(ForkServer):
@@ -207,7 +207,7 @@ def test_a_worker_that_cannot_be_forked_is_reported(tmp_path: Path, monkeypatch:
     attempt = make_attempt(tmp_path, (0, None))
     fork_server._children = [attempt.workers[0].process]
     fork_server.read_events(lambda handle: None)
-    attempt._note_ends(fork_server)
+    attempt._record_ends(fork_server)
     ended = attempt.end()
     assert ended.lost and ended.message == f"worker 0 could not be started: {os.strerror(errno.EAGAIN)}"
     our_socket.close()

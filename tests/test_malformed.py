@@ -77,7 +77,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("train small.py warmup=10min --dry-run", "give steps or epochs"),
     ("train small.py start=missing --dry-run", "missing"),
     ("plan small.py start=none.safetensors", "there is no such file"),
-    ("train small.py --dry-run --run-dir full", "not empty and no run"),
+    ("train small.py --dry-run --run-dir full", "not empty and not a run"),
     ("train small.py --dry-run --nodes 2", "needs --rendezvous"),
     ("train small.py --dry-run --nodes 2 --rendezvous here", "write HOST:PORT"),
     ("train small.py plan.threads=1000000000", "plan.threads='1000000000' does not fit: it is a whole number of 1 to 1024"),

@@ -19,7 +19,7 @@ def test_a_run_ends_after_evaluations_without_a_better_metric(folder: Path) -> N
     rows = [json.loads(line) for line in (folder / "runs" / "short" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["epoch"] == 4 and "eval/accuracy" in rows[-1]
     assert (folder / "runs" / "short" / "model" / "model.safetensors").is_file()
-    assert "say best=NAME" in expect_error("train", "small.py", "patience=3")
+    assert "give best=NAME" in expect_error("train", "small.py", "patience=3")
     run_ok(*words, "patience=3", "--procs", "2", "--name", "two")
     rows = [json.loads(line) for line in (folder / "runs" / "two" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["epoch"] == 4

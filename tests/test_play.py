@@ -133,7 +133,7 @@ def test_a_site_is_written_over_another_and_over_nothing_else(folder: Path) -> N
     assert [p.name for p in Path("site/agents").iterdir()] == ["cartpole"]
     Path("other").mkdir()
     Path("other/agents.json").write_text("[]")
-    assert "not empty and no site" in expect_error("play", "snake", "--out", "other")
+    assert "not empty, and not a site" in expect_error("play", "snake", "--out", "other")
     assert [p.name for p in Path("other").iterdir()] == ["agents.json"]
     assert "is a file" in expect_error("play", "snake", "--out", "other/agents.json")
     assert "other/agents.json/site cannot be written: Not a directory" in expect_error("play", "snake", "--out", "other/agents.json/site")

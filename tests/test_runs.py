@@ -104,7 +104,7 @@ def test_links_and_folders_with_other_files_are_not_deleted(ask: Callable[..., s
     for name in ("big", "two", "two/1-one"):
         assert "is a link to" in ask("runs", "rm", name, "--yes")
     make_run("elsewhere")
-    assert "holds other runs" in ask("runs", "rm", "elsewhere", "--yes")
+    assert "contains other runs" in ask("runs", "rm", "elsewhere", "--yes")
     make_run(".")
     assert "is not the name of a run" in ask("runs", "rm", ".", "--yes")
     assert "holds the current folder" in ask("runs", "rm", str(Path.cwd()), "--yes")

@@ -77,7 +77,7 @@ def test_a_missing_required_setting_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "t.py"
     file.write_text("from drivetrain import Task\nclass T(Task):\n    path: str\n    '''Where.'''\n")
     declaration = read_declaration(file)
-    with pytest.raises(Problem, match="say path=VALUE"):
+    with pytest.raises(Problem, match="give path=VALUE"):
         resolve(declaration.settings, {}, "t")
 
 

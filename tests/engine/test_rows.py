@@ -16,7 +16,7 @@ from drivetrain.engine.log.rows import RowLog
 
 def rows_of(batch_size: int, per_epoch: int) -> tuple[RowLog, Any]:
     """Returns a RowLog for a feed whose last batch of an epoch has 1 sample, and a fake ring whose `blocks` the test sets."""
-    slots = SimpleNamespace(means=lambda row, size: {"loss": row[0]}, must_be_finite=list, count={})
+    slots = SimpleNamespace(means=lambda row, size: {"loss": row[0]}, must_be_finite=list, count_slots={})
     feed = SimpleNamespace(
         steps_per_epoch=per_epoch, batch_size=lambda index: 1 if index == per_epoch - 1 else batch_size, speeds={"episodes": 0.5}
     )  # fmt: skip

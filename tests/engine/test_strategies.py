@@ -371,7 +371,7 @@ def test_a_deepspeed_value_that_agrees_or_is_off_is_accepted() -> None:
     [
         ("Transformer", ZERO2, {"scalar": True}, r"a parameter of a single number \(scale\): give it the shape \[1\]"),
         ("Float64", ZERO2, {}, "this model has float64: use fsdp"),
-        ("RandomWalkTask", ZERO3, {}, "a Source uses the model on its own"),
+        ("RandomWalkTask", ZERO3, {}, "a Source calls the model itself"),
     ],
 )
 def test_what_deepspeed_cannot_train_is_refused(

@@ -204,6 +204,14 @@ def test_lazy_objects_are_not_read() -> None:
     assert first_change(before, read_python_state(task, net, None)) == "holder of the task"
 
 
+def test_replaced_memory_is_detected_even_if_an_address_is_used_again() -> None:
+    net, task = nn.Linear(16, 16), Plain()
+    before = read_python_state(task, net, None)
+    for _ in range(100):  # copies take turns in two places, one of which would be the first
+        net.weight.data = net.weight.data.clone()
+        assert first_change(before, read_python_state(task, net, None)) == "weight of module Linear"
+
+
 def test_changes_of_python_state_are_detected() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

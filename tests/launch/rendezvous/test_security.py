@@ -101,7 +101,7 @@ def test_without_the_token_nobody_joins_or_learns_anything(observed: ObservedLea
         assert set(json.loads(greeting)) == {"drivetrain", "nonce"}, "the greeting does not identify the run"
         stranger.sendall(b'{"proof": "' + b"0" * 64 + b'"}\n')
         assert json.loads(stranger.recv(4096)) == {"refused": "token"} and stranger.recv(1) == b""
-    wait_until(lambda: observed.noticed("away that did not know the token, last from 127.0.0.1"), "a notice")
+    wait_until(lambda: observed.noticed("without the token, the last from 127.0.0.1"), "a notice")
     monkeypatch.setenv("DRIVETRAIN_TOKEN", "another secret altogether")
     with pytest.raises(Problem, match="this machine has another token than the run"):
         observed.join()

@@ -249,7 +249,9 @@ def explain_failure(error: BaseException) -> str:
     """Returns one sentence about why code could not be captured or compiled, with the user's line where there is one."""
     while error.__context__ is not None and "capture" in str(error):  # ending a failed capture raises a second error
         error = error.__context__
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    lines = [line.strip() for line in str(error).splitlines()]
+    # torch.compile puts "backend='inductor' raised:" before the error itself.
+    text = next((line for line in lines if line and not line.endswith(" raised:")), type(error).__name__)
     if "capturing" in text:
         text = "this cannot be done while a graph is captured"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_library_file(f.filename)]

@@ -38,6 +38,20 @@ class Identity:
     __hash__ = None  # type: ignore[assignment]
 
 
+class Address:
+    """The address of a tensor's memory. It keeps the memory allocated, so that no other memory gets the same address."""
+
+    __slots__ = ("_alias",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._alias = tensor.detach()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Address) and self._alias.data_ptr() == other._alias.data_ptr()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def read_python_state(task: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, object]:
     """Returns comparable values, by name, of everything that Python code may change in a task, a model and a captured optimizer."""
     owners: dict[str, dict[str, Any]] = {"the task": vars(task)}
@@ -81,7 +95,7 @@ def _comparable(value: Any, depth: int, on_gpu: bool) -> object:
     if issubclass(kind, Tensor):
         # A GPU kernel receives a CPU scalar by value, so an in-place change of it counts as a change.
         version = value._version if on_gpu and value.device.type == "cpu" else None
-        address = value.data_ptr() if value.layout is torch.strided else None
+        address = Address(value) if value.layout is torch.strided else None
         return Identity(value), address, value.requires_grad, version
     if issubclass(kind, (np.random.Generator, random.Random, torch.Generator)):
         return _generator_state(value)
