@@ -205,7 +205,7 @@ def test_lazy_objects_are_not_read() -> None:
 
 
 def test_replaced_memory_is_detected_even_if_an_address_is_used_again() -> None:
-    net, task = nn.Linear(16, 16), Plain()
+    net, task = nn.Linear(64, 64), Plain()
     before = read_python_state(task, net, None)
     for _ in range(100):  # copies take turns in two places, one of which would be the first
         net.weight.data = net.weight.data.clone()
