@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without it, DeepSpeed prints at its import that there is no GPU
-_CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOADED = ["torch", "drivetrain.engine.loop", "drivetrain.engine.state.shards", "tests.deep_tasks", "deepspeed"]
+CONTEXT = multiprocessing.get_context("forkserver")
+_PRELOADED = [
+    "torch", "drivetrain.cli", "drivetrain.engine.loop", "drivetrain.engine.state.shards", "drivetrain.watch.files", "torch.utils.tensorboard",
+    "tests.deep_tasks", "tests.warm", "deepspeed",
+]  # fmt: skip
 if not Path("/dev/nvidiactl").exists():  # on a machine with a GPU these use it, and then no fork of the server can
     _PRELOADED += [
         "torch._dynamo", "torch._inductor.compile_fx", "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.zero.muon.original_muon",
     ]  # fmt: skip
-_CONTEXT.set_forkserver_preload(_PRELOADED)
+CONTEXT.set_forkserver_preload(_PRELOADED)
 
 
 def _run_rank(rank: int, size: int, rendezvous_file: str, results: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -43,8 +46,8 @@ def on_ranks(size: int, function: Callable[..., Any], *arguments: Any, seconds: 
     with tempfile.TemporaryDirectory() as folder:
         receivers, children = [], []
         for rank in range(size):
-            receiver, sender = _CONTEXT.Pipe(duplex=False)
-            child = _CONTEXT.Process(
+            receiver, sender = CONTEXT.Pipe(duplex=False)
+            child = CONTEXT.Process(
                 target=_run_rank, args=(rank, size, str(Path(folder) / "rendezvous"), sender, function, arguments), daemon=False
             )
             child.start()
