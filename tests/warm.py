@@ -1,7 +1,7 @@
 """Runs `drivetrain` commands without their imports: in forks of a process that has imported torch and the engine already.
 
 A training takes half a second instead of three. Nothing else differs: front end, fork server and workers are processes of their own, with
-their own session, handles and environment. Tests that kill commands, and those of tests/system, start them in the ordinary way.
+their own session, handles and environment. Tests that kill or signal commands, and the command blocks of the docs, start them as users do.
 """
 
 from __future__ import annotations

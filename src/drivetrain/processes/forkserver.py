@@ -26,7 +26,7 @@ CUDA_ERROR_NOT_INITIALIZED = 3  # from cuda.h
 
 
 def main() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, worker.BLOCKED_SIGNALS)  # each worker unblocks them; this process ignores them
+    signal.pthread_sigmask(signal.SIG_BLOCK, worker.STOP_SIGNALS)  # each worker unblocks them; this process ignores them
     socket_handle, parent = map(int, sys.argv[1:])
     die_with_parent(parent)
     guardian = _start_guardian()

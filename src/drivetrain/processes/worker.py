@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 HANDLES = "_DRIVETRAIN_WIRE"
 """The environment variable with a worker's event pipe and heartbeat page, and the process ids of its parent and its supervisor."""
-BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}  # until the worker has its own handlers
+STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}  # blocked until the worker has its own handlers
 
 
 class StopFlag:
@@ -43,7 +43,7 @@ class StopFlag:
         self.signal = number
 
     def install(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
 
     def timer(self) -> Callable[[float], None]:
@@ -170,7 +170,7 @@ def main() -> None:
     os.environ[FRONT_VARIABLE] = str(supervisor)
     stop = StopFlag()
     stop.install()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     file = Path(sys.argv[1])
     stacks_file = open(stacks_path(file.parent, int(os.environ["RANK"])), "a")  # noqa: SIM115 (open as long as the process)
     dump_stacks_on_signal(stacks_file)
