@@ -80,6 +80,6 @@ def with_accelerate_choices(recipe: Recipe, environment: Mapping[str, str], laun
         notices.append(f"plan.accumulation={steps}, from accelerate launch (the global batch stays {settings['global_batch']})")
     if launcher is None:
         notices.append(
-            "accelerate launch started one process (on a CPU it ignores --num_processes): for more, use --procs N here, or torchrun"
+            "accelerate launch started one process (with --cpu it ignores --num_processes): for more, use --procs N here, or torchrun"
         )
     return replace(recipe, settings=settings, origin=origin, pins=pins, notices=tuple(notices))
