@@ -264,6 +264,21 @@ def test_sigusr1_stops_a_run_that_resumes_exactly(procs: int, folder: Path) -> N
     assert rows("runs/stopped") == rows("runs/uninterrupted") and weights("runs/stopped") == weights("runs/uninterrupted")
 
 
+def test_a_stop_in_the_pause_before_a_restart_ends_as_preempted(folder: Path) -> None:
+    write_task(change=("return F.cross", "import os; os._exit(0)\n        return F.cross"))
+    command = subprocess.Popen(
+        [*COMMAND, "train", "small.py", "--restarts", "9", "--name", "dying"], stdout=subprocess.PIPE, text=True, env=environment()
+    )
+    assert command.stdout is not None
+    restart_lines = (line for line in command.stdout if line.startswith("restart "))
+    for _ in range(3):
+        next(restart_lines)
+    time.sleep(1.5)  # the worker dies at once, and the pause before the next restart takes two seconds
+    command.terminate()
+    assert command.wait(60) == 200
+    assert json.loads(Path("runs/dying/run.json").read_text())["outcome"] == "preempted"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_has_not_begun_its_first_step_stops_at_once(number: int, folder: Path) -> None:
     """While torch is still being imported, or while the task loads its data for an hour."""

@@ -29,6 +29,7 @@ class Range:
     high: float = float("inf")
 
     def __repr__(self) -> str:
+        """Returns the text for --help and run.json, from which `read_type` makes the range again."""
         return f"Range({self.low})" if self.high == float("inf") else f"Range({self.low}, {self.high})"
 
 

@@ -233,7 +233,7 @@ def _remove_source_lines(program: Any) -> None:
             value.metadata_props.clear()
 
 
-# --- reasons ------------------------------------------------------------------------------------
+# --- why an export failed ------------------------------------------------------------------------
 
 
 def _explain(error: BaseException) -> str:

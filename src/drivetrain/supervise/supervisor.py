@@ -68,9 +68,11 @@ class Supervisor:
     def run(self) -> JobEnd:
         while True:
             end = self.run_attempt()
+            was_stopped = self.stopped
             reason = self.restart_reason(end)
             if reason is None:
-                return end
+                is_stopped_in_pause = self.stopped and not was_stopped
+                return self.run_attempt() if is_stopped_in_pause else end  # which ends at once, as preempted
             self.report_restart(reason, end.outcome)
             if isinstance(self.job, TrainJob) and end.outcome not in (Outcome.OOM, Outcome.NAN):
                 self.plan = Plan.from_json(self.run_dir.read()["plan"])  # the first steps may have changed the plan

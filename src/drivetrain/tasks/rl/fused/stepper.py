@@ -17,7 +17,7 @@ from drivetrain.tasks.rl.envs.cartpole import CartPoleEnv
 from drivetrain.tasks.rl.fused.program import KernelsUnavailable, Program
 from drivetrain.tasks.rl.nets import Agent, AgentWithRival, MlpAgent
 from drivetrain.tasks.rl.rollout import Rollout
-from drivetrain.tasks.rl.samples import at_least_fp32
+from drivetrain.tasks.rl.samples import COLLECTION_METRICS, COLUMNS, at_least_fp32
 
 KERNEL_ENVS: dict[type[Env], tuple[str, str]] = {BanditEnv: ("bandit.cu", "env.side"), CartPoleEnv: ("cartpole.cu", "env.motion")}
 """Environments whose rules are CUDA code: the file, and the name of the state that it reads and writes."""
@@ -139,10 +139,15 @@ class FusedStepper:
         """Adam's bias corrections."""
 
     def _allocate_collection(self, agent: MlpAgent) -> None:
-        self.observations, self.columns = self._floats(self.count, agent.inputs), self._floats(self.count, 8)
+        """Allocates the buffers of a collection that the kernels play: one row for each of its `count` samples."""
+        self.observations = self._floats(self.count, agent.inputs)
+        self.columns = self._floats(self.count, COLUMNS.index(COLLECTION_METRICS[0]))
+        self.reward = self._floats(self.count)
+        self.values = self._floats(self.count)
         self.truncated_observations = self._floats(self.count, agent.inputs)
-        self.last_observations, self.reward = self._floats(self.envs * agent.inputs), self._floats(self.count)
-        self.values, self.truncated_values = self._floats(self.count), self._floats(self.count)
+        self.truncated_values = self._floats(self.count)
+        self.last_observations = self._floats(self.envs * agent.inputs)
+        """After the last step, of each environment: their values end the advantages."""
         self.last_values = self._floats(self.envs)
         self.end_flags = torch.zeros(self.count, dtype=torch.uint8, device=self.device)
         """For each step: bit 0, the agent has terminated; bit 1, the episode is done."""
@@ -216,7 +221,7 @@ class FusedStepper:
         if self.collects:
             self._collect()
             observations, columns = self.observations, self.columns
-        else:
+        else:  # the engine has collected: all COLUMNS of samples.py, also those of the collection's metrics
             observations, columns = self.samples
             observations = at_least_fp32(observations).reshape(len(observations), -1)
             self._fill_stats(columns)
@@ -227,12 +232,13 @@ class FusedStepper:
 
     def _fill_stats(self, columns: Tensor) -> None:
         """Sets the statistics of samples that the engine collected: their advantages are already normalised."""
-        error = (columns[:, 3] - columns[:, 4]).square().mean().sqrt().clamp(min=1e-20)
+        target, value = columns[:, COLUMNS.index("target")], columns[:, COLUMNS.index("value")]
+        error = (target - value).square().mean().sqrt().clamp(min=1e-20)
         self.stats[MEAN].fill_(0.0)
         self.stats[MEAN + 1].fill_(1.0)
         self.stats[ACTOR_GRADIENT_SCALE].fill_(1 / 32)
         self.stats[ACTOR_GRADIENT_SCALE + 1].copy_(error / 32)
-        self.stats[RECENT : RECENT + 3].copy_(columns[0, 8:11])
+        self.stats[RECENT : RECENT + 3].copy_(columns[0, COLUMNS.index(COLLECTION_METRICS[0]) :])
         self.stats[RECENT + 3].fill_(0.5 * self.task.value_weight)
 
     def shuffle(self) -> None:
