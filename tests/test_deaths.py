@@ -385,7 +385,7 @@ def test_time_in_which_the_supervisor_was_suspended_is_not_held_against_a_rank(s
     suspended = HangDetector(min_limit=30, _checked_at=time.monotonic() - 35)
     assert suspended.check([rank]) == [], "a laptop that was closed for 35 s"
     [report] = HangDetector(min_limit=30).check([rank]) or []
-    assert report.over
+    assert report.is_over_limit
 
 
 def test_only_restarts_without_a_new_checkpoint_are_counted(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_an_index_that_points_outside_is_refused(path: str, tmp_path: Path) -> N
     for storage in index.storage_data.values():
         storage.relative_path = path
     (folder / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(shards.Refused, match=f"points outside of it, to {path}"):
+    with pytest.raises(shards.Refused, match=f"points to a file outside of the checkpoint: {path}"):
         shards.read(folder)
 
 

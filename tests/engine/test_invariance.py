@@ -122,10 +122,10 @@ def test_the_gradient_is_that_of_the_mean_over_the_global_batch(tmp_path: Path) 
 def test_a_clipped_step_is_as_long_as_the_clip_says(tmp_path: Path) -> None:
     """With a mean over tokens, whose number is known only after the backward pass, gradients are scaled and clipped at once."""
     from drivetrain.engine.group import Group
-    from tests.samples import training
+    from tests.sample_tasks import training
 
     settings = {"optim": "sgd", "momentum": 0, "weight_decay": 0, "learning_rate": 0.2, "clip": 0.1, "decay": "constant"}
-    job = training("Tokens", str(tmp_path), Group(0, 1, torch.device("cpu")), settings, {"micro_batch": 6})
+    job = training("TokenMean", str(tmp_path), Group(0, 1, torch.device("cpu")), settings, {"micro_batch": 6})
     before = [p.detach().clone() for p in job.setup.model.parameters()]
     job.execution.step(0)
     moved = [p.detach() - old for p, old in zip(job.setup.model.parameters(), before, strict=True)]
