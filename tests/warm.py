@@ -27,6 +27,12 @@ READ_AT_START = ("PYTHON", "OMP_", "MKL_", "LD_", "TORCH", "CUDA", "HF_", "KMP_"
 """Prefixes of variables that the interpreter or a library reads when it starts: a fork would not see another value."""
 
 
+def _as_library(function: Any) -> Any:
+    """Lets a function's frames count as Python's: drivetrain names the innermost line of the user's code, which these are not."""
+    function.__code__ = function.__code__.replace(co_filename=subprocess.__file__)
+    return function
+
+
 def can_run_warm(variables: dict[str, str]) -> bool:
     return sys.platform == "linux" and not any(name.startswith(READ_AT_START) for name in variables)
 
@@ -46,6 +52,7 @@ def run_warm(words: tuple[str, ...], environment: dict[str, str], seconds: float
         return subprocess.CompletedProcess(["drivetrain", *words], process.exitcode, output, errors)
 
 
+@_as_library
 def _command(words: tuple[str, ...], folder: str, environment: dict[str, str], stdout: str, stderr: str) -> None:
     os.chdir(folder)
     for number, file in ((0, os.devnull), (1, stdout), (2, stderr)):
@@ -60,6 +67,7 @@ def _command(words: tuple[str, ...], folder: str, environment: dict[str, str], s
 class ForkingPopen(subprocess.Popen[Any]):
     """Forks this process instead of starting another Python for a module of drivetrain."""
 
+    @_as_library
     def _execute_child(self, *given: Any) -> None:
         names = ("args", "executable", "preexec_fn", "close_fds", "pass_fds", "cwd", "env", "startupinfo", "creationflags", "shell",
                  "p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")  # fmt: skip
@@ -81,6 +89,7 @@ class ForkingPopen(subprocess.Popen[Any]):
         self._child_created = True
         self._close_pipe_fds(*(options[name] for name in names[-6:]))  # type: ignore[attr-defined]
 
+    @_as_library
     def _become(self, module: str, words: list[str], options: dict[str, Any], starts_session: bool) -> None:
         gc.disable()  # a file or socket that is collected would close a handle that by then is another's
         if starts_session:
@@ -99,6 +108,7 @@ class ForkingPopen(subprocess.Popen[Any]):
         _run(module, words, dict(os.environ if options["env"] is None else options["env"]))
 
 
+@_as_library
 def _run(module: str, words: list[str], environment: dict[str, str]) -> None:
     """Does what `python -m MODULE WORDS` does, and ends this process."""
     os.environ.clear()
