@@ -107,7 +107,7 @@ def test_links_and_folders_with_other_files_are_not_deleted(ask: Callable[..., s
     assert "contains other runs" in ask("runs", "rm", "elsewhere", "--yes")
     make_run(".")
     assert "is not the name of a run" in ask("runs", "rm", ".", "--yes")
-    assert "holds the current folder" in ask("runs", "rm", str(Path.cwd()), "--yes")
+    assert "contains the current folder" in ask("runs", "rm", str(Path.cwd()), "--yes")
     assert Path("elsewhere/big/run.json").is_file() and Path("elsewhere/two/1-one/run.json").is_file()
 
     own = make_run("runs/own")
