@@ -68,7 +68,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 def run_drivetrain(*words: str, seconds: float = 500, **extra: str) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end."""
-    if can_run_warm(extra):
+    if can_run_warm(words, extra):
         return run_warm(words, environment(**extra), seconds)
     return subprocess.run(
         [*COMMAND, *words], capture_output=True, text=True, timeout=seconds, env=environment(**extra), stdin=subprocess.DEVNULL

@@ -102,7 +102,7 @@ def test_the_first_machine_has_the_time_breakdown_of_all(folder: Path) -> None:
         wait_until(
             lambda: len(ranks := time_breakdown(folder).get("ranks", [])) == 2 and ranks[1]["compute"] > ranks[0]["compute"],
             "both",
-            of=first.process,
+            process=first.process,
         )
         output = first.succeed(120)
         second.succeed(120)

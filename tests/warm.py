@@ -33,8 +33,10 @@ def _as_library(function: Any) -> Any:
     return function
 
 
-def can_run_warm(variables: dict[str, str]) -> bool:
-    return sys.platform == "linux" and not any(name.startswith(READ_AT_START) for name in variables)
+def can_run_warm(words: tuple[str, ...], variables: dict[str, str]) -> bool:
+    """Returns whether a command may be forked: not if it compiles, because a fork of torch's compiler aborts."""
+    compiles = any(word.endswith("compile=on") for word in words)
+    return sys.platform == "linux" and not compiles and not any(name.startswith(READ_AT_START) for name in variables)
 
 
 def run_warm(words: tuple[str, ...], environment: dict[str, str], seconds: float) -> subprocess.CompletedProcess[str]:

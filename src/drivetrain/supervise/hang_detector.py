@@ -17,7 +17,7 @@ from drivetrain.supervise.verdicts import RankReport
 from drivetrain.watch.heartbeat import WorkerHeartbeat
 
 MIN_LIMIT_SECONDS = 30.0
-"""The lowest limit: a rank may always be this long without a heartbeat."""
+"""Default of --hang-after: no limit is lower."""
 # Limits for the time without a heartbeat:
 LIMIT_FACTOR = 10.0  # this many times the longest duration of the phase so far
 UNKNOWN_LIMIT_SECONDS = 3600.0  # in a phase of unknown duration: loading data, the first step, compiling

@@ -162,9 +162,7 @@ def _learning_rate(value: Any, values: Values) -> Destination | str:
 def _decay(value: Any, values: Values) -> Destination | str:
     word = str(value)
     if word not in SCHEDULES:
-        return (
-            f"there is no schedule {value} among decay's (cosine, linear, constant): the recipe's holds; a task's own schedule() may be it"
-        )
+        return f"decay has no schedule {value}: the recipe's decay is used; a task's own schedule() may define it"
     return Destination("settings", "decay", SCHEDULES[word])
 
 
