@@ -37,20 +37,21 @@ lint: .venv/.ready-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Tests that failed beside others run once more, by themselves: many start trainings and kill them, and on a slow machine
-# one of a thousand comes too late. What fails again, fails; what passes is named as flaky.
+# Tests that fail run once more, alone: many start trainings and kill them, and on a slow machine
+# one of a thousand comes too late. A test that passes then is named as flaky.
 define pytest
 $(BIN)/python -m pytest -m '$(1)' $(2) --durations=10 || \
-	{ echo "once more, by themselves:"; \
+	{ echo "once more, alone:"; \
 	  $(BIN)/python -m pytest -m '$(1)' --last-failed --last-failed-no-failures=none --maxfail=1 --second-try; }
 endef
 
 test: lint
 	$(call pytest,not system and not gpu,--numprocesses=2 --dist=worksteal)
 
+# Three processes on two cores, because many of these tests wait.
 test-system: .venv/.ready-dev
 	tests/system/install
-	$(call pytest,system and not alone,--numprocesses=2 --dist=loadfile --no-loadscope-reorder)
+	$(call pytest,system and not alone,--numprocesses=3 --dist=loadfile --no-loadscope-reorder)
 	$(call pytest,system and alone)
 
 test-long: .venv/.ready-dev
