@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from drivetrain.launch import rendezvous
 from drivetrain.launch.launchers import first_host, tasks_per_node
 from drivetrain.launch.rendezvous.messages import StartAttempt
 from drivetrain.plan import Plan
-from tests.launching import STEPS, events, free_port, info, is_training, losses, only_run, run, start, write_task
+from tests.launching import BIN, STEPS, events, free_port, info, is_training, losses, only_run, run, start, write_task
 from tests.waiting import wait_until
 
 TRAIN = ("train", "small.py")
@@ -97,7 +98,8 @@ def test_accelerate_on_a_cpu_starts_one_process_and_a_notice_says_so(task: Path,
 
 def test_the_launcher_of_deepspeed(task: Path, reference: Path) -> None:
     """Its launcher puts --local_rank=N between `drivetrain` and its verb."""
-    run("deepspeed", "--num_gpus", 2, "--master_port", free_port(), "--module", *MODULE, folder=task, DS_ACCELERATOR="cpu")
+    script = (sys.executable, BIN / "deepspeed")  # the interpreter in its first line may be in a folder with a space
+    run(*script, "--num_gpus", 2, "--master_port", free_port(), "--module", *MODULE, folder=task, DS_ACCELERATOR="cpu")
     check_same_training(only_run(task), reference, "deepspeed")
     check_one_machine(only_run(task), reference)
 
