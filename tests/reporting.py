@@ -30,8 +30,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             with open(file, "a") as flaky:
                 flaky.writelines(f"{name}\n" for name in passed)
     if file := config.getoption("--write-results"):
-        counts = {outcome: len(terminalreporter.stats.get(outcome, [])) for outcome in OUTCOMES}
-        Path(file).write_text(json.dumps(environment() | {"counts": counts}, indent=1) + "\n")
+        rows = [{"outcome": outcome, "tests": len(terminalreporter.stats.get(outcome, []))} for outcome in OUTCOMES]
+        command = "python -m pytest " + " ".join(config.invocation_params.args)
+        Path(file).write_text(json.dumps(environment() | {"command": command, "rows": rows}, indent=1) + "\n")
 
 
 def environment() -> dict[str, Any]:

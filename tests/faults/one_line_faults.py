@@ -138,11 +138,12 @@ def write(file: Path, outcomes: Sequence[Outcome], seconds: float) -> None:
         "date": datetime.now(UTC).date().isoformat(),
         "command": "python -m tests.faults.one_line_faults",
         "commit": commit,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "python": platform.python_version(),
+        "torch": torch.__version__,
         "num_faults": len(outcomes),
         "num_caught": sum(bool(outcome.caught_by) for outcome in outcomes),
         "seconds": round(seconds),
-        "faults": [asdict(outcome) for outcome in outcomes],
+        "rows": [asdict(outcome) for outcome in outcomes],
     }
     file.write_text(json.dumps(facts, indent=1) + "\n")
 
