@@ -12,7 +12,8 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests share the cores: threads that spin while they wait slow each other down tenfold
 
-if "XDG_STATE_HOME" not in os.environ:  # killed runs leave their tokens in this folder
+# Killed runs leave their tokens in this folder. Each process of pytest-xdist has its own, because tests with several hosts use the same addresses.
+if "XDG_STATE_HOME" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="drivetrain-tests-")
     atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
