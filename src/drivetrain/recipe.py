@@ -9,17 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from drivetrain.confidential import looks_secret
 from drivetrain.describe import task_settings
 from drivetrain.names import check_name
 from drivetrain.outcomes import Problem
-from drivetrain.settings import Length, Setting, nearest, resolve
+from drivetrain.settings import Length, Setting, as_text, nearest, resolve
 from drivetrain.structured import parse_yaml, read_text
 from drivetrain.task_ref import TaskRef, find_task
 
 NOT_SETTINGS = ("task", "name", "plan", "stages")
 """Keys of a recipe file that are not settings."""
 ENVIRONMENT_PREFIX = "DRIVETRAIN_"
-NOT_SETTINGS_IN_ENVIRONMENT = ("OFFLINE", "FAULTS")
+NOT_SETTINGS_IN_ENVIRONMENT = ("OFFLINE", "FAULTS", "TOKEN", "TOKEN_FILE", "JOB")
 MAY_CHANGE = ("epochs", "steps", "log_every", "eval_every", "eval_first", "save_every", "keep", "best", "patience")
 """Settings that a resume may change: they do not affect steps already taken."""
 
@@ -38,11 +39,21 @@ class Recipe:
     """The run's name, if the recipe gives one."""
     notices: tuple[str, ...] = ()
 
+    def chosen(self) -> dict[str, Any]:
+        """Returns the settings that are not defaults."""
+        return {name: value for name, value in self.settings.items() if self.origin[name] != "default"}
+
     def identity(self) -> dict[str, Any]:
         """Returns what must be equal for two recipes to be the same training."""
         task = self.task.label if self.task.built_in else self.task.class_name
         code = "" if self.task.built_in else self.task.digest()
         return {"task": task, "code": code, "settings": self.settings}
+
+
+def recipe_words(recipe: Recipe) -> list[str]:
+    """Returns the key=value words with which a command line gives the recipe's settings and pins."""
+    values = recipe.chosen() | {f"plan.{name}": value for name, value in recipe.pins.items()}
+    return [f"{name}={as_text(value)}" for name, value in values.items()]
 
 
 def is_recipe_file(text: str) -> bool:
@@ -128,6 +139,7 @@ def make(
     pins: dict[str, Any] = {}
     for layer_name, layer in (("recipe", from_file), ("environment", from_environment), ("command line", from_command_line)):
         for key, value in layer.items():
+            check_not_secret(key, value)
             if key.startswith("plan."):
                 pins[key.removeprefix("plan.")] = value
             else:
@@ -135,6 +147,15 @@ def make(
     settings = resolve(known, values, task.label)
     check_agreement(settings)
     return Recipe(task, settings, origin, pins, name, tuple(notices))
+
+
+def check_not_secret(key: str, value: object) -> None:
+    """Raises Problem for a password or a key: settings are written into run.json, logs and job scripts."""
+    if looks_secret(key, str(value)):
+        raise Problem(
+            f"{key} looks like a secret: settings are written into run.json and logs. Let the task read an environment variable"
+            " (os.environ), and name that under secrets: in the target"
+        )
 
 
 def _read_environment(environment: Mapping[str, str], known: Mapping[str, Setting], label: str) -> tuple[dict[str, str], list[str]]:

@@ -235,6 +235,15 @@ def _coerce_number(kind: type[int] | type[float], value: object) -> int | float:
     return kind(number)
 
 
+def as_text(value: Any) -> str:
+    """Returns a value as it is written on a command line."""
+    if isinstance(value, list):
+        return ",".join(map(as_text, value))
+    if value is None or isinstance(value, bool):
+        return {True: "true", False: "false", None: "none"}[value]
+    return str(value)
+
+
 # --- types -------------------------------------------------------------------------------------
 
 

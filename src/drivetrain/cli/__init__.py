@@ -21,6 +21,11 @@ VERBS = {
     "play": ("play", "watch a run's agents in the browser, or play against them"),
     "status": ("status", "how a run is doing"),
     "logs": ("logs", "what a run's processes printed"),
+    "stop": ("stop", "stop a run: it saves and ends, here or on its target"),
+    "pull": ("pull", "copy a run from its target to this machine"),
+    "targets": ("targets", "where runs can execute (--on), and whether each can be reached"),
+    "down": ("targets", "remove what drivetrain keeps on a target"),
+    "doctor": ("doctor", "check a target: what is wrong, and the fix"),
     "runs": ("runs", "list runs; rm and prune make room"),
     "plan": ("plan", "how a task would run here, or on a machine you only describe, and why"),
     "hardware": ("hardware", "what this machine has, or one you only describe"),
@@ -38,6 +43,7 @@ usage: drivetrain VERB ...        (drivetrain VERB --help tells more)
   drivetrain train my_task.py hidden=512         your own task, a setting changed
   drivetrain train my_task.py --procs 4          four processes on this machine
   drivetrain train my_task.py --help             the settings of that task
+  drivetrain train my_task.py --on box           the same on another machine (drivetrain targets --help)
   drivetrain resume digits-001                   continue where it stopped
 """
 

@@ -128,3 +128,10 @@ def add_placement(parser: Parser) -> None:
     )  # fmt: skip
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="the address at which the machines meet; HOST is one of them")
     parser.add_argument("--node-rank", type=whole_number(0, MAX_NODES), metavar="K", help="this machine's number, where the order matters")
+
+
+def add_target(parser: Parser) -> None:
+    parser.add_argument(
+        "--on", metavar="TARGET", help="where to run: a target of drivetrain.yaml, or local, docker, slurm (drivetrain targets)"
+    )
+    parser.add_argument("--wait", action="store_true", help="with --on: show its output until it ends, and end with its exit code")

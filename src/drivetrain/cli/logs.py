@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from drivetrain import runs
 from drivetrain.cli.flags import Parser, whole_number
+from drivetrain.cli.submitted import refreshed
 from drivetrain.outcomes import Problem
 from drivetrain.runs import Run
+from drivetrain.targets.record import Record
 from drivetrain.terminal import one_line
 
 NUM_LINES = 1000
@@ -30,23 +33,36 @@ def parser(verb: str) -> Parser:
 
 def run(verb: str, words: list[str]) -> int:
     args = parser(verb).parse(words)
-    run_dir = runs.find(args.target)
+    record = refreshed(args.target)
+    run_dir = record.run if record is not None else runs.find(args.target)
     offsets: dict[Path, int] = {}
     _print_new_lines(run_dir, args.rank, offsets, args.lines)
-    if not offsets:
+    if not offsets and not (args.follow and record is not None and record.is_active):
         raise Problem(f"{run_dir.name} has no logs{'' if args.rank is None else f' of rank {args.rank}'} yet")
-    while args.follow and run_dir.status == "running":
-        time.sleep(POLL_SECONDS)
+    for _ in _changes(run_dir, record) if args.follow else ():
         _print_new_lines(run_dir, args.rank, offsets, 0)
     return 0
+
+
+def _changes(run_dir: Run, record: Record | None) -> Iterator[None]:
+    """Yields when logs may have new lines, until the run has ended."""
+    if record is not None and record.is_active:
+        from drivetrain.targets import submit
+
+        for _ in submit.follow(record):
+            yield
+        return
+    while runs.is_run(run_dir.path) and run_dir.status == "running":
+        time.sleep(POLL_SECONDS)
+        yield
 
 
 def _print_new_lines(run_dir: Run, rank: int | None, offsets: dict[Path, int], max_lines: int) -> None:
     """Prints what was added to the logs after `offsets`, and updates these. Of a new log prints the last lines; `max_lines` 0: all."""
     files: dict[int, Path] = {}
-    for file in (run_dir.path / "logs").glob("rank-*.log"):
-        if match := re.fullmatch(r"rank-(\d+)\.log", file.name):
-            files[int(match[1])] = file
+    for file in (run_dir.path / "logs").glob("*.log"):
+        if match := re.fullmatch(r"rank-(\d+)\.log|output\.log", file.name):
+            files[int(match[1] or -1)] = file
     chosen = [file for number, file in sorted(files.items()) if rank in (None, number) and file.is_file()]
     for file in chosen:
         if file not in offsets:

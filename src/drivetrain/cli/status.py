@@ -11,9 +11,12 @@ from drivetrain import runs
 from drivetrain.cli.delete_runs import format_disk_size
 from drivetrain.cli.flags import Parser
 from drivetrain.cli.runs import evaluation_metrics, format_metric
+from drivetrain.cli.submitted import refreshed
 from drivetrain.launch.report import bottleneck
 from drivetrain.runs import Run, rows_backwards
-from drivetrain.terminal import one_line
+from drivetrain.targets.record import Record
+from drivetrain.terminal import one_line, show
+from drivetrain.watch.screen import format_duration
 from drivetrain.watch.time_breakdown import TimeBreakdown
 
 NUM_EVENTS = 5  # shown
@@ -28,14 +31,43 @@ def parser(verb: str) -> Parser:
 
 def run(verb: str, words: list[str]) -> int:
     args = parser(verb).parse(words)
+    record = refreshed(args.target)
+    if record is not None and not runs.is_run(record.run.path):
+        return _print_waiting(record, args.json)
     run_dir = runs.find(args.target)
     info = run_dir.read()
     facts = _facts(run_dir, info)
+    if record is not None:
+        facts["target"] = _target_facts(record)
     if args.json:
         print(json.dumps(facts))
         return 0
     for label, text in _lines(facts, info["recipe"]["identity"]["task"]):
         print(f"{label:<13}{one_line(text)}".rstrip())
+    return 0
+
+
+def _target_facts(record: Record) -> dict[str, Any]:
+    return {
+        "name": record.target,
+        **record.handle,
+        **{key: record.facts.get(key) for key in ("kind", "phase", "reason", "exit_code", "seen")},
+    }
+
+
+def _print_waiting(record: Record, as_json: bool) -> int:
+    """Prints the status of a run whose command has not written anything yet."""
+    facts = _target_facts(record)
+    if as_json:
+        print(json.dumps({"name": record.run.name, "status": record.phase, "target": facts}))
+        return 0
+    show(f"{'run':<13}{record.run.name}   {record.phase} on {record.target}")
+    if facts["reason"]:
+        show(f"{'':<13}{one_line(facts['reason'])}")
+    output = record.run.path / "logs" / "output.log"
+    if not record.is_active and output.is_file():
+        lines = output.read_text(errors="replace").splitlines()[-3:]
+        show("\n".join(f"{'':<13}{one_line(line)}" for line in lines))
     return 0
 
 
@@ -46,7 +78,7 @@ def _facts(run_dir: Run, info: dict[str, Any]) -> dict[str, Any]:
     facts = {
         "name": run_dir.name, "status": run_dir.status, "message": info["message"], "last": run_dir.last_row(), "evaluated": run_dir.evaluation(),
         "weights_step": weights and weights["step"], "checkpoints": run_dir.checkpoint_steps(), "plan": info["plan"], "bytes": run_dir.disk_bytes(),
-        "events": events, "remarks": remarks,
+        "events": events, "remarks": remarks, "steps": info.get("steps"),
     }  # fmt: skip
     if (time_breakdown := _time_breakdown(run_dir)) is not None:
         facts["time"] = time_breakdown
@@ -82,7 +114,8 @@ def _newest_events(run_dir: Run) -> tuple[list[dict[str, Any]], list[dict[str, A
 def _lines(facts: dict[str, Any], task: str) -> Iterator[tuple[str, str]]:
     """Yields the label and text of each line."""
     plan = facts["plan"]
-    yield "run", f"{facts['name']}   {task}   {facts['status']}"
+    place = f" on {facts['target']['name']}" if "target" in facts else ""
+    yield "run", f"{facts['name']}   {task}   {facts['status']}{place}"
     if facts["message"].strip():
         yield "", facts["message"].strip().splitlines()[-1]
     yield "plan", f"{plan['world_size']} process(es) on {plan['device']}, {plan['precision']}, global batch {plan['global_batch']}"
@@ -99,7 +132,13 @@ def _progress_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if row:
         speed = row.get("samples_per_second")
         speed_text = f", {speed:,.0f} samples/s" if isinstance(speed, (int, float)) else ""
-        yield "step", f"{row['step']:,}   epoch {row.get('epoch', '?')}   {format_metric('loss', row.get('train/loss'))}{speed_text}"
+        of_all = f" of {facts['steps']:,}" if facts["steps"] else ""
+        yield (
+            "step",
+            f"{row['step']:,}{of_all}   epoch {row.get('epoch', '?')}   {format_metric('loss', row.get('train/loss'))}{speed_text}",
+        )
+    if (remaining := _remaining_seconds(facts)) is not None:
+        yield "ends in", f"about {format_duration(remaining)}"
     if metrics := evaluation_metrics(evaluation):
         weights_text = "" if facts["weights_step"] is None else ", the weights in model/"
         yield "eval", f"{'   '.join(format_metric(k, v) for k, v in metrics.items())}   (step {evaluation['step']:,}{weights_text})"
@@ -109,6 +148,14 @@ def _progress_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "time", time_breakdown["sentence"]
         if time_breakdown["bottleneck"]:
             yield "", time_breakdown["bottleneck"]
+
+
+def _remaining_seconds(facts: dict[str, Any]) -> float | None:
+    """Returns the predicted time to the end of a running run, at the speed of its newest row."""
+    speed = facts["last"].get("samples_per_second")
+    if facts["status"] != "running" or not facts["steps"] or not isinstance(speed, (int, float)) or speed <= 0:
+        return None
+    return float((facts["steps"] - facts["last"]["step"]) * facts["plan"]["global_batch"] / speed)
 
 
 def _event_line(event: dict[str, Any]) -> str:

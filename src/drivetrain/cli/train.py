@@ -7,9 +7,10 @@ import os
 import shutil
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from drivetrain.cli.flags import Parser, add_common, add_diagnostics, add_fault_tolerance, add_placement, add_run_folder
+from drivetrain.cli.flags import Parser, add_common, add_diagnostics, add_fault_tolerance, add_placement, add_run_folder, add_target
+from drivetrain.cli.submitted import resume_on, train_on
 from drivetrain.describe import task_settings
 from drivetrain.recipe import Recipe, is_recipe_file, load, read_file
 from drivetrain.settings import Setting
@@ -53,6 +54,7 @@ def parser(verb: str) -> Parser:
         parser.add_argument(
             "--smoke", action="store_true", help="a few steps on a few samples through train, save, resume and eval; nothing is kept"
         )
+    add_target(parser)
     add_common(parser)
     return parser
 
@@ -68,13 +70,23 @@ def run(verb: str, words: list[str]) -> int:
     from drivetrain.launch import start
     from drivetrain.watch.screen import Screen
 
-    request = request_of(verb, parser(verb).parse(words))
+    args = parser(verb).parse(words)
+    place = Place(args.on, args.wait)
+    request = request_of(verb, args)
     screen = Screen(quiet=request.quiet)
     with start.ending_as_preempted():
-        return _resume(request, screen) if verb == "resume" else _train(request, screen)
+        return _resume(request, place, screen) if verb == "resume" else _train(request, place, screen)
 
 
-def _train(request: Request, screen: Screen) -> int:
+class Place(NamedTuple):
+    """Where a command executes."""
+
+    on: str | None
+    """A target's name; None: on this machine, in the foreground."""
+    wait: bool
+
+
+def _train(request: Request, place: Place, screen: Screen) -> int:
     from drivetrain.launch import start
     from drivetrain.launch.ending import exit_code
     from drivetrain.launch.launchers import detect_launcher, with_accelerate_choices
@@ -85,6 +97,8 @@ def _train(request: Request, screen: Screen) -> int:
     recipes = load(request.target, list(request.settings))
     recipes = [with_accelerate_choices(recipe, os.environ, launcher) for recipe in recipes]
     recipes, request = apply_plan_file(recipes, request, screen)
+    if place.on is not None:
+        return train_on(place.on, recipes, request, place.wait, screen)
     if request.dry_run:
         for recipe in recipes:
             dry_run(recipe, start.request_of_stage(recipe, recipes, request))
@@ -104,7 +118,7 @@ def read_request(words: list[str]) -> Request:
 def request_of(verb: str, args: argparse.Namespace) -> Request:
     from drivetrain.launch.request import Request
 
-    values = dict(vars(args))
+    values = {name: value for name, value in vars(args).items() if name not in ("on", "wait")}
     low, high = values.pop("nodes")
     return Request(
         verb="resume" if verb == "resume" else "train", settings=tuple(values.pop("settings")), nodes=high, min_nodes=None if low == high else low,
@@ -112,13 +126,17 @@ def request_of(verb: str, args: argparse.Namespace) -> Request:
     )  # fmt: skip
 
 
-def _resume(request: Request, screen: Screen) -> int:
+def _resume(request: Request, place: Place, screen: Screen) -> int:
     from drivetrain import runs
     from drivetrain.launch import start
     from drivetrain.launch.ending import exit_code, raise_failure
     from drivetrain.launch.launchers import detect_launcher
     from drivetrain.launch.recorded import recorded_recipe
+    from drivetrain.targets.record import JOB_VARIABLE, find_recorded
 
+    record = None if JOB_VARIABLE in os.environ else find_recorded(request.target)
+    if record is not None:
+        return resume_on(record, request, place.on, place.wait, screen)
     run = runs.find(request.target)
     _, ended = start.resume(run, recorded_recipe(run, request.settings), request, screen, detect_launcher(os.environ))
     raise_failure(ended, run)

@@ -24,7 +24,7 @@ from drivetrain.outcomes import Outcome, Problem
 from drivetrain.processes.job import Job, from_json, to_json
 from drivetrain.processes.worker import StopFlag, work
 from drivetrain.recipe import Recipe
-from drivetrain.runs import Run, record_plan
+from drivetrain.runs import Run, record_plan, record_total_steps
 from drivetrain.supervise import JobEnd, record_out_of_memory
 from drivetrain.task_ref import TaskRef
 from drivetrain.watch.screen import Screen
@@ -41,6 +41,9 @@ class _PlanRecorder(Observer):
 
     def planned(self, facts: dict[str, Any]) -> None:
         record_plan(self.run, facts)
+
+    def started(self, facts: dict[str, Any]) -> None:
+        record_total_steps(self.run, facts["steps"])
 
 
 def train_in_launcher(recipe: Recipe, request: Request, screen: Screen, launcher: str) -> tuple[Run, JobEnd]:

@@ -21,6 +21,8 @@ from drivetrain.recipe import MAY_CHANGE, Recipe
 from drivetrain.runs import Lock, Run
 from drivetrain.task_ref import TaskRef
 
+BEFORE_RUN = ("lock", "task", "logs", "job", "code", "code.tar.gz", "target.json", "job.sh")
+
 
 @dataclass(frozen=True)
 class OpenedRun:
@@ -70,8 +72,8 @@ def named_run(recipe: Recipe, request: Request) -> Run | None:
 
 def _may_precede_run(path: Path) -> bool:
     """Whether a folder without run.json may contain this path. A start that was killed early leaves its lock and a part of the task's
-    copy, and a program that starts trainings may write their output to logs."""
-    return path.name in ("lock", "task", "logs") or path.name.startswith(".run.json")
+    copy; a program that starts trainings may write their output to logs; and a target has its record there."""
+    return path.name in BEFORE_RUN or path.name.startswith(".run.json")
 
 
 def _has_begun(run: Run, previous: dict[str, Any]) -> bool:

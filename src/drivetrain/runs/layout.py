@@ -126,8 +126,15 @@ class Run:
         """`running`, `finished`, the outcome of a run that stopped, or `killed` where it left no outcome."""
         info = self.read()
         if info["status"] == "running":
-            return "running" if lock_holder(self.path) else "killed"
+            return "running" if lock_holder(self.path) or self._runs_on_target() else "killed"
         return str(info["outcome"]) if info["status"] == "stopped" else str(info["status"])
+
+    def _runs_on_target(self) -> bool:
+        """Whether it ran on a target (`drivetrain.targets`) when that was last asked."""
+        with contextlib.suppress(OSError):
+            record = parse_row((self.path / "target.json").read_bytes())
+            return record is not None and record.get("phase") in ("queued", "running")
+        return False
 
     @property
     def is_finished(self) -> bool:
@@ -212,6 +219,13 @@ def record_plan(run: Run, facts: dict[str, Any]) -> None:
         plan = run.read()["plan"]
         chosen = {k: v for k, v in facts.items() if k in plan and k != "reasons"}
         run.update(plan=plan | chosen | {"reasons": plan["reasons"] | facts["reasons"]})
+
+
+def record_total_steps(run: Run, steps: int) -> None:
+    """Writes into run.json how many steps the run will have in all."""
+    with contextlib.suppress(OSError, Problem):  # a full disk must not stop the training
+        if run.read().get("steps") != steps:
+            run.update(steps=steps)
 
 
 def stop_info(outcome: Outcome, message: str = "") -> dict[str, Any]:

@@ -28,7 +28,7 @@ def _read_settings(cls: type) -> dict[str, Setting]:
     settings: dict[str, Setting] = {}
     for owner in reversed(cls.__mro__):
         annotations = owner.__dict__.get("__annotations__", {})
-        docs = _field_docs(owner) if annotations else {}
+        docs = field_docs(owner) if annotations else {}
         for name in annotations:
             inherited = settings.get(name)
             kind = _type_of_field(owner, name)
@@ -66,7 +66,7 @@ def class_text(cls: type) -> str | None:
     return None
 
 
-def _field_docs(owner: type) -> dict[str, str]:
+def field_docs(owner: type) -> dict[str, str]:
     text = class_text(owner)
     if text is None:
         return {}

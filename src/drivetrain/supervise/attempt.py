@@ -17,7 +17,7 @@ from typing import BinaryIO
 from drivetrain.outcomes import Outcome
 from drivetrain.processes.job import Job, TrainJob, VerifyJob
 from drivetrain.processes.stack_dumps import stacks_path
-from drivetrain.runs import Run, record_plan
+from drivetrain.runs import Run, record_plan, record_total_steps
 from drivetrain.supervise.ending import JobEnd, Worker, end_of_workers
 from drivetrain.supervise.fork_server import ForkServer, WorkerProcess
 from drivetrain.supervise.hang_detector import HangDetector, WatchedRank
@@ -280,6 +280,8 @@ class Attempt:
         elif worker.rank == 0:
             if event == "planned" and self.records_plan:
                 record_plan(self.run_dir, value)
+            elif event == "started" and self.records_plan:
+                record_total_steps(self.run_dir, value["steps"])
             show_event(self.screen, event, value)
 
     # --- the end ---

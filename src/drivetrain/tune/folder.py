@@ -150,18 +150,11 @@ def task_word(task: TaskRef, base: Path | None = None) -> str:
     return f"{os.path.relpath(task.path, base) if base else task.path}:{task.class_name}"
 
 
-def chosen_settings(recipe: Recipe) -> dict[str, Any]:
-    """Returns the settings that are not defaults."""
-    return {name: value for name, value in recipe.settings.items() if recipe.origin[name] != "default"}
-
-
 def write_best(folder: Path, recipe: Recipe, goal: Goal, number: int, value: float, params: Mapping[str, Any]) -> Path:
     """Writes a recipe that trains the best trial again; returns its path."""
     import yaml
 
-    content: dict[str, Any] = (
-        {"task": task_word(recipe.task, folder.resolve())} | chosen_settings(recipe) | dict(params) | {"best": goal.best}
-    )
+    content: dict[str, Any] = {"task": task_word(recipe.task, folder.resolve())} | recipe.chosen() | dict(params) | {"best": goal.best}
     if recipe.pins:
         content["plan"] = dict(recipe.pins)
     header = f"# Trial {number} of {folder.name}: {goal.metric} {value:.6g}\n"

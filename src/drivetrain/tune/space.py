@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.outcomes import Problem
-from drivetrain.settings import Setting, nearest
+from drivetrain.settings import Setting, as_text, nearest
 
 EXAMPLE = "--search learning_rate=1e-4..1e-1,log"
 
@@ -76,15 +76,6 @@ def _dimension(setting: Setting, text: str) -> Dimension:
 def _plain(value: Any) -> Any:
     """Converts a choice for the journal, which stores no lists: they become text, which the setting parses again."""
     return as_text(value) if isinstance(value, list) else value
-
-
-def as_text(value: Any) -> str:
-    """Returns a value as it is written on a command line."""
-    if isinstance(value, list):
-        return ",".join(map(as_text, value))
-    if value is None or isinstance(value, bool):
-        return {True: "true", False: "false", None: "none"}[value]
-    return str(value)
 
 
 def short(value: Any) -> str:

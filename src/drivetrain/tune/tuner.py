@@ -10,11 +10,10 @@ from types import FrameType
 from drivetrain.launch.request import Request
 from drivetrain.outcomes import Problem
 from drivetrain.recipe import Recipe
-from drivetrain.settings import Length
+from drivetrain.settings import Length, as_text
 from drivetrain.supervise import handling_signals
 from drivetrain.tune import folder as folders
 from drivetrain.tune.folder import Goal, StudyFolder
-from drivetrain.tune.space import as_text
 from drivetrain.tune.study import Proposal, Study
 from drivetrain.tune.table import Table
 from drivetrain.tune.trial import MAX_RESTARTS, RunningTrial
@@ -101,7 +100,7 @@ class Tuner:
 
     def _start(self, proposal: Proposal) -> None:
         recipe, goal, slot = self.settings.recipe, self.settings.goal, self.free_slots.pop(0)
-        values = folders.chosen_settings(recipe) | proposal.params | {"best": goal.best}
+        values = recipe.chosen() | proposal.params | {"best": goal.best}
         values |= {f"plan.{name}": value for name, value in recipe.pins.items()}
         words = [f"{name}={as_text(value)}" for name, value in values.items()]
         run = self.folder.run_of(proposal.number)

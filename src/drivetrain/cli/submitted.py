@@ -1,0 +1,124 @@
+"""What `train`, `resume`, `logs` and `status` do for runs on a target: submit, follow to the end, refresh."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from drivetrain.outcomes import EXIT_CODES, Outcome, Problem
+from drivetrain.targets.record import Record, find_recorded, read_record
+from drivetrain.terminal import one_line, show
+
+if TYPE_CHECKING:
+    from drivetrain.launch.request import Request
+    from drivetrain.recipe import Recipe
+    from drivetrain.watch.screen import Screen
+
+
+def train_on(name: str, recipes: Sequence[Recipe], request: Request, wait: bool, screen: Screen) -> int:
+    """Submits a training to a target; with `wait`, follows it and returns its exit code."""
+    from drivetrain.targets import submit
+    from drivetrain.targets.config import find_target
+
+    target = find_target(name)
+    if request.smoke:
+        raise Problem("--smoke tries a task on this machine: leave out --on")
+    if request.dry_run:
+        show(submit.dry_run(target, recipes, request).text())
+        return 0
+    record = find_recorded(request.name) if request.name else None
+    if record is not None and (record := submit.refresh(record)).is_active:
+        screen.line("run", f"{record.run.name} is {record.phase} on {record.target} already   {next_verbs(record)}")
+    elif record is not None and record.facts.get("exit_code") == 0 and record.run.is_finished:
+        screen.line("run", f"{record.run.name} is finished already (for a new run: another --name)")
+        return 0
+    else:
+        record = submit.submit(target, submit.prepare(target, recipes, request, submit.named_or_new(recipes, request)), screen.notice)
+        _report(record, screen)
+    return wait_for(record, screen) if wait else 0
+
+
+def resume_on(record: Record, request: Request, target_name: str | None, wait: bool, screen: Screen) -> int:
+    """Submits a run again: it continues from its last checkpoint."""
+    from drivetrain.targets import submit
+    from drivetrain.targets.config import find_target
+
+    record = submit.refresh(record)
+    if record.is_active:
+        raise Problem(f"{record.run.name} is {record.phase} on {record.target}: drivetrain logs -f {record.run.name}, or stop it first")
+    if target_name not in (None, record.target):
+        raise Problem(f"{record.run.name} is on {record.target}: drivetrain resume {record.run.name} continues it there")
+    target = find_target(target_name) if target_name else None
+    offset = output_file(record).stat().st_size if output_file(record).is_file() else 0
+    record = submit.resubmit(record, request.settings, target, request.nodes if request.nodes > 1 else None, screen.notice)
+    _report(record, screen)
+    return wait_for(record, screen, offset) if wait else 0
+
+
+def _report(record: Record, screen: Screen) -> None:
+    place = record.handle.get("place") or record.target
+    screen.line("run", f"{record.run.name}   {record.phase} on {place}   {next_verbs(record)}")
+
+
+def next_verbs(record: Record) -> str:
+    return f"next: drivetrain logs -f {record.run.name} | status | stop | pull"
+
+
+def output_file(record: Record) -> Path:
+    """Returns the file with what the command there prints."""
+    return record.run.path / "logs" / "output.log"
+
+
+def wait_for(record: Record, screen: Screen, offset: int = 0) -> int:
+    """Prints what the command there prints, after the first `offset` bytes, until it has ended; returns its exit code."""
+    from drivetrain.targets import submit
+
+    output = output_file(record)
+    try:
+        for _ in submit.follow(record):
+            offset = _print_new(output, offset)
+    except KeyboardInterrupt:
+        screen.line("run", f"{record.run.name} goes on on {record.target}   {next_verbs(record)}")
+        raise
+    _print_new(output, offset)
+    return exit_code(submit.refresh(record))
+
+
+def exit_code(record: Record) -> int:
+    """Returns the exit code of a run that has ended."""
+    if record.facts.get("exit_code") is not None:
+        return int(record.facts["exit_code"])
+    print(f"drivetrain: {record.run.name}: {one_line(record.facts.get('reason') or 'it ended without an exit code')}", file=sys.stderr)
+    return EXIT_CODES[Outcome.INFRA]
+
+
+def _print_new(path: Path, offset: int) -> int:
+    """Prints the complete lines of a file after an offset; returns the new offset."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                offset += len(line)
+                show(one_line(line.decode(errors="replace")))
+    except OSError:
+        pass
+    sys.stdout.flush()
+    return offset
+
+
+def refreshed(text: str) -> Record | None:
+    """Returns the record of a run on a target, after asking the target; where that cannot be reached, says so and returns the old one."""
+    record = find_recorded(text)
+    if record is None:
+        return None
+    from drivetrain.targets import submit
+
+    try:
+        return submit.refresh(record)
+    except Problem as problem:
+        print(f"drivetrain: {one_line(problem)} (what follows is what was known before)", file=sys.stderr)
+        return read_record(record.run)

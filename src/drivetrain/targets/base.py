@@ -1,0 +1,151 @@
+"""What every kind of target has: its settings, what it would run (pure), and the actions."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from drivetrain.targets.record import Record
+from drivetrain.targets.submission import Submission
+
+Phase = Literal["queued", "running", "ended", "lost"]
+POLL_SECONDS = 0.2
+STATE_SECONDS = 2.0  # between two questions to a scheduler
+STOP_SECONDS = 60.0
+"""A run that is stopped may save for so long; then it is killed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetSettings:
+    """What a target's entry in drivetrain.yaml may hold, for every kind."""
+
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the run."""
+    secrets: list[str] = field(default_factory=list)
+    """Names of environment variables of this machine that the run needs; their values are written nowhere."""
+    device: Literal["cuda", "cpu"] | None = None
+    """Where to train, as --device."""
+    procs: int | None = None
+    """Processes of each machine, as --procs."""
+    nodes: int | None = None
+    """Machines, as --nodes."""
+
+
+class JobState(NamedTuple):
+    """What the system says of a run's job."""
+
+    phase: Phase
+    code: int | None = None
+    """The exit code of a job that has ended, if the system knows it."""
+    reason: str = ""
+    """Why it waits, or how it ended."""
+
+
+class Check(NamedTuple):
+    """One line of `drivetrain doctor`."""
+
+    what: str
+    verdict: Literal["ok", "warning", "fault"]
+    evidence: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class RenderedFile:
+    path: str
+    text: str
+
+
+@dataclass(frozen=True)
+class RenderedCommand:
+    words: tuple[str, ...]
+    request: str = ""
+    """What the command reads on stdin, for people."""
+    stdin: bytes = b""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Environment variables beside those of this process."""
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """The native files and commands of a submission, in the order in which they are written and run."""
+
+    files: tuple[RenderedFile, ...] = ()
+    commands: tuple[RenderedCommand, ...] = ()
+
+    def text(self) -> str:
+        """Returns what --dry-run prints."""
+        parts = [f"# {file.path}\n{file.text.rstrip()}\n" for file in self.files]
+        for command in self.commands:
+            variables = "".join(f"{name}={shlex.quote(value)} " for name, value in command.variables.items())
+            reads = f"\n# it reads: {command.request}" if command.request else ""
+            parts.append(f"$ {variables}{shlex.join(command.words)}{reads}\n")
+        return "\n".join(parts)
+
+
+class Target(ABC):
+    """A place where runs execute."""
+
+    kind: ClassVar[str]
+    settings_class: ClassVar[type[TargetSettings]] = TargetSettings
+    shares_files: bool = True
+    """Whether the run's folder there is the folder on this machine."""
+
+    def __init__(self, name: str, settings: TargetSettings) -> None:
+        self.name, self.settings = name, settings
+
+    # --- knowledge: pure functions of the settings and the submission ---
+
+    @abstractmethod
+    def render(self, submission: Submission) -> Rendering:
+        """Returns the files and commands that `submit` will write and run."""
+
+    # --- actions ---
+
+    @abstractmethod
+    def submit(self, submission: Submission, rendering: Rendering, notice: Callable[[str], None]) -> dict[str, Any]:
+        """Starts the run there and returns at once. Returns what `record.handle` keeps to find it again."""
+
+    @abstractmethod
+    def state(self, record: Record) -> JobState:
+        """Asks the system how the run's job is doing."""
+
+    @abstractmethod
+    def stop(self, record: Record, seconds: float = STOP_SECONDS) -> None:
+        """Asks the run to save and end; after `seconds` kills its processes. Returns when it has ended."""
+
+    @abstractmethod
+    def reach(self) -> str:
+        """Returns a line about the place; raises Problem if it cannot be used."""
+
+    def checks(self) -> Iterator[Check]:
+        """Yields what `doctor --on` shows of this target."""
+        return iter(())
+
+    def mirror(self, record: Record, follow: bool) -> Iterator[str]:
+        """Copies new lines of the run's small files to this machine. Yields after each change; with `follow`, until the job has ended."""
+        next_question = 0.0
+        while follow:
+            if time.monotonic() > next_question:
+                if self.state(record).phase in ("ended", "lost"):
+                    break
+                next_question = time.monotonic() + STATE_SECONDS
+            yield ""
+            time.sleep(POLL_SECONDS)
+        yield ""
+
+    @abstractmethod
+    def pull(self, record: Record) -> None:
+        """Copies the whole run to this machine."""
+
+    def submit_array(self, submissions: list[Submission], notice: Callable[[str], None]) -> list[dict[str, Any]]:
+        """Starts several runs; a system with arrays starts them as one."""
+        return [self.submit(submission, self.render(submission), notice) for submission in submissions]
+
+    def down(self) -> str:
+        """Removes what drivetrain keeps there. Returns a line that tells what was removed."""
+        return "nothing is kept there"

@@ -1,0 +1,123 @@
+"""Reads targets from drivetrain.yaml (the project's) and ~/.config/drivetrain/targets.yaml (the user's)."""
+
+from __future__ import annotations
+
+import os
+import typing
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from drivetrain.confidential import looks_secret
+from drivetrain.names import check_name
+from drivetrain.outcomes import Problem
+from drivetrain.settings import brief, coerce, nearest
+from drivetrain.settings_reader.live import field_docs
+from drivetrain.structured import parse_yaml, read_text
+from drivetrain.targets.base import Target
+from drivetrain.targets.docker import DockerTarget
+from drivetrain.targets.local import LocalTarget
+from drivetrain.targets.slurm import SlurmTarget
+from drivetrain.targets.ssh import SshTarget
+
+PROJECT_FILE = "drivetrain.yaml"
+KINDS: dict[str, type[Target]] = {kind.kind: kind for kind in (LocalTarget, DockerTarget, SshTarget, SlurmTarget)}
+
+
+def user_file() -> Path:
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "drivetrain" / "targets.yaml"
+
+
+def config_files() -> list[Path]:
+    """Returns the files with targets, the project's first: its targets win."""
+    project = next((folder / PROJECT_FILE for folder in (Path.cwd(), *Path.cwd().parents) if (folder / PROJECT_FILE).is_file()), None)
+    return [path for path in (project, user_file()) if path is not None and path.is_file()]
+
+
+def find_target(name: str) -> Target:
+    """Returns the target of this name; each kind is also a target with its defaults."""
+    found = _entries()
+    if name not in found:
+        if name in KINDS:
+            return make_target(name, name, {}, Path(name))
+        files = " and ".join(map(str, config_files())) or f"{PROJECT_FILE} or {user_file()}"
+        raise Problem(
+            f"there is no target {brief(name)}{nearest(name, [*found, *KINDS])} (kinds: {', '.join(KINDS)}; your own: in {files})"
+        )
+    path, entry = found[name]
+    return _target_of_entry(name, entry, path)
+
+
+def all_targets() -> list[Target]:
+    """Returns the targets of the files, then the kinds that no target of the same name hides."""
+    found = _entries()
+    targets = [_target_of_entry(name, entry, path) for name, (path, entry) in found.items()]
+    return targets + [make_target(kind, kind, {}, Path(kind)) for kind in KINDS if kind not in found and kind != "ssh"]
+
+
+def _entries() -> dict[str, tuple[Path, Any]]:
+    """Returns name -> (file, entry)."""
+    found: dict[str, tuple[Path, Any]] = {}
+    for path in config_files():
+        content = parse_yaml(read_text(path, "the targets"), path)
+        entries = content.get("targets", {}) if isinstance(content, dict) else None
+        if not isinstance(entries, dict):
+            raise Problem(f"{path} has no targets: write `targets:`, below it `NAME:`, and below that `kind: ssh`")
+        for name, entry in entries.items():
+            found.setdefault(check_name(name, f"{path}: the target"), (path, entry))
+    return found
+
+
+def _target_of_entry(name: str, entry: Any, path: Path) -> Target:
+    values = dict(entry) if isinstance(entry, dict) else {}
+    kind = values.pop("kind", name if name in KINDS else None)
+    if kind not in KINDS:
+        raise Problem(f"{path}: {name} needs a kind: one of {', '.join(KINDS)}{nearest(str(kind), KINDS) if kind else ''}")
+    return make_target(name, kind, values, path)
+
+
+def make_target(name: str, kind: str, values: Mapping[str, Any], path: Path) -> Target:
+    """Returns a target with checked settings; raises Problem for unknown keys, values of another type, and secrets."""
+    cls = KINDS[kind]
+    types = typing.get_type_hints(cls.settings_class)
+    known = [entry.name for entry in fields(cls.settings_class)]
+    checked: dict[str, Any] = {}
+    for key, value in values.items():
+        label = f"{path}: {name}.{key}"
+        if key not in known:
+            raise Problem(
+                f"{path}: {name} has the unknown key {brief(key)}{nearest(str(key), known)} (a target of kind {kind} has {', '.join(known)})"
+            )
+        if types[key] == dict[str, str]:
+            checked[key] = _check_variables(value, label)
+            continue
+        try:
+            checked[key] = coerce(types[key], value)
+        except ValueError as error:
+            raise Problem(f"{label} is {brief(value)}, not {error}") from None
+        _check_printable(checked[key], label)
+    return cls(name, cls.settings_class(**checked))
+
+
+def _check_variables(value: Any, label: str) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(k, str) and k.isidentifier() for k in value):
+        raise Problem(f"{label} is a mapping of environment variables, such as {{OMP_NUM_THREADS: 4}}")
+    for name, text in value.items():
+        if looks_secret(name, str(text)):
+            raise Problem(f"{label}.{name} is a secret: export it on this machine, and write only its name: secrets: [{name}]")
+    return {name: str(text) for name, text in value.items()}
+
+
+def _check_printable(value: Any, label: str) -> None:
+    """Refuses line breaks and other control characters: the value becomes a word of a command or a line of a script."""
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str) and not text.isprintable():
+            raise Problem(f"{label} contains a line break or a control character: write it in one line")
+
+
+def settings_help(kind: str) -> list[tuple[str, str]]:
+    """Returns the keys of a kind with their descriptions."""
+    cls = KINDS[kind].settings_class
+    docs = field_docs(cls)
+    return [(entry.name, docs.get(entry.name, "")) for entry in fields(cls)]

@@ -1,0 +1,71 @@
+"""Turns what ssh, rsync, Slurm and Docker print into one line that names the fix."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from drivetrain.outcomes import Outcome, Problem
+from drivetrain.terminal import one_line
+
+
+class Explanation(NamedTuple):
+    pattern: str
+    """A regular expression for what the program prints."""
+    text: str
+    """What is wrong, and the fix; {host} is the machine, {0} the pattern's first group."""
+
+
+SSH = [
+    Explanation(r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key for \S+ has changed", "{host}: its host key has changed: somebody may listen in, or it was installed"
+                " again. If you know that it was, remove the old key: ssh-keygen -R {host}"),
+    Explanation(r"Host key verification failed|No \w+ host key is known", "{host}: its host key is not known: connect once by hand (ssh {host}) and compare the key"),
+    Explanation(r"Permission denied \(([^)]*)\)", "{host}: it refused the login ({0}): check the user and the key with `ssh {host}`; with a"
+                " passphrase, add the key to your agent: ssh-add"),
+    Explanation(r"Could not resolve hostname (\S+?):", "{host}: there is no machine of this name: correct hosts: in the target, or add it to ~/.ssh/config"),
+    Explanation(r"Connection refused", "{host}: no SSH server answers there (connection refused): is it running, and is the port right?"),
+    Explanation(r"timed out|No route to host|Network is unreachable|Operation timed out", "{host}: it cannot be reached: is it on, and is the network or VPN up? (ssh {host})"),
+    Explanation(r"Bad owner or permissions on (\S+)|UNPROTECTED PRIVATE KEY FILE", "{host}: ssh refuses a file that others can read: chmod 600 {0}"),
+    Explanation(r"drivetrain: no Python 3.11", "{host}: it has no Python 3.11 or later: install one, or set python: /path/to/python3 in the target"),
+    Explanation(r"No space left on device|Disk quota exceeded", "{host}: the disk is full: make room there, or set dir: in the target"),
+    Explanation(r"rsync: (?:command )?not found|rsync: No such file|exec.*rsync", "{host}: there is no rsync: install it there"),
+    Explanation(r"(?:closed|reset) by (?:remote host|peer|UNKNOWN)|Broken pipe|client_loop|Timeout, server", "{host}: the connection broke: try again; what runs there goes on"),
+]  # fmt: skip
+SLURM = [
+    Explanation(r"[Ii]nvalid partition (?:name )?specified:? ?(\S*)", "Slurm has no partition {0}: sinfo lists them; set partition: in the target"),
+    Explanation(r"Invalid account or account/partition", "Slurm refuses the account: set account: in the target (sacctmgr show associations user=$USER)"),
+    Explanation(r"Invalid qos", "Slurm refuses the qos: set qos: in the target (sacctmgr show qos)"),
+    Explanation(r"Invalid feature specification", "no machine of Slurm has what constraint: asks for: sinfo -o '%f' lists the features"),
+    Explanation(r"Requested node configuration is not available|Invalid generic resource|Invalid Trackable RESource|gres.*(?:not|in)valid", "no machine of Slurm has"
+                " as many GPUs or cores as the run asks for: ask for less (--nodes, --procs, gpus: in the target); sinfo -o '%P %D %c %G' shows what there is"),
+    Explanation(r"[Nn]ode count specification invalid|More processors requested than permitted|cannot be satisfied|too many (?:nodes|cpus)", "Slurm cannot give this many"
+                " machines: ask for fewer with --nodes (sinfo shows how many there are)"),
+    Explanation(r"[Tt]ime limit .*(?:invalid|exceed)|Requested time limit is invalid", "the time limit is longer than the partition allows: give a shorter --time-limit (sinfo -o '%P %l')"),
+    Explanation(r"Unable to contact slurm controller|slurm_load_\w+ error|Unable to establish configuration source|Could not establish a configuration source", "Slurm's controller does not"
+                " answer: is this a login node of the cluster? (scontrol ping)"),
+    Explanation(r"Invalid job id|Invalid job", "Slurm does not know the job any more"),
+    Explanation(r"AssocMaxSubmitJobLimit|QOSMaxSubmitJob|Job violates accounting/QOS policy", "Slurm refuses more jobs of yours: wait until some have ended, or ask for another qos: or account:"),
+]  # fmt: skip
+DOCKER = [
+    Explanation(r"Cannot connect to the Docker daemon|Is the docker daemon running|connection refused.*podman|unable to connect to Podman", "the container engine does not answer: start"
+                " Docker, or `podman system service`"),
+    Explanation(r"permission denied.*docker.*sock|dial unix \S+: connect: permission denied", "you may not use Docker's socket: join the group docker (sudo usermod -aG docker $USER, then log in again), or use podman"),
+    Explanation(r"(?:pull access denied|manifest unknown|manifest for \S+ not found|repository does not exist|initializing source|unable to find image|No such image|name unknown|not known|short-name)", "there is"
+                " no image {image}: build it with `drivetrain image build`, or set image: in the target"),
+    Explanation(r"toomanyrequests", "the registry refuses more pulls for now: log in to it, or wait"),
+    Explanation(r"unauthorized|authentication required|denied: ", "the registry refuses {image}: log in to it with `docker login`"),
+    Explanation(r"could not select device driver|nvidia-container|unknown or invalid runtime name: nvidia|CDI device|unresolvable CDI", "the container engine has no GPU: install the NVIDIA Container Toolkit, or"
+                " leave out --device cuda"),
+    Explanation(r"no space left on device", "the disk of the container engine is full: remove old images (docker system prune)"),
+    Explanation(r"[Cc]onflict.*name|name \S+ is already in use", "a container of this name is there already: drivetrain stop the run, or choose another --name"),
+]  # fmt: skip
+
+
+def explain(host: str, output: str, code: int, known: list[Explanation] | None = None, **values: str) -> Problem:
+    """Returns the problem that a program's output tells; for output that is not known, its last line."""
+    for explanation in known or SSH:
+        if match := re.search(explanation.pattern, output):
+            groups = [group or "" for group in match.groups()] or [""]
+            return Problem(one_line(explanation.text.format(*groups, host=host, **values)), Outcome.INFRA)
+    lines = [line for line in output.splitlines() if line.strip()] or [f"it ended with code {code}"]
+    return Problem(f"{host}: {one_line(lines[-1])[:300]}", Outcome.INFRA)

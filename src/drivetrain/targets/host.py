@@ -1,0 +1,234 @@
+"""A machine that drivetrain reaches with commands: this one, or one behind SSH. Requests go to `host_program.py` there."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+from drivetrain.names import private_cache
+from drivetrain.outcomes import Outcome, Problem
+from drivetrain.targets.errors import explain
+from drivetrain.targets.host_program import tail_digest
+
+PROGRAM = Path(__file__).with_name("host_program.py")
+PYTHONS = ("python3.14", "python3.13", "python3.12", "python3.11", "python3")
+NO_PYTHON = "drivetrain: no Python 3.11"
+_RUN = (
+    r"import sys; r = sys.stdin.buffer; s = r.read(int(r.readline())); "
+    r"exec(compile(s, \"host_program.py\", \"exec\"), dict(__name__=\"__main__\", SOURCE=s.decode()))"
+)
+FIND_PYTHON = (
+    'for p in "$@"; do if command -v "$p" >/dev/null 2>&1 && "$p" -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null; '
+    f'then exec "$p" -c "{_RUN}"; fi; done; echo "{NO_PYTHON}" >&2; exit 127'
+)
+"""Starts the program, which comes first on stdin, with the first Python that is new enough. It is one line without apostrophes, so that
+any login shell hands it on as it is."""
+CONNECT_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class Host:
+    """This machine."""
+
+    python: str | None = None
+    """An interpreter to try first; None: the first in PYTHONS."""
+
+    @property
+    def name(self) -> str:
+        return "this machine"
+
+    @property
+    def is_local(self) -> bool:
+        return True
+
+    def command(self) -> list[str]:
+        """Returns the command that takes the program and a request on stdin."""
+        return ["/bin/sh", "-c", FIND_PYTHON, "sh", *([self.python] if self.python else []), *PYTHONS]
+
+    def call(self, verb: str, data: bytes = b"", notice: Callable[[str], None] | None = None, **arguments: Any) -> dict[str, Any]:
+        """Sends a request and returns its result; raises Problem for what the user can fix. `data` follows the request."""
+        process = self._start()
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        errors: list[bytes] = []
+        reader = threading.Thread(target=lambda: errors.append(process.stderr.read()), daemon=True)  # type: ignore[union-attr]
+        reader.start()
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(request_bytes(verb, arguments) + data)
+            process.stdin.close()
+        result: dict[str, Any] | None = None
+        for message in _messages(process.stdout):
+            if "notice" in message and notice is not None:
+                notice(str(message["notice"]))
+            result = self._result(message) or result
+        code = process.wait()
+        reader.join()
+        if result is None:
+            raise explain(self.name, b"".join(errors).decode(errors="replace"), code)
+        return result
+
+    def _result(self, message: dict[str, Any]) -> dict[str, Any] | None:
+        if "error" in message:
+            raise Problem(f"{self.name}: {message['error']}", Outcome.INFRA)
+        result = message.get("result")
+        return result if isinstance(result, dict) else None
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        try:
+            return subprocess.Popen(self.command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        except FileNotFoundError as error:
+            raise Problem(f"there is no {error.filename} on this machine: install it") from None
+
+    def mirror(self, run: str, to: Path, jobs: Sequence[str], follow: bool = False) -> Iterator[str]:
+        """Copies what was added to a run's small files there into the folder `to`; yields the name of each changed file. With `follow`
+        goes on until the jobs have ended. Raises ConnectionError if the connection breaks."""
+        process = self._start()
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        try:
+            arguments = {"run": run, "have": _sizes(to), "jobs": list(jobs), "follow": follow}
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(request_bytes("mirror", arguments))
+                process.stdin.flush()  # stays open: its end tells the program that this process has gone
+            for message in _messages(process.stdout):
+                if "file" in message:
+                    yield _write_part(to, message)
+                elif self._result(message) is not None:
+                    return
+            problem = explain(self.name, process.stderr.read().decode(errors="replace"), process.wait())
+            raise ConnectionError(str(problem))
+        finally:
+            process.stdin.close()
+            process.kill()
+            process.wait()
+            process.stdout.close()
+            process.stderr.close()
+
+    def copy_from(self, there: str, here: Path) -> list[str]:
+        """Returns the command that copies a folder's content from the machine."""
+        return ["rsync", "-a", "--partial", "-s", f"{there}/", f"{here}/"]
+
+    def copy_to(self, here: Path, there: str) -> list[str]:
+        return ["rsync", "-a", "--partial", "-s", f"{here}/", f"{there}/"]
+
+
+@dataclass(frozen=True)
+class SshHost(Host):
+    """A machine behind OpenSSH. One connection is shared by all commands and stays open for a minute."""
+
+    address: str = ""
+    """As for `ssh`: a name of the SSH configuration, HOST or USER@HOST."""
+    options: tuple[str, ...] = ()
+    """Further options of ssh, such as -F FILE or -p PORT."""
+
+    @property
+    def name(self) -> str:
+        return self.address
+
+    @property
+    def is_local(self) -> bool:
+        return False
+
+    @property
+    def ssh(self) -> list[str]:
+        control = Path(private_cache("ssh")) / "%C"
+        return [
+            "ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "ServerAliveInterval=5",
+            "-o", "ServerAliveCountMax=3", "-o", "ControlMaster=auto", "-o", f"ControlPath={control}", "-o", "ControlPersist=60", *self.options,
+        ]  # fmt: skip
+
+    def command(self) -> list[str]:
+        # An SSH server hands the words to a shell as one text, so that they are quoted for it.
+        return [*self.ssh, "--", self.address, shlex.join(super().command())]
+
+    @property
+    def hostname(self) -> str:
+        """The name or address that the SSH configuration gives for this machine."""
+        done = subprocess.run(["ssh", "-G", *self.options, "--", self.address], capture_output=True, text=True)
+        names = [line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith("hostname ")]
+        return names[0] if names else self.address.rpartition("@")[2]
+
+    def copy_from(self, there: str, here: Path) -> list[str]:
+        return ["rsync", "-a", "--partial", "-s", "-e", shlex.join(self.ssh), f"{self.address}:{there}/", f"{here}/"]
+
+    def copy_to(self, here: Path, there: str) -> list[str]:
+        return ["rsync", "-a", "--partial", "-s", "-e", shlex.join(self.ssh), f"{here}/", f"{self.address}:{there}/"]
+
+
+@cache
+def _program() -> bytes:
+    source = PROGRAM.read_bytes()
+    return f"{len(source)}\n".encode() + source
+
+
+def request_bytes(verb: str, arguments: dict[str, Any]) -> bytes:
+    """Returns what the command of a host reads on stdin: the program and the request."""
+    return _program() + request_text(verb, arguments).encode() + b"\n"
+
+
+def request_text(verb: str, arguments: dict[str, Any]) -> str:
+    return json.dumps({"verb": verb, **arguments})
+
+
+def _messages(stream: IO[bytes]) -> Iterator[dict[str, Any]]:
+    for line in stream:
+        with contextlib.suppress(ValueError):
+            message = json.loads(line)
+            if isinstance(message, dict):  # a login script may print other lines
+                yield message
+
+
+def copy(words: list[str], host: Host) -> None:
+    """Runs a command of `copy_from` or `copy_to`."""
+    if shutil.which("rsync") is None:
+        raise Problem("there is no rsync on this machine: install it")
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise explain(host.name, done.stderr, done.returncode)
+
+
+# --- the mirrored files ------------------------------------------------------------------------
+
+
+def _sizes(folder: Path) -> dict[str, list[Any]]:
+    """Returns the size of each growing file that is here, with a digest of its last bytes."""
+    sizes: dict[str, list[Any]] = {}
+    for path in (*folder.glob("*.jsonl"), *folder.glob("logs/*.log"), *folder.glob("logs/*.jsonl")):
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            sizes[path.relative_to(folder).as_posix()] = [size, tail_digest(file, size)]
+    return sizes
+
+
+def _write_part(folder: Path, message: dict[str, Any]) -> str:
+    """Writes a part of a file that the machine has sent; returns the file's name."""
+    name = str(message["file"])
+    parts = Path(name).parts
+    if Path(name).is_absolute() or not 1 <= len(parts) <= 2 or ".." in parts or name == "target.json":
+        raise Problem(f"the other machine sent a file with the name {name!r:.100}: it is not written", Outcome.INFRA)
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if "whole" in message:
+        temporary = path.with_name(f".{path.name}-{os.getpid()}")
+        temporary.write_bytes(base64.b64decode(message["whole"]))
+        os.replace(temporary, path)
+        return name
+    with open(path, "r+b" if path.exists() else "w+b") as file:
+        file.truncate(int(message["offset"]))
+        file.seek(int(message["offset"]))
+        file.write(base64.b64decode(message["data"]))
+    return name
+
+
+def digest_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,431 @@
+"""The program that drivetrain runs on a machine to keep files and processes there. It needs Python's standard library only.
+
+It is sent to the machine with each request (`host.py`), reads the request as one line of JSON from stdin, and answers in lines of JSON:
+{"notice": text} while it works, {"file": ...} for parts of files, and at last {"result": ...} or {"error": text}.
+`start` leaves a copy of it there, which supervises one job: it repeats the command if its outcome can be retried, and records its end.
+
+Folders below `base`: code/DIGEST (unpacked archives), environments/DIGEST (virtual environments), jobs/NAME, runs/NAME.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import ctypes
+import errno
+import fcntl
+import hashlib
+import io
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+JOB_VARIABLE = "DRIVETRAIN_JOB"  # marks every process of a job
+FIRST_RETRYABLE_CODE = 200  # as drivetrain.outcomes: the same command may succeed if it is repeated
+POLL_SECONDS = 0.2
+EXECUTE_SECONDS = 60.0
+RETRY_SECONDS = 2.0
+CHUNK_BYTES = 1 << 18
+TAIL_BYTES = 1 << 16
+GROWING, REPLACED = (".log", ".jsonl"), (".json", ".txt")  # suffixes of small files: appended to, or written as a whole
+
+
+class Failure(Exception):
+    """Something that the user can fix."""
+
+
+def reply(**message: Any) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+def folder(text: str) -> Path:
+    path = Path(os.path.expanduser(text))
+    if not path.is_absolute():
+        raise Failure(f"{text} is no absolute path")
+    return path
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_name(f".{path.name}.lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def write_json(path: Path, value: Any) -> None:
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")
+    temporary.write_text(json.dumps(value))
+    os.replace(temporary, path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+# --- what the machine has ----------------------------------------------------------------------
+
+
+def facts(base: str) -> dict[str, Any]:
+    path = folder(base)
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    return {
+        "host": platform.node(), "python": sys.executable, "version": platform.python_version(), "machine": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)), "gpus": _gpus(), "rsync": shutil.which("rsync") is not None, "base": str(path),
+        "writable": os.access(existing, os.W_OK), "free_bytes": shutil.disk_usage(existing).free, "time": time.time(),
+    }  # fmt: skip
+
+
+def _gpus() -> list[dict[str, str]]:
+    """Returns the name and the driver of each GPU, as nvidia-smi says; with a timeout, because a broken driver makes it wait forever."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    try:
+        words = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=20, text=True)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    lines = [line.split(", ") for line in done.stdout.splitlines() if done.returncode == 0 and ", " in line]
+    return [{"name": line[0], "driver": line[1]} for line in lines]
+
+
+# --- code and environment ----------------------------------------------------------------------
+
+
+def missing(base: str, archives: list[str], environment: str) -> dict[str, Any]:
+    """Returns which archives and environment this machine does not have yet."""
+    root = folder(base)
+    absent = [digest for digest in archives if not (root / "code" / digest).is_dir()]
+    ready = not environment or (root / "environments" / environment / "ready").is_file()
+    return {"archives": absent, "environment": not ready, **facts(base)}
+
+
+def store(base: str, digest: str, size: int) -> dict[str, Any]:
+    """Unpacks an archive, which follows the request on stdin, if its content has the digest."""
+    data = sys.stdin.buffer.read(size)
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise Failure("the archive was damaged on its way: submit again")
+    target = folder(base) / "code" / digest
+    with locked(target):
+        if target.is_dir():
+            return {}
+        temporary = target.with_name(f".{digest}-{os.getpid()}")
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
+                archive.extractall(temporary, filter="data")
+            os.replace(temporary, target)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return {}
+
+
+def build(base: str, digest: str, requirements: list[str], installer: list[str], flags: list[str]) -> dict[str, Any]:
+    """Makes a virtual environment with these packages. `installer`: packages to install first, the last of which installs the others."""
+    target = folder(base) / "environments" / digest
+    with locked(target):
+        if (target / "ready").is_file():
+            return {}
+        shutil.rmtree(target, ignore_errors=True)
+        reply(notice=f"building the environment: {len(requirements)} packages (once)")
+        log = target.with_name(f"{digest}.log")
+        log.write_text("")
+        _logged([sys.executable, "-m", "venv", str(target)], log)
+        python = str(target / "bin" / "python")
+        (target / "requirements.txt").write_text("".join(f"{line}\n" for line in requirements))
+        pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+        if installer:
+            _logged([*pip, *installer], log)
+            pip = [python, "-m", installer[-1], "pip", "install", "--python", python]
+        _logged([*pip, *flags, "-r", str(target / "requirements.txt")], log)
+        (target / "ready").write_text("")
+    return {}
+
+
+def _logged(words: list[str], log: Path) -> None:
+    """Runs a command; every few seconds tells its last line, and raises Failure with its last lines if it fails."""
+    with open(log, "ab") as output:
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    shown, next_notice = "", time.monotonic() + 2
+    while process.poll() is None:
+        time.sleep(POLL_SECONDS)
+        if time.monotonic() > next_notice:
+            line = (_tail(log).splitlines() or [""])[-1].strip()[:100]
+            if line != shown:
+                reply(notice=line)
+            shown, next_notice = line, time.monotonic() + 5
+    if process.returncode:
+        text = _tail(log)
+        if "ensurepip" in text:
+            raise Failure(
+                "Python has no venv module here: install it (Debian, Ubuntu: apt install python3-venv), or set python: in the target"
+            )
+        errors = [line for line in text.splitlines() if "error" in line.lower()] or text.splitlines()
+        raise Failure(f"the environment could not be built: {' / '.join(errors[-3:])[:500]} (all of it: {log})")
+
+
+def _tail(path: Path) -> str:
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return file.read().decode(errors="replace")
+
+
+# --- jobs --------------------------------------------------------------------------------------
+
+
+def start(
+    job: str, words: list[str], variables: dict[str, str], secrets: dict[str, str], cwd: str, output: str, retries: int
+) -> dict[str, Any]:
+    """Starts a supervised command that outlives this connection. Secrets are handed over in memory only."""
+    path, log = folder(job), folder(output)
+    with locked(path / "job"):
+        if job_state(job)["phase"] == "running":
+            raise Failure("it is running already")
+        path.mkdir(parents=True, exist_ok=True)
+        for name in ("exit.json", "stop"):
+            (path / name).unlink(missing_ok=True)
+        folder(cwd).mkdir(parents=True, exist_ok=True)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        words = [_expanded(word) for word in words]
+        variables = {name: _expanded(value) for name, value in variables.items()}
+        write_json(path / "job.json", {"words": words, "variables": variables, "cwd": str(folder(cwd)), "retries": retries})
+        (path / "program.py").write_text(globals()["SOURCE"])
+        with open(log, "ab") as file:
+            process = subprocess.Popen(
+                [sys.executable, str(path / "program.py"), "supervise", str(path)],
+                stdin=subprocess.PIPE, stdout=file, stderr=file, start_new_session=True, env={**os.environ, JOB_VARIABLE: str(path)},
+            )  # fmt: skip
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(secrets).encode())
+        process.stdin.close()
+        write_json(path / "process.json", {"pid": process.pid, "started": _start_time(process.pid)})
+    return {"pid": process.pid}
+
+
+def _expanded(text: str) -> str:
+    """Returns a path in this user's home as an absolute path."""
+    return os.path.expanduser(text) if text.startswith("~/") else text
+
+
+def _start_time(pid: int) -> str | None:
+    """Returns a text that no other process of this machine has had with this pid; None if the process has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else f"{fields[19]}@{boot}"
+
+
+def job_state(job: str) -> dict[str, Any]:
+    """Returns the phase of a job: absent, running, ended (with `code`), or lost, if it left no exit code."""
+    path = folder(job)
+    process, ended = read_json(path / "process.json"), read_json(path / "exit.json")
+    if not process:
+        return {"phase": "absent"}
+    if _start_time(process["pid"]) == process["started"] and process["started"] is not None and not ended:
+        return {"phase": "running"}
+    ended = ended or read_json(path / "exit.json")  # written between the two lines above
+    return {"phase": "ended", **ended} if ended else {"phase": "lost"}
+
+
+def stop(job: str, grace: float) -> dict[str, Any]:
+    """Asks a job to save and end; after `grace` seconds kills all of its processes."""
+    path = folder(job)
+    if job_state(job)["phase"] == "running":
+        (path / "stop").write_text("")
+        with contextlib.suppress(OSError):
+            os.kill(read_json(path / "process.json")["pid"], signal.SIGTERM)
+    deadline = time.monotonic() + grace
+    while job_state(job)["phase"] == "running" and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    killed = _kill_processes(path)
+    return {**job_state(job), "killed": killed}
+
+
+def _kill_processes(job: Path) -> int:
+    """Kills every process of a job, whoever its parent is now; returns how many there were."""
+    mark, killed = f"{JOB_VARIABLE}={job}\0".encode(), 0
+    for _ in range(3):  # a process may start another one meanwhile
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and int(entry.name) != os.getpid() and mark in entry.joinpath("environ").read_bytes() + b"\0":
+                    os.kill(int(entry.name), signal.SIGKILL)
+                    killed += 1
+    return killed
+
+
+def supervise(path: Path) -> None:
+    """Runs a job's command, repeats it while its outcome can be retried, and records its end."""
+    secrets = json.loads(sys.stdin.read())
+    job, child, attempts = read_json(path / "job.json"), None, 0
+
+    def on_signal(number: int, frame: Any) -> None:
+        (path / "stop").write_text("")
+        if child is not None and child.poll() is None:
+            child.send_signal(signal.SIGTERM)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, on_signal)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    while True:
+        attempts += 1
+        try:
+            child = subprocess.Popen(
+                job["words"], cwd=job["cwd"], stdin=subprocess.DEVNULL, env={**os.environ, **job["variables"], **secrets},
+                preexec_fn=_end_with_parent,
+            )  # fmt: skip
+            code = child.wait()
+        except OSError as error:
+            print(f"drivetrain: cannot start {job['words'][0]}: {error.strerror}", flush=True)
+            code = 127
+        code = 128 - code if code < 0 else code
+        if code < FIRST_RETRYABLE_CODE or attempts > job["retries"] or (path / "stop").exists():
+            break
+        print(f"drivetrain: it ended with code {code}, which can be retried: attempt {attempts + 1} of {job['retries'] + 1}", flush=True)
+        time.sleep(RETRY_SECONDS)
+    write_json(path / "exit.json", {"code": code, "attempts": attempts, "ended": time.time()})
+
+
+def _end_with_parent() -> None:
+    """Makes the kernel send SIGTERM to this process when its parent dies."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+def mirror(run: str, have: dict[str, list[Any]], jobs: list[str], follow: bool) -> dict[str, Any]:
+    """Sends what was added to a run's small files since `have` ({path: [size, digest of the last bytes]}); with `follow`, until the
+    jobs have ended."""
+    if follow:
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
+    root, sent = folder(run), {path: (size, digest) for path, (size, digest) in have.items()}
+    stamps: dict[str, float] = {}
+    while True:
+        phases = [job_state(job)["phase"] for job in jobs]  # read before the files, so that no line of an ended job is missed
+        for path in _small_files(root):
+            name = path.relative_to(root).as_posix()
+            with contextlib.suppress(FileNotFoundError):
+                if path.suffix in GROWING:
+                    sent[name] = _send_growth(path, name, *sent.get(name, (0, "")))
+                elif stamps.get(name) != (stamp := path.stat().st_mtime):
+                    reply(file=name, whole=base64.b64encode(path.read_bytes()).decode())
+                    stamps[name] = stamp
+        if not follow or "running" not in phases:
+            return {"phases": phases}
+        time.sleep(POLL_SECONDS)
+
+
+def _end_with_stdin() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def _small_files(root: Path) -> list[Path]:
+    files = [*root.glob("*"), *root.glob("logs/*"), *root.glob("model/*.json")]
+    return [path for path in files if path.suffix in GROWING + REPLACED and not path.name.startswith(".") and path.is_file()]
+
+
+def _send_growth(path: Path, name: str, size: int, digest: str) -> tuple[int, str]:
+    """Sends the new bytes of a file; all of it, if the bytes that were sent are not in it any more."""
+    with open(path, "rb") as file:
+        if size and tail_digest(file, size) != digest:
+            size = 0
+            reply(file=name, offset=0, data="")
+        before = size
+        file.seek(size)
+        while data := file.read(CHUNK_BYTES):
+            reply(file=name, offset=size, data=base64.b64encode(data).decode())
+            size += len(data)
+        return size, tail_digest(file, size) if size != before else digest
+
+
+def tail_digest(file: Any, size: int) -> str:
+    """Returns a digest of the last bytes before `size`; "" if the file is shorter."""
+    file.seek(0, os.SEEK_END)
+    if file.tell() < size:
+        return ""
+    file.seek(max(0, size - TAIL_BYTES))
+    return hashlib.sha256(file.read(min(size, TAIL_BYTES))).hexdigest()
+
+
+def write(path: str, text: str, append: bool = False) -> dict[str, Any]:
+    """Writes a text file; with `append`, adds to it."""
+    file = folder(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "a" if append else "w") as stream:
+        stream.write(text)
+    return {}
+
+
+def delete(path: str) -> dict[str, Any]:
+    with contextlib.suppress(FileNotFoundError):
+        folder(path).unlink()
+    return {}
+
+
+def execute(words: list[str], secrets: dict[str, str]) -> dict[str, Any]:
+    """Runs a command and returns what it printed; secrets become environment variables."""
+    try:
+        done = subprocess.run(
+            [_expanded(word) for word in words], stdin=subprocess.DEVNULL, capture_output=True,
+            env={**os.environ, **secrets}, timeout=EXECUTE_SECONDS,
+        )  # fmt: skip
+    except FileNotFoundError as error:
+        return {"code": 127, "output": "", "errors": f"{error.filename}: No such file or directory"}
+    except subprocess.TimeoutExpired:
+        raise Failure(f"{words[0]} did not answer within {EXECUTE_SECONDS:.0f} s") from None
+    return {"code": done.returncode, "output": done.stdout.decode(errors="replace"), "errors": done.stderr.decode(errors="replace")}
+
+
+def remove(base: str) -> dict[str, Any]:
+    """Removes everything that drivetrain keeps on this machine."""
+    root = folder(base)
+    running = [path.parent.name for path in (root / "jobs").glob("**/process.json") if job_state(str(path.parent))["phase"] == "running"]
+    if running:
+        raise Failure(f"{', '.join(sorted(running)[:3])} still runs there: stop it first")
+    size = sum(file.lstat().st_size for file in root.glob("**/*") if file.is_file())
+    shutil.rmtree(root, ignore_errors=True)
+    return {"bytes": size}
+
+
+VERBS: dict[str, Callable[..., dict[str, Any]]] = {
+    function.__name__: function
+    for function in (facts, missing, store, build, start, job_state, stop, mirror, write, delete, execute, remove)
+}
+
+
+def answer(request: dict[str, Any]) -> None:
+    try:
+        reply(result=VERBS[request.pop("verb")](**request))
+    except Failure as failure:
+        reply(error=str(failure))
+    except BrokenPipeError:
+        os._exit(0)
+    except OSError as error:
+        text = "the disk is full there: make room, or set dir: in the target" if error.errno == errno.ENOSPC else error.strerror
+        reply(error=f"{error.filename or 'a file'}: {text}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["supervise"]:
+        supervise(Path(sys.argv[2]))
+    else:
+        answer(json.loads(sys.stdin.buffer.readline()))

@@ -1,0 +1,33 @@
+"""Where things are on a machine: drivetrain's folder there, and the folders of one run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEFAULT_BASE = "~/.drivetrain"
+
+
+@dataclass(frozen=True)
+class Layout:
+    base: str
+    run: str
+    """The run's name."""
+
+    @property
+    def run_dir(self) -> str:
+        return f"{self.base}/runs/{self.run}"
+
+    @property
+    def job(self) -> str:
+        return f"{self.base}/jobs/{self.run}"
+
+    @property
+    def output(self) -> str:
+        """What the command prints."""
+        return f"{self.run_dir}/logs/output.log"
+
+    def code(self, digest: str) -> str:
+        return f"{self.base}/code/{digest}"
+
+    def environment_python(self, digest: str) -> str:
+        return f"{self.base}/environments/{digest}/bin/python"

@@ -1,0 +1,100 @@
+"""The record of a run on a target: target.json in the run's folder on the machine that submitted it."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drivetrain import runs
+from drivetrain.outcomes import Problem
+from drivetrain.runs import FORMAT, RUNS, Run
+
+ACTIVE = ("queued", "running")
+RECORD = "target.json"
+JOB_VARIABLE = "DRIVETRAIN_JOB"
+"""Set in the processes of a run on a target: there, `resume` trains."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where a run executes, and how it was submitted."""
+
+    run: Run
+    """The run's folder on this machine."""
+    facts: dict[str, Any]
+
+    @property
+    def path(self) -> Path:
+        return self.run.path / RECORD
+
+    @property
+    def target(self) -> str:
+        return str(self.facts["target"])
+
+    @property
+    def handle(self) -> dict[str, Any]:
+        """What the target needs to find the run again."""
+        return dict(self.facts["handle"])
+
+    @property
+    def phase(self) -> str:
+        """The phase when the target was last asked."""
+        return str(self.facts["phase"])
+
+    @property
+    def is_active(self) -> bool:
+        return self.phase in ACTIVE
+
+    def update(self, **changes: Any) -> Record:
+        """Returns the record with changes, which it writes."""
+        changed = Record(self.run, self.facts | changes)
+        runs.write_atomic(self.path, json.dumps({"format": FORMAT} | changed.facts, indent=1) + "\n")
+        return changed
+
+    def seen(self, phase: str, code: int | None, reason: str) -> Record:
+        """Notes what the target answered."""
+        if (phase, code, reason) == (self.phase, self.facts.get("exit_code"), self.facts.get("reason")):
+            return self
+        return self.update(phase=phase, exit_code=code, reason=reason, seen=time.time())
+
+
+def read_record(run: Run) -> Record | None:
+    """Returns the record of a run; None for a run that was started on this machine."""
+    try:
+        text = (run.path / RECORD).read_bytes()
+    except OSError:
+        return None
+    facts = runs.parse_row(text)
+    if facts is None or facts.get("format") != FORMAT or not isinstance(facts.get("handle"), dict):
+        raise Problem(f"{run.path / RECORD} is damaged: it is no record of this drivetrain")
+    return Record(run, facts)
+
+
+def find_recorded(text: str) -> Record | None:
+    """Returns the record of the run with this name or folder, if it was submitted to a target."""
+    path = Path(text)
+    candidates = [path]
+    if path.parts and ".." not in path.parts and not path.is_absolute():
+        candidates.insert(0, RUNS / path)
+    for candidate in candidates:
+        if (candidate / RECORD).is_file():
+            return read_record(Run(candidate))
+        if runs.is_run(candidate):
+            return None
+    return None
+
+
+def all_records() -> list[Record]:
+    """Returns the records of the runs in runs/; damaged ones are left out."""
+    records = []
+    for file in sorted([*RUNS.glob(f"*/{RECORD}"), *RUNS.glob(f"*/*/{RECORD}"), *RUNS.glob(f"*/trials/*/{RECORD}")]):
+        try:
+            record = read_record(Run(file.parent))
+        except Problem:
+            continue
+        if record is not None:
+            records.append(record)
+    return records

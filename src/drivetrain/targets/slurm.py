@@ -1,0 +1,302 @@
+"""Slurm: each run is a batch job, submitted on this machine or on a login node behind SSH."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from drivetrain.outcomes import Outcome, Problem, outcome_of_code
+from drivetrain.runs import is_run
+from drivetrain.targets.archive import package_archive
+from drivetrain.targets.base import STOP_SECONDS, JobState, Phase, RenderedCommand, RenderedFile, Rendering, Target, TargetSettings
+from drivetrain.targets.errors import SLURM, explain
+from drivetrain.targets.host import Host, SshHost, copy
+from drivetrain.targets.layout import DEFAULT_BASE, Layout
+from drivetrain.targets.local import code_folder, secret_values, unpack_code
+from drivetrain.targets.record import JOB_VARIABLE, Record
+from drivetrain.targets.slurm_script import SlurmJob, script
+from drivetrain.targets.ssh import prepare_host
+from drivetrain.targets.submission import Submission
+
+CPUS_PER_GPU = 4
+MIRROR_SECONDS = 0.4
+POLL_SECONDS = 1.0
+WAITING = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
+ACTIVE = {"RUNNING", "COMPLETING", "CONFIGURING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED", "RESIZING"}
+ENDINGS = {
+    "CANCELLED": "it was cancelled", "TIMEOUT": "its time limit passed", "NODE_FAIL": "a machine was lost", "PREEMPTED": "a job of higher"
+    " priority took its place", "OUT_OF_MEMORY": "it used more memory than it had asked for: raise mem: in the target", "BOOT_FAIL": "a machine did not start",
+    "DEADLINE": "its deadline passed",
+}  # fmt: skip
+IMPOSSIBLE = {
+    "PartitionNodeLimit": "the partition allows fewer machines", "PartitionTimeLimit": "the partition allows less time: give --time-limit",
+    "BadConstraints": "no machine has what it asks for", "AssocGrpGRES": "your account may not use so many GPUs",
+    "QOSMaxGRESPerUser": "your qos allows fewer GPUs", "ReqNodeNotAvail": "the machines it needs are down or reserved",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmSettings(TargetSettings):
+    partition: str | None = None
+    """As sbatch --partition; so are account, qos, constraint, mem and gres."""
+    account: str | None = None
+    """The account that is charged."""
+    qos: str | None = None
+    """The quality of service."""
+    constraint: str | None = None
+    """Features that the machines must have, such as a100."""
+    gpus: int | None = None
+    """GPUs of each machine (default: --procs with --device cuda, else none)."""
+    gres: str | None = None
+    """Generic resources as Slurm writes them, such as gpu:a100:4; replaces `gpus` in the script."""
+    cpus: int | None = None
+    """CPU cores of each machine (default: four for a GPU, else one for a process)."""
+    mem: str | None = None
+    """Memory of each machine, such as 64G."""
+    time: str | None = None
+    """The time limit, such as 24h; --time-limit wins."""
+    grace: int = 120
+    """Seconds before the time limit at which the run saves and is queued again."""
+    retries: int = 3
+    """How often a run is queued again after a lost machine, a hang or a lack of memory; after preemption always."""
+    sbatch: list[str] = field(default_factory=list)
+    """Further options, such as --exclusive: each becomes an #SBATCH line."""
+    prologue: list[str] = field(default_factory=list)
+    """Shell lines before the run, such as `module load cuda` or `source venv/bin/activate`."""
+    python: str | None = None
+    """The Python of the jobs (default: the one that submits; with `host`, an environment that is built there once)."""
+    host: str | None = None
+    """A login node, as ssh knows it; without it, sbatch runs on this machine, and runs/ must be on the shared file system."""
+    options: list[str] = field(default_factory=list)
+    """Further words for ssh to that node."""
+    dir: str = DEFAULT_BASE
+    """With `host`: drivetrain's folder there, on the shared file system."""
+    torch: str = "auto"
+    """With `host`: the build of torch, such as cu126 (auto: for the login node's GPU driver, which may have none)."""
+
+
+class SlurmTarget(Target):
+    """A Slurm cluster."""
+
+    kind: ClassVar[str] = "slurm"
+    settings_class: ClassVar[type[TargetSettings]] = SlurmSettings
+    settings: SlurmSettings
+
+    @property
+    def shares_files(self) -> bool:  # type: ignore[override]
+        return self.settings.host is None
+
+    @property
+    def host(self) -> Host:
+        if self.settings.host is None:
+            return Host(sys.executable)
+        return SshHost(None, self.settings.host, tuple(self.settings.options))
+
+    # --- knowledge ---
+
+    def render(self, submission: Submission) -> Rendering:
+        return self.render_array([submission])
+
+    def render_array(self, submissions: Sequence[Submission]) -> Rendering:
+        """Returns the script and the command for runs that differ in their commands only."""
+        first = submissions[0]
+        settings, request = self.settings, first.request
+        gpus = self._gpus(first)
+        job = SlurmJob(
+            name=first.name if len(submissions) == 1 else first.name.rpartition("/")[0], commands=[self._command(s) for s in submissions],
+            nodes=request.nodes, gpus=gpus, cpus=settings.cpus or (CPUS_PER_GPU * gpus or request.procs or 1), seconds=self._seconds(first),
+            grace=settings.grace, options={name: getattr(settings, name) for name in ("partition", "account", "qos", "constraint", "mem", "gres")},
+            extra=settings.sbatch, prologue=settings.prologue, variables=self._variables(), port=first.port, retries=settings.retries,
+            stop_files=[f"{self._job_folder(s)}/stop" for s in submissions],
+        )  # fmt: skip
+        path = f"{self._job_folder(first)}.sh"
+        output = self._output(first) if len(submissions) == 1 else f"{path.removesuffix('.sh')}-%a.log"
+        words = ("sbatch", "--parsable", f"--output={output}", path)
+        variables = {"DRIVETRAIN_TOKEN": "$DRIVETRAIN_TOKEN"} if first.token else {}
+        return Rendering((RenderedFile(path, script(job)),), (RenderedCommand(words, variables=variables),))
+
+    def _gpus(self, submission: Submission) -> int:
+        request = submission.request
+        if request.device == "cpu":
+            return 0
+        return self.settings.gpus or ((request.procs or 1) if request.device == "cuda" else 0)
+
+    def _seconds(self, submission: Submission) -> float | None:
+        from drivetrain.settings import Length
+
+        if submission.request.time_limit is not None or self.settings.time is None:
+            return submission.request.time_limit
+        try:
+            length = Length.parse(self.settings.time)
+        except ValueError:
+            length = Length(0, "steps")
+        if length.unit != "seconds":
+            raise Problem(f"time: {self.settings.time!r} in the target {self.name}: write a time, such as 24h")
+        return length.value
+
+    def _command(self, submission: Submission) -> list[str]:
+        python, code = self.settings.python or sys.executable, ""
+        if not self.shares_files:
+            python = self.settings.python or self._layout(submission).environment_python(submission.lock.digest)
+        if submission.code is not None:
+            code = str(code_folder(submission)) if self.shares_files else self._layout(submission).code(submission.code.digest)
+        return [_with_home(word) for word in submission.words(python, self._run_dir(submission), code, time_limit=None)]
+
+    def _variables(self) -> dict[str, str]:
+        variables = {"PYTHONUNBUFFERED": "1", JOB_VARIABLE: "slurm"} | self.settings.env
+        if not self.shares_files:
+            variables["PYTHONPATH"] = f"{self.settings.dir.rstrip('/')}/code/{package_archive().digest}"
+        return variables
+
+    def _layout(self, submission: Submission) -> Layout:
+        return Layout(self.settings.dir.rstrip("/"), submission.name)
+
+    def _run_dir(self, submission: Submission) -> str:
+        return str(submission.run.path.absolute()) if self.shares_files else self._layout(submission).run_dir
+
+    def _job_folder(self, submission: Submission) -> str:
+        return f"{self._run_dir(submission)}/job" if self.shares_files else self._layout(submission).job
+
+    def _output(self, submission: Submission) -> str:
+        return f"{self._run_dir(submission)}/logs/output.log".replace("%", "%%")
+
+    # --- actions ---
+
+    def submit(self, submission: Submission, rendering: Rendering, notice: Callable[[str], None]) -> dict[str, Any]:
+        return self._submit([submission], rendering, notice)[0]
+
+    def submit_array(self, submissions: list[Submission], notice: Callable[[str], None]) -> list[dict[str, Any]]:
+        return self._submit(submissions, self.render_array(submissions), notice)
+
+    def _submit(self, submissions: list[Submission], rendering: Rendering, notice: Callable[[str], None]) -> list[dict[str, Any]]:
+        for submission in submissions:
+            self._prepare(submission, notice)
+        (file,), (command,) = rendering.files, rendering.commands
+        self.host.call("write", path=file.path, text=file.text)
+        job = self._slurm(command.words, secret_values(submissions[0])).partition(";")[0]  # JOB;CLUSTER
+        numbers = [job] if len(submissions) == 1 else [f"{job}_{number}" for number in range(len(submissions))]
+        return [
+            {"id": number, "run_dir": self._run_dir(s), "job": self._job_folder(s), "waits": True, "place": f"{self.name} (job {number})"}
+            for number, s in zip(numbers, submissions, strict=True)
+        ]
+
+    def _prepare(self, submission: Submission, notice: Callable[[str], None]) -> None:
+        """Brings code and environment to where the jobs run, and removes the mark of an earlier stop."""
+        if self.shares_files:
+            unpack_code(submission)
+        else:
+            prepare_host(self.host, submission, self.settings.dir, self.settings.python, self.settings.torch, notice)
+        self.host.call("delete", path=f"{self._job_folder(submission)}/stop")
+        self.host.call("write", path=f"{self._run_dir(submission)}/logs/output.log", text="", append=True)
+
+    def _slurm(self, words: Sequence[str], secrets: Mapping[str, str] | None = None) -> str:
+        """Runs a command of Slurm on the login node; returns what it prints."""
+        done = self.host.call("execute", words=list(words), secrets=dict(secrets or {}))
+        if done["code"] == 127 and "No such file" in done["errors"]:
+            where = (
+                "on this machine: log in to the cluster, or set host: LOGIN-NODE in the target"
+                if self.shares_files
+                else f"on {self.host.name}"
+            )
+            raise Problem(f"there is no {words[0]} {where}", Outcome.INFRA)
+        if done["code"]:
+            raise explain(self.name, done["errors"] or done["output"], done["code"], SLURM)
+        return str(done["output"]).strip()
+
+    def state(self, record: Record) -> JobState:
+        job = record.handle["id"]
+        try:
+            text = self._slurm(["squeue", "--noheader", f"--jobs={job}", "--states=all", "--format=%T|%r"])
+        except Problem as problem:
+            if "does not know the job" not in str(problem):
+                raise
+            text = ""
+        if not text:
+            return self._state_of_old_job(record)
+        state, _, reason = text.splitlines()[0].partition("|")
+        if phase := _phase(state):
+            hint = IMPOSSIBLE.get(reason, "")
+            return JobState(phase, None, f"waits: {reason}{f' ({hint})' if hint else ''}" if phase == "queued" and reason != "None" else "")
+        match = re.search(r"\bExitCode=(\d+):(\d+)", self._slurm(["scontrol", "show", "job", "--oneliner", job]))
+        return _ended(state, match[1] if match else None)
+
+    def _state_of_old_job(self, record: Record) -> JobState:
+        """Returns the end of a job that Slurm's controller has forgotten: from the accounting, else from the run itself."""
+        try:
+            text = self._slurm(["sacct", "-X", "-n", "-P", f"--jobs={record.handle['id']}", "--format=State,ExitCode"])
+            if text:
+                state, _, code = text.splitlines()[-1].partition("|")
+                return _ended(state.partition(" ")[0], code.partition(":")[0])
+        except Problem:
+            pass  # this cluster keeps no accounts
+        outcome = record.run.read()["outcome"] if is_run(record.run.path) else ""
+        return JobState("ended", Outcome(outcome).code) if outcome else JobState("lost", None, "Slurm does not know the job any more")
+
+    def stop(self, record: Record, seconds: float = STOP_SECONDS) -> None:
+        """Signals the job's step, so that the run saves; cancels a job that waits, or that does not end in time."""
+        job = record.handle["id"]
+        self.host.call("write", path=f"{record.handle['job']}/stop", text="")
+        if self.state(record).phase == "running":
+            self._slurm(["scancel", "--signal=TERM", job])
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline and self.state(record).phase == "running":
+                time.sleep(POLL_SECONDS)
+        if self.state(record).phase in ("queued", "running"):
+            self._slurm(["scancel", job])
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline and self.state(record).phase in ("queued", "running"):
+                time.sleep(POLL_SECONDS)
+
+    def mirror(self, record: Record, follow: bool) -> Iterator[str]:
+        if self.shares_files:
+            yield from super().mirror(record, follow)
+            return
+        next_question, is_active = 0.0, True
+        while is_active:
+            if time.monotonic() > next_question:
+                is_active = follow and self.state(record).phase in ("queued", "running")
+                next_question = time.monotonic() + 2.0
+            try:
+                yield from self.host.mirror(record.handle["run_dir"], record.run.path, [])
+            except ConnectionError as error:
+                if not follow:
+                    raise Problem(str(error), Outcome.INFRA) from None
+            yield ""
+            time.sleep(MIRROR_SECONDS if is_active else 0)
+
+    def pull(self, record: Record) -> None:
+        if not self.shares_files:
+            copy(self.host.copy_from(record.handle["run_dir"], record.run.path), self.host)
+
+    def reach(self) -> str:
+        rows = [line.split("|") for line in self._slurm(["sinfo", "--noheader", "--format=%P|%a|%l|%D|%G"]).splitlines()]
+        parts = [
+            f"{name} ({nodes} x {gres if gres != '(null)' else 'no GPU'}, {limit})" for name, up, limit, nodes, gres in rows if up == "up"
+        ]
+        return f"partitions: {', '.join(parts) or 'none is up'}"
+
+
+def _with_home(word: str) -> str:
+    """Returns a path in the home folder for a script, where the shell does not expand a quoted ~."""
+    return word
+
+
+def _phase(state: str) -> Phase | None:
+    """Returns the phase of a state of Slurm; None for a job that has ended."""
+    if state in WAITING:
+        return "queued"
+    return "running" if state in ACTIVE else None
+
+
+def _ended(state: str, code: str | None) -> JobState:
+    if state == "COMPLETED":
+        return JobState("ended", 0)
+    number = int(code) if code and code.isdigit() and int(code) else None
+    reason = ENDINGS.get(state, "")
+    if number is not None and not reason:
+        reason = f"it ended with code {number} ({outcome_of_code(number)})"
+    return JobState("ended", number if number is not None else Outcome.INFRA.code, reason or f"it ended as {state.lower()}")

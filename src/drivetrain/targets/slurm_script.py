@@ -1,0 +1,145 @@
+"""The sbatch script of a run, or of several runs as an array. Pure: text from settings."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from drivetrain.outcomes import Outcome, Problem
+
+MAX_NAME = 64
+VALUE = re.compile(r"[^\s\"'`$\\;<>]+")
+"""A value in an #SBATCH line: one word, without quotation marks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob:
+    """What the script asks of Slurm, and what it runs."""
+
+    name: str
+    commands: Sequence[Sequence[str]]
+    """One command, or one for each element of the array."""
+    nodes: int = 1
+    gpus: int = 0
+    """GPUs of each machine."""
+    cpus: int = 1
+    seconds: float | None = None
+    """The time limit."""
+    grace: int = 120
+    """Seconds before the limit at which the run is asked to save."""
+    options: Mapping[str, str | None] = field(default_factory=dict)
+    """partition, account, qos, constraint, mem, gres; None: not given."""
+    extra: Sequence[str] = ()
+    """Further options, as `--exclusive`."""
+    prologue: Sequence[str] = ()
+    """Shell lines before the run, such as `module load cuda`."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    port: int = 29_500
+    retries: int = 3
+    stop_files: Sequence[str] = ()
+    """A run with this file is not queued again; one for each command."""
+
+    @property
+    def is_array(self) -> bool:
+        return len(self.commands) > 1
+
+
+def script(job: SlurmJob) -> str:
+    """Returns the script."""
+    parts = [_head(job), *([_prologue(job)] if job.prologue or job.variables else []), _commands(job)]
+    if job.nodes > 1:
+        parts.append(_meeting_point(job))
+    parts += [_step(job), _requeue(job)]
+    return "\n\n".join(parts) + "\n"
+
+
+def job_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.")[:MAX_NAME] or "drivetrain"
+
+
+def _head(job: SlurmJob) -> str:
+    lines = ["#!/bin/bash", *_options(job)]
+    if job.is_array:
+        lines.append(f"#SBATCH --array=0-{len(job.commands) - 1}")
+    lines += [
+        f"#SBATCH --signal=USR1@{job.grace}   # before the time limit: the run saves its state and ends ...",
+        "#SBATCH --requeue             # ... and is queued again, as after the loss of a machine",
+        "#SBATCH --open-mode=append",
+    ]
+    return "\n".join(lines)
+
+
+def _options(job: SlurmJob) -> list[str]:
+    """Returns the #SBATCH lines that depend on the run and the target."""
+    options: dict[str, str | None] = {"job-name": job_name(job.name), "nodes": str(job.nodes), "ntasks-per-node": "1"}
+    options["cpus-per-task"] = str(job.cpus)
+    if job.gpus and not job.options.get("gres"):
+        options["gres"] = f"gpu:{job.gpus}"
+    if job.seconds is not None:
+        options["time"] = slurm_time(job.seconds)
+    lines = []
+    for name, value in (options | {name: value for name, value in job.options.items() if value is not None}).items():
+        if not VALUE.fullmatch(str(value)):
+            raise Problem(f"{name}: {value!r} is no value for sbatch: write one word without quotation marks")
+        lines.append(f"#SBATCH --{name}={value}")
+    for option in job.extra:
+        if not re.fullmatch(r"-{1,2}[A-Za-z][^\n\r\0]*", option):
+            raise Problem(f"sbatch: {option!r} is no option: write it as on the command line, such as --exclusive")
+        lines.append(f"#SBATCH {option}")
+    return lines
+
+
+def slurm_time(seconds: float) -> str:
+    """Returns a time limit as Slurm writes it: D-HH:MM:SS or HH:MM:SS; at least a minute."""
+    total = max(60, math.ceil(seconds))
+    days, rest = divmod(total, 86_400)
+    text = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
+    return f"{days}-{text}" if days else text
+
+
+def _prologue(job: SlurmJob) -> str:
+    return "\n".join([*job.prologue, *(f"export {name}={shlex.quote(value)}" for name, value in job.variables.items())])
+
+
+def _commands(job: SlurmJob) -> str:
+    """Returns the lines that set `command` and `stop_file`."""
+    settings = [
+        f"command=({shlex.join(command)})\n{{indent}}stop_file={shlex.quote(stop_file)}"
+        for command, stop_file in zip(job.commands, job.stop_files, strict=True)
+    ]
+    if not job.is_array:
+        return settings[0].replace("{indent}", "")
+    lines = ["case $SLURM_ARRAY_TASK_ID in"]
+    for number, text in enumerate(settings):
+        lines += [f"{number})", "    " + text.replace("{indent}", "    "), "    ;;"]
+    return "\n".join([*lines, "esac"])
+
+
+def _meeting_point(job: SlurmJob) -> str:
+    return "\n".join([
+        "# Each machine runs one supervisor, which starts that machine's processes. They meet at the first machine.",
+        'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        "address=$(scontrol show node \"$first\" --oneliner | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')",
+        f'command+=(--rendezvous "${{address:-$first}}:{job.port}")',
+    ])  # fmt: skip
+
+
+def _step(job: SlurmJob) -> str:
+    return 'srun --kill-on-bad-exit=0 "${command[@]}"\ncode=$?'
+
+
+def _requeue(job: SlurmJob) -> str:
+    preempted, first = Outcome.PREEMPTED.code, Outcome.INFRA.code
+    return "\n".join([
+        f"# Exit codes from {preempted} up can be retried: {preempted} preempted, {first} machine lost, 202 hang, 203 out of memory.",
+        'if [ ! -e "$stop_file" ]; then',
+        f'    if [ $code -eq {preempted} ] || {{ [ $code -gt {preempted} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.retries} ]; }}; then',
+        '        echo "drivetrain: ended with code $code: queued again"',
+        '        scontrol requeue "$SLURM_JOB_ID" && exit 0',
+        "    fi",
+        "fi",
+        "exit $code",
+    ])  # fmt: skip

@@ -1,0 +1,194 @@
+"""One or several machines behind SSH, without root, agent or Docker there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+from drivetrain.outcomes import Outcome, Problem
+from drivetrain.targets.archive import Archive, package_archive
+from drivetrain.targets.base import STOP_SECONDS, JobState, RenderedCommand, Rendering, Target, TargetSettings
+from drivetrain.targets.environment import EnvironmentLock, torch_backend
+from drivetrain.targets.host import Host, SshHost, copy
+from drivetrain.targets.layout import DEFAULT_BASE, Layout
+from drivetrain.targets.local import RETRIES, job_state, request_command, secret_values
+from drivetrain.targets.record import Record
+from drivetrain.targets.submission import Submission
+
+RECONNECT_SECONDS = 2.0
+MAX_SILENCE_SECONDS = 3600.0
+"""Someone who follows a run waits so long for a connection that broke."""
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SshSettings(TargetSettings):
+    hosts: list[str] = field(default_factory=list)
+    """Machines as ssh knows them: names of ~/.ssh/config, HOST or USER@HOST. The first one has the run's folder."""
+    options: list[str] = field(default_factory=list)
+    """Further words for ssh, such as -F, FILE or -p, PORT."""
+    dir: str = DEFAULT_BASE
+    """drivetrain's folder on each machine: code, environments, runs."""
+    python: str | None = None
+    """A Python there with torch and drivetrain's other packages; without it, an environment is built there once."""
+    rendezvous: str | None = None
+    """The address at which the machines reach the first one (default: its address in the SSH configuration)."""
+    torch: str = "auto"
+    """The build of torch: auto (for the GPU's driver), cpu, or as cu126."""
+
+
+class SshTarget(Target):
+    """Machines behind SSH."""
+
+    kind: ClassVar[str] = "ssh"
+    settings_class: ClassVar[type[TargetSettings]] = SshSettings
+    shares_files = False
+    settings: SshSettings
+
+    def hosts(self, number: int | None = None) -> list[SshHost]:
+        """Returns the machines, or the first `number` of them."""
+        names = self.settings.hosts
+        if not names:
+            raise Problem(f"the target {self.name} has no hosts: write `hosts: [HOST]` below it in drivetrain.yaml")
+        if number is not None and number > len(names):
+            raise Problem(
+                f"--nodes {number}: the target {self.name} has {len(names)} host{'s' if len(names) > 1 else ''} ({', '.join(names)})"
+            )
+        return [SshHost(self.settings.python, name, tuple(self.settings.options)) for name in names[:number]]
+
+    # --- knowledge ---
+
+    def layout(self, run: str) -> Layout:
+        return Layout(self.settings.dir.rstrip("/"), run)
+
+    def start_arguments(self, submission: Submission, rank: int) -> dict[str, Any]:
+        """Returns the request that starts the run on one machine; without the values of secrets."""
+        layout, nodes, package = self.layout(submission.name), submission.request.nodes, package_archive()
+        python = self.settings.python or layout.environment_python(submission.lock.digest)
+        code = layout.code(submission.code.digest) if submission.code is not None else ""
+        meeting = (f"{self._leader_address()}:{submission.port}", rank) if nodes > 1 else (None, None)
+        words = submission.words(python, layout.run_dir, code, *meeting)
+        variables = self.settings.env | {"PYTHONPATH": layout.code(package.digest), "PYTHONUNBUFFERED": "1"}
+        return {
+            "job": layout.job, "words": words, "variables": variables, "secrets": {}, "cwd": layout.run_dir,
+            "output": layout.output, "retries": RETRIES,
+        }  # fmt: skip
+
+    def _leader_address(self) -> str:
+        return self.settings.rendezvous or self.hosts()[0].hostname
+
+    def render(self, submission: Submission) -> Rendering:
+        commands: list[RenderedCommand] = []
+        hosts = self.hosts(submission.request.nodes)
+        secrets = (*submission.secrets, *(("DRIVETRAIN_TOKEN",) if len(hosts) > 1 else ()))
+        for rank, host in enumerate(hosts):
+            commands.append(request_command(host, "missing", missing_arguments(submission, self.settings.dir, self.settings.python)))
+            commands.append(request_command(host, "start", self.start_arguments(submission, rank), secrets))
+        return Rendering(commands=tuple(commands))
+
+    # --- actions ---
+
+    def submit(self, submission: Submission, rendering: Rendering, notice: Callable[[str], None]) -> dict[str, Any]:
+        hosts = self.hosts(submission.request.nodes)
+        settings = self.settings
+        on_each(hosts, lambda host: prepare_host(host, submission, settings.dir, settings.python, settings.torch, notice))
+        secrets = secret_values(submission)
+        for rank, host in enumerate(hosts):
+            host.call("start", **self.start_arguments(submission, rank) | {"secrets": secrets})
+        return {
+            "hosts": [host.address for host in hosts],
+            "run_dir": self.layout(submission.name).run_dir,
+            "job": self.layout(submission.name).job,
+        }
+
+    def recorded_hosts(self, record: Record) -> list[SshHost]:
+        """Returns the machines of a run."""
+        return [SshHost(self.settings.python, name, tuple(self.settings.options)) for name in record.handle["hosts"]]
+
+    def state(self, record: Record) -> JobState:
+        """Returns the state of the first machine's job, which leads; the run runs while any machine works for it."""
+        answers = on_each(self.recorded_hosts(record), lambda host: host.call("job_state", job=record.handle["job"]))
+        states = [job_state(answer) for answer in answers]
+        return next((state for state in states if state.phase == "running"), states[0])
+
+    def stop(self, record: Record, seconds: float = STOP_SECONDS) -> None:
+        on_each(self.recorded_hosts(record), lambda host: host.call("stop", job=record.handle["job"], grace=seconds))
+
+    def mirror(self, record: Record, follow: bool) -> Iterator[str]:
+        """Follows the first machine, which has the run's metrics; connects again after the connection broke."""
+        first, *others = self.recorded_hosts(record)
+        deadline = time.monotonic() + MAX_SILENCE_SECONDS
+        while True:
+            try:
+                for name in first.mirror(record.handle["run_dir"], record.run.path, [record.handle["job"]], follow):
+                    yield name
+                    deadline = time.monotonic() + MAX_SILENCE_SECONDS
+                break
+            except ConnectionError as error:
+                if not follow or time.monotonic() > deadline:
+                    raise Problem(str(error), Outcome.INFRA) from None
+                time.sleep(RECONNECT_SECONDS)
+        for host in others:  # their processes' logs
+            for name in host.mirror(record.handle["run_dir"], record.run.path, [record.handle["job"]], False):
+                yield name
+
+    def pull(self, record: Record) -> None:
+        first, *others = self.recorded_hosts(record)
+        copy(first.copy_from(record.handle["run_dir"], record.run.path), first)
+        for host in others:
+            copy([*host.copy_from(f"{record.handle['run_dir']}/logs", record.run.path / "logs")], host)
+
+    def reach(self) -> str:
+        answers = on_each(self.hosts(), lambda host: host.call("facts", base=self.settings.dir))
+        return "; ".join(facts_sentence(answer) for answer in answers)
+
+    def down(self) -> str:
+        answers = on_each(self.hosts(), lambda host: host.call("remove", base=self.settings.dir))
+        return f"removed {self.settings.dir} ({sum(answer['bytes'] for answer in answers) / 1e6:,.0f} MB) from {', '.join(self.settings.hosts)}"
+
+
+def on_each(hosts: list[SshHost], action: Callable[[SshHost], Result]) -> list[Result]:
+    """Runs an action on all machines at once; raises the first Problem."""
+    with ThreadPoolExecutor(max_workers=min(16, len(hosts))) as pool:
+        return list(pool.map(action, hosts))
+
+
+def missing_arguments(submission: Submission, base: str, python: str | None) -> dict[str, Any]:
+    """Returns the request that asks what a machine lacks."""
+    archives = [archive.digest for archive in _archives(submission)]
+    return {"base": base, "archives": archives, "environment": "" if python else submission.lock.digest}
+
+
+def _archives(submission: Submission) -> list[Archive]:
+    return [package_archive(), *([submission.code] if submission.code is not None else [])]
+
+
+def prepare_host(host: Host, submission: Submission, base: str, python: str | None, torch: str, notice: Callable[[str], None]) -> None:
+    """Brings the code and the environment that a machine lacks."""
+    answer = host.call("missing", **missing_arguments(submission, base, python))
+    for archive in _archives(submission):
+        if archive.digest in answer["archives"]:
+            host.call("store", data=archive.data, base=base, digest=archive.digest, size=len(archive.data))
+    if answer["environment"]:
+        build_environment(host, base, submission.lock, torch, answer, notice)
+
+
+def build_environment(
+    host: Host, base: str, lock: EnvironmentLock, torch: str, facts: dict[str, Any], notice: Callable[[str], None]
+) -> None:
+    """Builds the environment of a lock on a machine, with the build of torch for its driver."""
+    backend = torch if torch != "auto" else torch_backend(gpu["driver"] for gpu in facts["gpus"])
+    host.call(
+        "build", notice=lambda text: notice(f"{host.name}: {text}"), base=base, digest=lock.digest, requirements=list(lock.requirements),
+        installer=["uv"], flags=[f"--torch-backend={backend}"],
+    )  # fmt: skip
+
+
+def facts_sentence(facts: dict[str, Any]) -> str:
+    """Returns what a machine has, in a few words."""
+    gpus = facts["gpus"]
+    names = f"{len(gpus)} x {gpus[0]['name']} (driver {gpus[0]['driver']})" if gpus else "no GPU"
+    return f"{facts['host']}: {facts['cores']} CPU cores, {names}, Python {facts['version']}, {facts['free_bytes'] / 1e9:,.0f} GB free"
