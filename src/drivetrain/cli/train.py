@@ -93,7 +93,8 @@ def _train(request: Request, place: Place, screen: Screen) -> int:
     from drivetrain.launch.plan_file import apply_plan_file
     from drivetrain.launch.smoke import train_smoke
 
-    launcher = detect_launcher(os.environ)
+    # With --rendezvous this command supervises its machine, even where srun has started it on several.
+    launcher = None if request.rendezvous is not None else detect_launcher(os.environ)
     recipes = load(request.target, list(request.settings))
     recipes = [with_accelerate_choices(recipe, os.environ, launcher) for recipe in recipes]
     recipes, request = apply_plan_file(recipes, request, screen)
