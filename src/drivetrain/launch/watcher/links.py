@@ -32,7 +32,7 @@ class LeaderLinks:
         self._world_size = world_size
         self._links: dict[int, Link] = {}
         """By rank."""
-        self._ended: set[int] = set()
+        self._finished: set[int] = set()
         self._listener = None if server is None else Listener(server, token, self._admit, lambda text: None).start()
 
     def _admit(self, peer: socket.socket, keys: Keys) -> None:
@@ -47,15 +47,16 @@ class LeaderLinks:
         self._links[rank] = link
 
     def running_ranks(self) -> list[int]:
-        """Returns the other ranks that have not ended, connected or not."""
-        return [rank for rank in range(1, self._world_size) if rank not in self._ended]
+        """Returns the other ranks that have not finished, connected or not. If all that remain wait for a rank that failed, none of them
+        hangs: the launcher ends them."""
+        return [rank for rank in range(1, self._world_size) if rank not in self._finished]
 
     def receive(self) -> Iterator[tuple[int, Message]]:
         """Yields the messages that have arrived, with the rank that sent them."""
         for rank, link in list(self._links.items()):
             while (message := link.receive(0)) is not None:
-                if isinstance(message, AttemptEnded):
-                    self._ended.add(rank)
+                if isinstance(message, AttemptEnded) and message.outcome in (Outcome.OK, Outcome.PREEMPTED):
+                    self._finished.add(rank)
                 yield rank, message
 
     def send(self, message: Message) -> None:
@@ -68,7 +69,7 @@ class LeaderLinks:
         while time.monotonic() < deadline:
             for _ in self.receive():
                 pass
-            if all(rank in self._ended or not link.is_alive for rank, link in list(self._links.items())):
+            if not any(link.is_alive for link in list(self._links.values())):
                 return
             time.sleep(0.02)
 

@@ -15,7 +15,8 @@ class Output:
     def __init__(self, stdout: int, stderr: int) -> None:
         self.targets = {stdout: 1, stderr: 2}
         """The reading end of each pipe -> the file descriptor on which it is shown."""
-        self._early = b""
+        self._early: bytes | None = b""
+        """What was printed so far; None after the log was opened."""
         self._log: int | None = None
         for handle in self.targets:
             os.set_blocking(handle, False)
@@ -27,10 +28,9 @@ class Output:
         except BlockingIOError:
             return True
         self._show(self.targets[handle], data)
-        if self._log is None:
+        if self._early is not None:
             self._early = (self._early + data)[-MAX_EARLY_BYTES:]
-        else:
-            self._write_log(data)
+        self._write_log(data)
         return bool(data)
 
     def _show(self, target: int, data: bytes) -> None:
@@ -39,20 +39,20 @@ class Output:
                 data = data[os.write(target, data) :]
 
     def _write_log(self, data: bytes) -> None:
-        assert self._log is not None
-        with contextlib.suppress(OSError):  # a full disk must not stop the training
-            os.write(self._log, data)
+        if self._log is not None:
+            with contextlib.suppress(OSError):  # a full disk must not stop the training
+                os.write(self._log, data)
 
     def open_log(self, path: Path) -> None:
         """Writes what is printed from now on, and what was printed before any log was open, to a file."""
         self._close_log()
+        early, self._early = self._early, None
         try:
             path.parent.mkdir(exist_ok=True)
             self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError:
             return  # a full disk, or a machine that does not have the run's directory
-        self._write_log(self._early)
-        self._early = b""
+        self._write_log(early or b"")
 
     def drain(self) -> None:
         """Copies the rest of both pipes, but does not wait until they close: a process that the worker started may hold them open."""

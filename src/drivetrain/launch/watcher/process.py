@@ -123,7 +123,8 @@ class Watcher:
     # --- the loop ---
 
     def run(self) -> int:
-        """Watches the worker until it has ended; returns its exit code. On rank 0, raises Problem after a hang."""
+        """Watches the worker until it has ended; returns its exit code, or 128 and the number of the signal that ended it. On rank 0,
+        raises Problem after a hang."""
         for handle in (self.process.events, *self.process.output.targets):
             os.set_blocking(handle, False)
             self._selector.register(handle, selectors.EVENT_READ, handle)
@@ -131,10 +132,12 @@ class Watcher:
             while self._poll() is None and self.verdict is None:
                 self._read(POLL_SECONDS)
                 self._watch()
+            self._read(0.0)  # the run, if the worker ended at once
             self._wait_for_verdict()
             if self.verdict is not None:
                 return self._end_hung(self.verdict)
-            return self._code or 0
+            code = self._code or 0
+            return code if code >= 0 else 128 - code
         finally:
             self.process.output.drain()
             self._close_links()
