@@ -14,7 +14,7 @@ from drivetrain.runs import is_run
 from drivetrain.targets.archive import package_archive
 from drivetrain.targets.base import STOP_SECONDS, JobState, Phase, RenderedCommand, RenderedFile, Rendering, Target, TargetSettings
 from drivetrain.targets.errors import SLURM, explain
-from drivetrain.targets.host import Host, SshHost, copy
+from drivetrain.targets.host import ReachableHost, SshHost, copy
 from drivetrain.targets.layout import DEFAULT_BASE, Layout
 from drivetrain.targets.local import code_folder, secret_values, unpack_code
 from drivetrain.targets.record import JOB_VARIABLE, Record
@@ -91,9 +91,9 @@ class SlurmTarget(Target):
         return self.settings.host is None
 
     @property
-    def host(self) -> Host:
+    def host(self) -> ReachableHost:
         if self.settings.host is None:
-            return Host(sys.executable)
+            return ReachableHost(sys.executable)
         return SshHost(None, self.settings.host, tuple(self.settings.options))
 
     # --- knowledge ---
