@@ -43,6 +43,8 @@ def _stop(text: str, within: float) -> str:
     if record is not None:
         record = submit.stop(record, within)
         status = record.run.status if runs.is_run(record.run.path) else "before its first step"
+        if status == "finished":
+            return f"{record.run.name} is finished"
         return f"{record.run.name} stopped on {record.target} ({status}); go on with: drivetrain resume {record.run.name}"
     run = runs.find(text)
     pid = runs.lock_holder(run.path)

@@ -119,5 +119,5 @@ def _check_printable(value: Any, label: str) -> None:
 def settings_help(kind: str) -> list[tuple[str, str]]:
     """Returns the keys of a kind with their descriptions."""
     cls = KINDS[kind].settings_class
-    docs = field_docs(cls)
+    docs = {name: doc for base in reversed(cls.__mro__[:-1]) for name, doc in field_docs(base).items()}
     return [(entry.name, docs.get(entry.name, "")) for entry in fields(cls)]

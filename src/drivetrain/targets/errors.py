@@ -20,15 +20,15 @@ SSH = [
     Explanation(r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key for \S+ has changed", "{host}: its host key has changed: somebody may listen in, or it was installed"
                 " again. If you know that it was, remove the old key: ssh-keygen -R {host}"),
     Explanation(r"Host key verification failed|No \w+ host key is known", "{host}: its host key is not known: connect once by hand (ssh {host}) and compare the key"),
+    Explanation(r"Load key \"([^\"]+)\": bad permissions|Bad owner or permissions on (\S+)", "{host}: ssh refuses the file {0}{1}, because others can read or write it: chmod 600 {0}{1}"),
     Explanation(r"Permission denied \(([^)]*)\)", "{host}: it refused the login ({0}): check the user and the key with `ssh {host}`; with a"
                 " passphrase, add the key to your agent: ssh-add"),
     Explanation(r"Could not resolve hostname (\S+?):", "{host}: there is no machine of this name: correct hosts: in the target, or add it to ~/.ssh/config"),
     Explanation(r"Connection refused", "{host}: no SSH server answers there (connection refused): is it running, and is the port right?"),
     Explanation(r"timed out|No route to host|Network is unreachable|Operation timed out", "{host}: it cannot be reached: is it on, and is the network or VPN up? (ssh {host})"),
-    Explanation(r"Bad owner or permissions on (\S+)|UNPROTECTED PRIVATE KEY FILE", "{host}: ssh refuses a file that others can read: chmod 600 {0}"),
     Explanation(r"drivetrain: no Python 3.11", "{host}: it has no Python 3.11 or later: install one, or set python: /path/to/python3 in the target"),
     Explanation(r"No space left on device|Disk quota exceeded", "{host}: the disk is full: make room there, or set dir: in the target"),
-    Explanation(r"rsync: (?:command )?not found|rsync: No such file|exec.*rsync", "{host}: there is no rsync: install it there"),
+    Explanation(r"remote command not found|rsync: (?:command )?not found", "{host}: there is no rsync: install it there"),
     Explanation(r"(?:closed|reset) by (?:remote host|peer|UNKNOWN)|Broken pipe|client_loop|Timeout, server", "{host}: the connection broke: try again; what runs there goes on"),
 ]  # fmt: skip
 SLURM = [
@@ -69,7 +69,7 @@ def explain(host: str, output: str, code: int, known: list[Explanation] | None =
     outcome = Outcome.INFRA if known is None else Outcome.USAGE
     for explanation in known or SSH:
         if match := re.search(explanation.pattern, output):
-            groups = [group or "" for group in match.groups()] or [""]
+            groups = [group or "" for group in match.groups()]
             return Problem(one_line(explanation.text.format(*groups, host=host, **values)), outcome)
     lines = [line for line in output.splitlines() if line.strip()] or [f"it ended with code {code}"]
     return Problem(f"{host}: {one_line(lines[-1])[:300]}", outcome)

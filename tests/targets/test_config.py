@@ -1,0 +1,142 @@
+"""Targets from files: which file wins, checked keys, secrets that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from drivetrain.confidential import looks_secret
+from drivetrain.outcomes import Problem
+from drivetrain.targets.config import KINDS, all_targets, find_target, settings_help
+from drivetrain.targets.environment import lock_environment, torch_backend
+from drivetrain.task_ref import find_task
+from tests.command import expect_error, run_ok, write_task
+
+
+def write(path: str, **targets: object) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(yaml.safe_dump({"targets": targets}))
+
+
+def test_the_projects_file_wins_and_is_found_from_below(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+    write("config/drivetrain/targets.yaml", box={"kind": "ssh", "hosts": ["user-box"]}, other={"kind": "local"})
+    write("drivetrain.yaml", box={"kind": "ssh", "hosts": ["project-box"]})
+    (folder / "below").mkdir()
+    monkeypatch.chdir(folder / "below")
+    assert find_target("box").settings.hosts == ["project-box"]  # type: ignore[attr-defined]
+    assert find_target("other").kind == "local"
+    assert [target.name for target in all_targets()] == ["box", "other", "local", "docker", "slurm"]
+
+
+def test_every_kind_is_a_target_of_its_own_name(folder: Path) -> None:
+    for kind in KINDS:
+        assert find_target(kind).kind == kind
+    assert find_target("slurm").settings.grace == 120  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"kind": "slrum"}, "needs a kind: one of local, docker, ssh, slurm; did you mean slurm?"),
+        ({}, "needs a kind"),
+        ({"kind": "slurm", "partion": "gpu"}, "unknown key 'partion'; did you mean partition?"),
+        ({"kind": "slurm", "gpus": "many"}, "box.gpus is 'many', not a whole number"),
+        ({"kind": "slurm", "prologue": ["module load\nrm -rf /"]}, "contains a line break"),
+        ({"kind": "ssh", "hosts": ["a"], "env": {"HF_TOKEN": "hf_" + "x" * 30}}, "write only its name: secrets: [HF_TOKEN]"),
+        ({"kind": "ssh", "hosts": ["a"], "env": ["X"]}, "is a mapping of environment variables"),
+        ({"kind": "slurm", "time": "24"}, "write a time, such as 24h"),
+    ],
+)
+def test_wrong_entries_name_the_fix(entry: dict[str, object], message: str, folder: Path) -> None:
+    write("drivetrain.yaml", box=entry)
+    assert message in expect_error("train", "digits", "--on", "box", "--dry-run")
+
+
+def test_unknown_targets_and_files_of_another_shape(folder: Path) -> None:
+    assert "there is no target 'slrum'; did you mean slurm?" in expect_error("train", "digits", "--on", "slrum")
+    Path("drivetrain.yaml").write_text("targets: [a]\n")
+    assert "has no targets: write `targets:`" in expect_error("train", "digits", "--on", "box")
+    Path("drivetrain.yaml").write_text("targets: {box: {kind: ssh}}\n")
+    assert "has no hosts: write `hosts: [HOST]`" in expect_error("train", "digits", "--on", "box")
+
+
+def test_flags_that_do_not_go_with_a_target(folder: Path) -> None:
+    assert "leave out --rendezvous" in expect_error("train", "digits", "--on", "local", "--rendezvous", "a:1")
+    assert "not --run-dir" in expect_error("train", "digits", "--on", "local", "--run-dir", "x")
+    assert "--smoke tries a task on this machine" in expect_error("train", "digits", "--on", "local", "--smoke")
+    assert "addresses are not supported" in expect_error("train", "digits", "--run-dir", "s3://bucket/run")
+    write("drivetrain.yaml", box={"kind": "ssh", "hosts": ["a"], "secrets": ["NOT_SET_ANYWHERE"]})
+    assert "NOT_SET_ANYWHERE is not set here" in expect_error("train", "digits", "--on", "box", "--dry-run")
+    write("drivetrain.yaml", box={"kind": "ssh", "hosts": ["a"]})
+    assert "has 1 host (a)" in expect_error("train", "digits", "--on", "box", "--nodes", "2", "--dry-run")
+    assert "is on this machine, not on box" in expect_error("train", "digits", "start=runs/x", "--on", "box", "--dry-run")
+
+
+# --- secrets -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("db_password", "hunter2"), ("api_key", "abc"), ("hf_token", "x y"), ("secret", "s"), ("note", "https://me:pw@host/x.git"),
+        ("note", "hf_" + "a" * 30), ("note", "ghp_" + "b" * 36), ("note", "AKIA" + "C" * 16),
+    ],
+)  # fmt: skip
+def test_secrets_are_recognised(name: str, value: str) -> None:
+    assert looks_secret(name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("pad_token", "<pad>"),
+        ("max_tokens", "128"),
+        ("passes", "4"),
+        ("password", ""),
+        ("token_dropout", "0.1"),
+        ("data", "https://host:8080/x"),
+        ("secret", "false"),
+    ],
+)
+def test_ordinary_settings_are_no_secrets(name: str, value: str) -> None:
+    assert not looks_secret(name, value)
+
+
+def test_a_secret_as_a_setting_is_refused_everywhere(folder: Path) -> None:
+    write_task(change=("hidden: int = 32", 'db_password: str = ""\n    hidden: int = 32'))
+    for words in ([], ["--on", "local"], ["--on", "slurm", "--dry-run"]):
+        message = expect_error("train", "small.py", "db_password=hunter2", *words)
+        assert "db_password looks like a secret" in message and "hunter2" not in message
+    Path("recipe.yaml").write_text("task: small.py\ndb_password: hunter2\n")
+    assert "looks like a secret" in expect_error("train", "recipe.yaml")
+    assert not Path("runs").exists()
+
+
+# --- environments ------------------------------------------------------------------------------
+
+
+def test_the_lock_has_what_the_code_imports_and_no_more(folder: Path) -> None:
+    write_task(text="import yaml, gymnasium.spaces\n" + Path(write_task()).read_text())
+    names = {line.partition("==")[0] for line in lock_environment([find_task("small.py")]).requirements}
+    assert {"torch", "numpy", "pyyaml", "safetensors", "packaging"} <= names
+    assert "gymnasium" in names, "an import of the task"
+    assert not {"pytest", "ruff", "transformers", "optuna"} & names
+    assert "transformers" in {line.partition("==")[0] for line in lock_environment([find_task("lora")]).requirements}
+
+
+def test_the_build_of_torch_fits_the_driver() -> None:
+    assert torch_backend([]) == "cpu"
+    assert torch_backend(["580.65.06"]) == "cu130"
+    assert torch_backend(["580.65.06", "570.1"]) == "cu126"
+    with pytest.raises(Problem, match=r"older than torch needs \(525\)"):
+        torch_backend(["470.1"])
+
+
+def test_the_keys_of_each_kind_are_explained(folder: Path) -> None:
+    for kind in KINDS:
+        assert all(doc for _, doc in settings_help(kind)), kind
+    assert "prologue" in run_ok("targets", "slurm")
+    assert "there is no kind" in expect_error("targets", "nix")
