@@ -39,7 +39,7 @@ class DockerSettings(TargetSettings):
     """docker or podman (default: the one that is there, docker first)."""
     image: str | None = None
     """The image, with drivetrain as its entry point (default: the one that `drivetrain image build` made last)."""
-    gpus: str | None = None
+    gpus: str = ""
     """GPUs of the container: all, none, a number, or device=0,1 (default: all with --device cuda, or if this machine has NVIDIA GPUs)."""
     shm: str | None = None
     """Size of /dev/shm, such as 8g (default: 64 MB, 256 MB for each loader worker, 256 MB for each process with a GPU)."""
@@ -49,7 +49,7 @@ class DockerSettings(TargetSettings):
     """CPU cores that the container may use."""
     memory: str | None = None
     """Memory that the container may use, such as 16g."""
-    network: str | None = None
+    network: str = ""
     """The network, as for `docker run`: none, host, or a name."""
     options: list[str] = field(default_factory=list)
     """Further words for `docker run`, such as --ulimit=memlock=-1."""
@@ -79,10 +79,11 @@ class DockerTarget(Target):
         settings, request, run_dir = self.settings, submission.request, submission.run.path.absolute()
         _check_request(request.nodes, request.settings)
         gpus = self._gpus(request.device)
+        image = self.image("gpu" if gpus else "cpu")
         words = submission.words("", f"/runs/{submission.name}", "/code")
         return ContainerJob(
             engine=engine, name=container_name(submission.name, run_dir), run_dir=run_dir, run=submission.name,
-            image=self.image("gpu" if gpus else "cpu"), pull=settings.image is not None, words=words[words.index("drivetrain") + 1 :],
+            image=image, pull=self._may_pull(image), words=words[words.index("drivetrain") + 1 :],
             user=(os.getuid(), os.getgid()), is_rootless=is_rootless, code=code_folder(submission) if submission.code is not None else None,
             data=Path(settings.data).expanduser().absolute() if settings.data is not None else None, gpus=gpus,
             shm=check_size(settings.shm, "shm") or shm_size(request.settings, request.procs or _num_gpus(gpus), bool(gpus)),
@@ -102,6 +103,10 @@ class DockerTarget(Target):
         built = read_images().get(variant)
         return built.tag if built is not None else DEFAULT_TAGS[variant]
 
+    def _may_pull(self, image: str) -> bool:
+        """Whether the image may come from a registry: not where its name is only this machine's, and a stranger's there."""
+        return self.settings.image is not None or "/" in image
+
     # --- actions ---
 
     def submit(self, submission: Submission, rendering: Rendering, notice: Callable[[str], None]) -> dict[str, Any]:
@@ -120,7 +125,7 @@ class DockerTarget(Target):
         try:
             answer = engine.run(*command.words[1:], image=image, seconds=None)
         except Problem:
-            engine.try_run("rm", name)  # it was created, but could not be started
+            engine.try_run("rm", "--volumes", name)  # it was created, but could not be started
             raise
         identity = answer.splitlines()[-1].strip()
         return {"engine": engine.program, "container": identity, "name": name, "offset": offset, "place": f"{self.name} ({name})"}
@@ -128,7 +133,7 @@ class DockerTarget(Target):
     def _check_image(self, engine: Engine, image: str, notice: Callable[[str], None]) -> None:
         """Raises Problem if there is no image; notes an image of another version, and one that must be pulled."""
         facts = engine.inspect("image", image)
-        if facts is None and self.settings.image is None:
+        if facts is None and not self._may_pull(image):
             flag = " --gpu" if image == DEFAULT_TAGS["gpu"] else ""
             raise Problem(
                 f"there is no image {image}: build it with `drivetrain image build{flag}`, or set image: in the target", Outcome.INFRA
@@ -145,7 +150,7 @@ class DockerTarget(Target):
             return
         if facts["State"]["Status"] in RUNNING:
             raise Problem(f"{submission.name} runs already, in the container {name}: drivetrain stop {submission.name}", Outcome.INFRA)
-        engine.run("rm", name)
+        engine.run("rm", "--volumes", name)
 
     def state(self, record: Record) -> JobState:
         ended = runs.parse_row(_read(_ended_file(record)))
@@ -198,7 +203,7 @@ class DockerTarget(Target):
         if state.phase == "ended":
             ended = {"container": record.handle["container"], "code": state.code, "reason": state.reason}
             runs.write_atomic(_ended_file(record), json.dumps(ended) + "\n")
-            self._recorded_engine(record).run("rm", record.handle["container"])
+            self._recorded_engine(record).run("rm", "--volumes", record.handle["container"])
 
     def reach(self) -> str:
         engine = self.engine
@@ -220,7 +225,7 @@ class DockerTarget(Target):
         image = self.image(variant)
         facts = engine.inspect("image", image)
         build = f"drivetrain image build{' --gpu' if variant == 'gpu' else ''}"
-        if facts is None and self.settings.image is not None:
+        if facts is None and self._may_pull(image):
             return Check("image", "warning", f"{image} is not on this machine: the first run pulls it", f"{engine.program} pull {image}")
         if facts is None:
             return Check("image", "fault", f"there is no image {image}", build)
@@ -235,7 +240,7 @@ class DockerTarget(Target):
             "ps", "--all", "--filter", "label=drivetrain.run", "--filter", "status=exited", "--filter", "status=created", "--format", "{{.Names}}"
         ).split()  # fmt: skip
         if names:
-            engine.run("rm", *names)
+            engine.run("rm", "--volumes", *names)
         return f"removed {len(names)} containers of runs that had ended; images: {engine.program} image rm NAME"
 
 

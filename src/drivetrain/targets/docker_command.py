@@ -42,7 +42,7 @@ class ContainerJob:
     shm: str = "64m"
     cpus: float | None = None
     memory: str | None = None
-    network: str | None = None
+    network: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
     secrets: Sequence[str] = ()
     """Names of variables of this process."""
@@ -56,11 +56,11 @@ def run_command(job: ContainerJob) -> list[str]:
     words += [*_user(job), "--cap-drop=ALL", "--security-opt=no-new-privileges", "--security-opt=label=disable"]
     words += _mount(job.run_dir, f"/runs/{job.run}")
     if job.code is not None:
-        words += _mount(job.code, "/code", read_only=True)
+        words += _mount(job.code, "/code", is_read_only=True)
     if job.data is not None:
         words += _mount(job.data, "/data")
     words += [*gpu_words(job.engine, job.gpus), f"--shm-size={job.shm}"]
-    limits = {"cpus": f"{job.cpus:g}" if job.cpus is not None else None, "memory": job.memory, "network": job.network}
+    limits = {"cpus": f"{job.cpus:g}" if job.cpus is not None else None, "memory": job.memory, "network": job.network or None}
     words += [f"--{name}={value}" for name, value in limits.items() if value is not None]
     for name, value in job.variables.items():
         words += ["--env", f"{name}={value}"]
@@ -86,14 +86,19 @@ def _user(job: ContainerJob) -> list[str]:
     return ["--userns=keep-id", user] if job.engine == "podman" else ["--user=0:0"]
 
 
-def _mount(source: Path, target: str, read_only: bool = False) -> list[str]:
-    """Returns the words that mount a folder. The engine reads the value as a line of CSV, so that any path can be written."""
+def _mount(source: Path, target: str, is_read_only: bool = False) -> list[str]:
+    """Returns the words that mount a folder.
+
+    --volume splits its value at colons only; --mount reads a line of CSV, which podman's Docker API splits again at each comma.
+    """
+    if not str(source).isprintable():
+        raise Problem(f"{str(source)!r}: a path with a line break or a control character cannot be mounted: rename the folder")
+    if ":" not in str(source):
+        return [f"--volume={source}:{target}{':ro' if is_read_only else ''}"]
     line = io.StringIO()
     csv.writer(line, lineterminator="").writerow(
-        ["type=bind", f"source={source}", f"target={target}", *(["readonly"] if read_only else [])]
+        ["type=bind", f"source={source}", f"target={target}", *(["readonly"] if is_read_only else [])]
     )
-    if not line.getvalue().isprintable():
-        raise Problem(f"{str(source)!r}: a path with a line break or a control character cannot be mounted: rename the folder")
     return ["--mount", line.getvalue()]
 
 

@@ -17,6 +17,8 @@ from drivetrain.targets.errors import DOCKER, explain
 
 PROGRAMS = ("docker", "podman")
 ANSWER_SECONDS = 60.0
+HINT = re.compile(r"(Run|See) '\w+ .*--help'")
+"""What docker adds to each error."""
 LOOPBACK = re.compile(r"tcp://(localhost|127\.[\d.]+|\[::1\])(:\d+)?/?")
 
 
@@ -32,8 +34,13 @@ class Engine:
         """Runs a command of the engine and returns what it prints; raises Problem with the fix if it fails."""
         done = self.try_run(*words, seconds=seconds)
         if done.returncode:
-            raise explain(self.program, done.stderr or done.stdout, done.returncode, DOCKER, image=image)
+            raise self.problem(done.stderr or done.stdout, done.returncode, image)
         return done.stdout.strip()
+
+    def problem(self, output: str, code: int, image: str = "") -> Problem:
+        """Returns the problem that the engine's output tells."""
+        lines = [line for line in output.splitlines() if not HINT.match(line)]
+        return explain(self.program, "\n".join(lines), code, DOCKER, image=image)
 
     def try_run(self, *words: str, seconds: float | None = ANSWER_SECONDS) -> subprocess.CompletedProcess[str]:
         """Runs a command that may fail."""
@@ -52,7 +59,7 @@ class Engine:
         if done.returncode:
             if re.search(r"no such|not known|no container", done.stderr, re.IGNORECASE):
                 return None
-            raise explain(self.program, done.stderr or done.stdout, done.returncode, DOCKER, image=name)
+            raise self.problem(done.stderr or done.stdout, done.returncode, name)
         answer = json.loads(done.stdout)
         return dict(answer[0]) if answer else None
 
@@ -68,7 +75,7 @@ class Engine:
             }  # fmt: skip
         answer = json.loads(self.run("info", "--format", "{{json .}}"))
         if answer.get("ServerErrors"):
-            raise explain(self.program, "\n".join(answer["ServerErrors"]), 1, DOCKER, image="")
+            raise self.problem("\n".join(answer["ServerErrors"]), 1)
         return {
             "version": answer["ServerVersion"], "rootless": any("rootless" in option for option in answer.get("SecurityOptions") or ()),
             "root": answer["DockerRootDir"], "runtimes": list(answer.get("Runtimes") or ()),

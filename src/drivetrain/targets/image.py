@@ -146,6 +146,7 @@ def build_image(build: ImageBuild, show: Callable[[str], None]) -> BuiltImage:
 def cloud_build(build: ImageBuild, show: Callable[[str], None]) -> BuiltImage:
     """Builds the image with Google Cloud Build, which also keeps it."""
     check_build(build)
+    assert build.push is not None
     if shutil.which("gcloud") is None:
         raise Problem(
             "there is no gcloud on this machine: install the Google Cloud CLI, or build here: leave out --cloud-build", Outcome.INFRA
@@ -165,7 +166,7 @@ def _pushed(engine: Engine, build: ImageBuild, show: Callable[[str], None]) -> s
     engine.run("tag", build.name, build.push, image=build.push)
     output = _logged([engine.program, "push", build.push], show)
     if output.code:
-        raise explain(engine.program, output.text, output.code, DOCKER, image=build.push)
+        raise engine.problem(output.text, output.code, build.push)
     digests = (engine.inspect("image", build.push) or {}).get("RepoDigests") or []
     repository = re.sub(r":[^:/]*$", "", build.push)
     return next((text.partition("@")[2] for text in digests if text.partition("@")[0] == repository), "")
