@@ -61,8 +61,8 @@ def _print_new_lines(run_dir: Run, rank: int | None, offsets: dict[Path, int], m
     """Prints what was added to the logs after `offsets`, and updates these. Of a new log prints the last lines; `max_lines` 0: all."""
     files: dict[int, Path] = {}
     for file in (run_dir.path / "logs").glob("*.log"):
-        if match := re.fullmatch(r"rank-(\d+)\.log|output\.log", file.name):
-            files[int(match[1] or -1)] = file
+        if match := re.fullmatch(r"rank-(\d+)\.log|output(?:-(\d+))?\.log", file.name):
+            files[int(match[1]) if match[1] else -1 - int(match[2] or 0)] = file
     chosen = [file for number, file in sorted(files.items()) if rank in (None, number) and file.is_file()]
     for file in chosen:
         if file not in offsets:

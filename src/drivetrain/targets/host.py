@@ -71,7 +71,8 @@ class Host:
         for message in _messages(process.stdout):
             if "notice" in message and notice is not None:
                 notice(str(message["notice"]))
-            result = self._result(message) or result
+            if (answer := self._result(message)) is not None:
+                result = answer
         code = process.wait()
         reader.join()
         if result is None:

@@ -21,10 +21,9 @@ class Layout:
     def job(self) -> str:
         return f"{self.base}/jobs/{self.run}"
 
-    @property
-    def output(self) -> str:
-        """What the command prints."""
-        return f"{self.run_dir}/logs/output.log"
+    def output(self, node_rank: int = 0) -> str:
+        """The file with what the command of a machine prints."""
+        return f"{self.run_dir}/logs/output{f'-{node_rank}' if node_rank else ''}.log"
 
     def code(self, digest: str) -> str:
         return f"{self.base}/code/{digest}"

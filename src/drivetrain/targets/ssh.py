@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.targets.archive import Archive, package_archive
-from drivetrain.targets.base import STOP_SECONDS, JobState, RenderedCommand, Rendering, Target, TargetSettings
+from drivetrain.targets.base import STOP_SECONDS, Check, JobState, RenderedCommand, Rendering, Target, TargetSettings
 from drivetrain.targets.environment import EnvironmentLock, torch_backend
 from drivetrain.targets.host import Host, SshHost, copy
 from drivetrain.targets.layout import DEFAULT_BASE, Layout
@@ -19,6 +19,8 @@ from drivetrain.targets.record import Record
 from drivetrain.targets.submission import Submission
 
 RECONNECT_SECONDS = 2.0
+MIN_FREE_BYTES = 2 << 30  # an environment with torch for a CPU
+MAX_CLOCK_SECONDS = 30.0
 MAX_SILENCE_SECONDS = 3600.0
 """Someone who follows a run waits so long for a connection that broke."""
 Result = TypeVar("Result")
@@ -73,8 +75,8 @@ class SshTarget(Target):
         words = submission.words(python, layout.run_dir, code, *meeting)
         variables = self.settings.env | {"PYTHONPATH": layout.code(package.digest), "PYTHONUNBUFFERED": "1"}
         return {
-            "job": layout.job, "words": words, "variables": variables, "secrets": {}, "cwd": layout.run_dir,
-            "output": layout.output, "retries": RETRIES,
+            "job": layout.job, "words": words, "variables": variables, "secrets": {}, "cwd": layout.base,
+            "output": layout.output(rank), "retries": RETRIES,
         }  # fmt: skip
 
     def _leader_address(self) -> str:
@@ -145,6 +147,10 @@ class SshTarget(Target):
         answers = on_each(self.hosts(), lambda host: host.call("facts", base=self.settings.dir))
         return "; ".join(facts_sentence(answer) for answer in answers)
 
+    def checks(self) -> Iterator[Check]:
+        for host in self.hosts():
+            yield from host_checks(host.name, host.call("facts", base=self.settings.dir), self.settings.dir, self.settings.python)
+
     def down(self) -> str:
         answers = on_each(self.hosts(), lambda host: host.call("remove", base=self.settings.dir))
         return f"removed {self.settings.dir} ({sum(answer['bytes'] for answer in answers) / 1e6:,.0f} MB) from {', '.join(self.settings.hosts)}"
@@ -192,3 +198,39 @@ def facts_sentence(facts: dict[str, Any]) -> str:
     gpus = facts["gpus"]
     names = f"{len(gpus)} x {gpus[0]['name']} (driver {gpus[0]['driver']})" if gpus else "no GPU"
     return f"{facts['host']}: {facts['cores']} CPU cores, {names}, Python {facts['version']}, {facts['free_bytes'] / 1e9:,.0f} GB free"
+
+
+def host_checks(name: str, facts: dict[str, Any], base: str, python: str | None) -> Iterator[Check]:
+    """Yields what `doctor` shows of a machine."""
+    free, ok = facts["free_bytes"], facts["free_bytes"] > MIN_FREE_BYTES
+    need = "" if ok else "make room there, or set dir: in the target to a folder on another disk"
+    yield Check(f"{name}: disk", "ok" if ok else "fault", f"{free / 1e9:,.1f} GB free for {base}", need)
+    writable = "" if facts["writable"] else f"make {base} writable for this user, or set dir: in the target"
+    yield Check(
+        f"{name}: folder",
+        "ok" if facts["writable"] else "fault",
+        f"{facts['base']} {'can' if facts['writable'] else 'cannot'} be written",
+        writable,
+    )
+    yield Check(
+        f"{name}: rsync",
+        "ok" if facts["rsync"] else "fault",
+        "is there" if facts["rsync"] else "is missing",
+        "" if facts["rsync"] else "install rsync there",
+    )
+    seconds = abs(facts["time"] - time.time())
+    yield Check(
+        f"{name}: clock", "ok" if seconds < MAX_CLOCK_SECONDS else "warning", f"differs by {seconds:.0f} s from this machine's",
+        "" if seconds < MAX_CLOCK_SECONDS else "set the clock there: times in logs and events are wrong (timedatectl set-ntp true)",
+    )  # fmt: skip
+    try:
+        backend = torch_backend(gpu["driver"] for gpu in facts["gpus"])
+        evidence = (
+            f"{len(facts['gpus'])} GPUs, driver {facts['gpus'][0]['driver']}: torch for {backend}"
+            if facts["gpus"]
+            else "no NVIDIA GPU: torch for the CPU"
+        )
+        yield Check(f"{name}: GPU", "ok", evidence)
+    except Problem as problem:
+        yield Check(f"{name}: GPU", "fault", str(problem).partition(":")[0], str(problem).partition(": ")[2])
+    yield Check(f"{name}: Python", "ok", f"{facts['version']} ({python or facts['python']})")

@@ -1,0 +1,167 @@
+"""Runs on machines behind real SSH servers, which have their own network and disks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from drivetrain.runs import Run
+from tests.command import TASK, run_ok, write_task
+from tests.system.ssh import Boxes, boxes
+from tests.waiting import wait_until
+
+FAST = ("plan.threads=1", "plan.compile=off")
+SLOW = ("return F.cross", "import time; time.sleep(0.05 * model.training)\n        return F.cross")
+WITHOUT_DROPOUT = TASK.replace("nn.Dropout(0.2)", "nn.Identity()")  # its masks depend on the number of processes
+
+
+@pytest.fixture(scope="module")
+def two_boxes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Boxes]:
+    with boxes(tmp_path_factory.mktemp("ssh") / "keys") as started:
+        yield started
+
+
+def losses(name: str) -> list[float]:
+    return [row["train/loss"] for row in Run(f"runs/{name}").rows() if "train/loss" in row]
+
+
+def step(name: str) -> int:
+    return int(Run(f"runs/{name}").last_row().get("step", 0))
+
+
+def no_process_left(two_boxes: Boxes) -> bool:
+    return not two_boxes.commands(0) and not two_boxes.commands(1)
+
+
+def test_two_machines_train_as_one(two_boxes: Boxes, folder: Path) -> None:
+    write_task(text=WITHOUT_DROPOUT)
+    two_boxes.write_target(secrets=["MY_API_KEY"])
+    run_ok("train", "small.py", *FAST, "--procs", "2", "--name", "here")
+    output = two_boxes.run(
+        "train", "small.py", *FAST, "--on", "boxes", "--nodes", "2", "--wait", "--name", "there", MY_API_KEY="planted-secret"
+    )
+    assert "2 of 2 machines have joined" in output
+    assert "run     runs/there " in output, "the last line names the run as this machine does"
+    assert losses("there") == pytest.approx(losses("here"), rel=1e-6)
+    run = Run("runs/there")
+    assert run.status == "finished"
+    assert run.model_path.is_file()
+    assert run.checkpoint_steps() == Run("runs/here").checkpoint_steps()
+    assert {path.name for path in (run.path / "logs").glob("*.log")} == {"output.log", "output-1.log", "rank-0.log", "rank-1.log"}
+    assert no_process_left(two_boxes)
+    for number in (0, 1):
+        assert "planted-secret" not in two_boxes.on_server(number, "grep", "-r", "planted-secret", str(two_boxes.base))
+    assert not subprocess.run(["grep", "-r", "planted-secret", "."], capture_output=True).stdout
+    assert "already" in two_boxes.run("train", "small.py", *FAST, "--on", "boxes", "--nodes", "2", "--name", "there", MY_API_KEY="x")
+
+
+def test_a_killed_client_leaves_the_run_and_can_follow_it_again(two_boxes: Boxes, folder: Path) -> None:
+    write_task(change=SLOW)
+    two_boxes.write_target(hosts=["box1"])
+    client = two_boxes.start("train", "small.py", "steps=200", *FAST, "--on", "boxes", "--wait", "--name", "kept")
+    wait_until(lambda: step("kept") >= 5, "steps")
+    client.send_signal(signal.SIGKILL)
+    client.wait()
+    followers = lambda: [line for line in two_boxes.commands(0) if "host_program" in line]  # noqa: E731
+    wait_until(lambda: not followers(), "the end of the followed connection", 30)
+    before = step("kept")
+    assert "running on boxes" in two_boxes.run("status", "kept")
+    assert "ends in" in two_boxes.run("status", "kept")
+    output = two_boxes.run("logs", "-f", "kept")
+    assert "done    200 steps" in output
+    assert step("kept") == 200 > before
+    assert json.loads(Path("runs/kept/target.json").read_text())["exit_code"] == 0
+    assert no_process_left(two_boxes)
+
+
+def test_stop_ends_every_process_and_resume_is_exact(two_boxes: Boxes, folder: Path) -> None:
+    write_task(change=SLOW)
+    two_boxes.write_target(hosts=["box1"])
+    run_ok("train", "small.py", "steps=60", *FAST, "--name", "reference")
+    two_boxes.run("train", "small.py", "steps=60", *FAST, "--on", "boxes", "--name", "stopped")
+    follower = two_boxes.start("logs", "-f", "stopped")
+    wait_until(lambda: step("stopped") >= 10, "steps")
+    assert "stopped on boxes (preempted)" in two_boxes.run("stop", "stopped")
+    assert follower.wait(60) == 0
+    assert no_process_left(two_boxes)
+    assert step("stopped") < 60
+    Path("small.py").write_text("raise SystemExit('this version must not be used')")
+    two_boxes.run("resume", "stopped", "--wait")
+    assert losses("stopped") == losses("reference")
+
+
+def test_a_supervisor_that_is_killed_takes_its_processes_along(two_boxes: Boxes, folder: Path) -> None:
+    write_task(change=SLOW)
+    two_boxes.write_target(hosts=["box1"])
+    two_boxes.run("train", "small.py", "steps=2000", *FAST, "--on", "boxes", "--name", "lost")
+    follower = two_boxes.start("logs", "-f", "lost")
+    wait_until(lambda: step("lost") >= 5, "steps")
+    for pid in two_boxes.servers[0].processes():
+        if "supervise" in Path(f"/proc/{pid}/cmdline").read_text():
+            os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: no_process_left(two_boxes), "no orphan", 60)
+    follower.wait(60)
+    assert "lost" in two_boxes.run("status", "lost", "--json")
+
+
+def test_a_cut_link_between_machines_and_to_the_client(two_boxes: Boxes, folder: Path) -> None:
+    write_task(change=SLOW, text=WITHOUT_DROPOUT)
+    two_boxes.write_target()
+    client = two_boxes.start(
+        "train", "small.py", "steps=260", "save_every=10", *FAST, "--on", "boxes", "--nodes", "2", "--wait", "--name", "cut"
+    )
+    wait_until(lambda: step("cut") >= 15, "steps")
+    two_boxes.client.cut_cable()
+    two_boxes.servers[1].cut_cable()
+    time.sleep(25)  # longer than ssh and the machines wait for an answer
+    two_boxes.client.mend_cable()
+    two_boxes.servers[1].mend_cable()
+    output, _ = client.communicate(timeout=300)
+    assert client.returncode == 0, output
+    assert step("cut") == 260
+    assert [row["step"] for row in Run("runs/cut").rows()] == list(range(1, 261))
+    assert any(event["event"] == "restarted" for event in Run("runs/cut").events()), "the link between the machines was lost"
+    run_ok("train", "small.py", "steps=260", *FAST, "--procs", "2", "--name", "here", "--hang-after", "5min")
+    assert losses("cut") == pytest.approx(losses("here"), rel=1e-5)
+
+
+def test_refused_logins(two_boxes: Boxes, folder: Path) -> None:
+    """The cache's folder is new, because a connection that is open already is used again."""
+    write_task()
+    two_boxes.write_target(hosts=["box1"])
+    known = (two_boxes.folder / "known_hosts").read_text()
+    try:
+        (two_boxes.folder / "known_hosts").write_text(known.replace("10.77.0.11", "10.77.0.99").replace("10.77.0.12", "10.77.0.11"))
+        message = two_boxes.run("train", "small.py", "--on", "boxes", code=201, XDG_CACHE_HOME=str(folder))
+        assert "its host key has changed" in message and "ssh-keygen -R" in message
+        (two_boxes.folder / "known_hosts").write_text("")
+        assert "its host key is not known: connect once by hand" in two_boxes.run(
+            "train", "small.py", "--on", "boxes", code=201, XDG_CACHE_HOME=str(folder)
+        )
+    finally:
+        (two_boxes.folder / "known_hosts").write_text(known)
+    two_boxes.write_target(hosts=["nobody@box1"])
+    assert "it refused the login (publickey)" in two_boxes.run("train", "small.py", "--on", "boxes", code=201)
+    two_boxes.write_target(hosts=["box1"], options=["-F", str(two_boxes.folder / "config"), "-p", "2222"])
+    assert "no SSH server answers there" in two_boxes.run("train", "small.py", "--on", "boxes", code=201)
+    two_boxes.write_target(hosts=["10.77.0.77"], options=["-F", str(two_boxes.folder / "config")])
+    assert "cannot be reached" in two_boxes.run("train", "small.py", "--on", "boxes", code=201)
+    assert not list(Path("runs").glob("*/run.json"))
+
+
+def test_a_full_disk_there(two_boxes: Boxes, folder: Path) -> None:
+    write_task()
+    two_boxes.write_target(hosts=["box1"])
+    two_boxes.on_server(0, "sh", "-c", f"rm -r {two_boxes.base}/code; cat /dev/zero > {two_boxes.base}/filler")
+    try:
+        assert "the disk is full there" in two_boxes.run("train", "small.py", "--on", "boxes", code=201)
+        assert "disk" in two_boxes.run("doctor", "--on", "boxes", code=201)
+    finally:
+        two_boxes.on_server(0, "rm", f"{two_boxes.base}/filler")
