@@ -64,9 +64,9 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _compose(args: argparse.Namespace) -> int:
-    from drivetrain.targets.image import COMPOSE, FOLDER
+    from drivetrain.targets.image import compose_text
 
-    print((FOLDER / COMPOSE).read_text(), end="")
+    print(compose_text(), end="")
     return 0
 
 

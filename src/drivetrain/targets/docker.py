@@ -29,6 +29,8 @@ from drivetrain.targets.submission import Submission
 MIN_FREE_BYTES = 5e9
 ENDED = "container.json"
 """The file of a run's job folder that keeps how its container ended, after the container was removed."""
+NO_GPU = "this machine has no NVIDIA GPU, or its driver is not loaded"
+NO_GPU_FIX = "give --device cpu, or set gpus: none in the target"
 RUNNING = ("running", "paused", "restarting", "stopping")
 NOT_STARTED = ("created", "configured", "initialized")
 
@@ -114,8 +116,11 @@ class DockerTarget(Target):
         engine.facts()  # raises Problem if it does not answer, or is on another machine
         if self.settings.data is not None and not Path(self.settings.data).expanduser().is_dir():
             raise Problem(f"data: {self.settings.data}: there is no such folder on this machine: correct it in the target {self.name}")
+        gpus = self._gpus(submission.request.device)
+        if gpus and not host_gpus():
+            raise Problem(f"{NO_GPU}: {NO_GPU_FIX}", Outcome.INFRA)
         name = container_name(submission.name, submission.run.path.absolute())
-        image = self.image("gpu" if self._gpus(submission.request.device) else "cpu")
+        image = self.image("gpu" if gpus else "cpu")
         self._check_image(engine, image, notice)
         unpack_code(submission)
         self._remove_earlier(engine, name, submission)
@@ -297,12 +302,7 @@ def _is_other_version(image: dict[str, Any]) -> bool:
 
 def _gpu_check(engine: Engine, facts: dict[str, Any]) -> Check:
     if not host_gpus():
-        return Check(
-            "GPU",
-            "fault",
-            "this machine has no NVIDIA GPU, or its driver is not loaded",
-            "set gpus: none in the target, or give --device cpu",
-        )
+        return Check("GPU", "fault", NO_GPU, NO_GPU_FIX)
     runtime = gpu_runtime(engine, facts)
     if runtime:
         return Check("GPU", "ok", f"{host_gpus()} on this machine; {engine.program} gives them to containers with {runtime}")

@@ -22,22 +22,15 @@ from drivetrain.outcomes import Outcome, Problem
 from drivetrain.targets.base import RenderedCommand, RenderedFile, Rendering
 from drivetrain.targets.engine import PROGRAMS, Engine, check_local, find_engine
 from drivetrain.targets.environment import torch_backend
-from drivetrain.targets.errors import DOCKER, explain
-from drivetrain.targets.image_record import DEFAULT_TAGS, SOURCE_LABEL, BuiltImage, Variant, record_file, record_image, source_digest
+from drivetrain.targets.image_failure import DOCKERFILE, FOLDER, failed_build
+from drivetrain.targets.image_record import DEFAULT_TAGS, SOURCE_LABEL, BuiltImage, Variant, log_file, record_image, source_digest
 from drivetrain.targets.wheel import make_wheel, wheel_name
 
-FOLDER = Path(__file__).with_name("images")
-DOCKERFILE, COMPOSE, CLOUD_BUILD = "Dockerfile", "compose.yaml", "cloudbuild.yaml"
+COMPOSE, CLOUD_BUILD = "compose.yaml", "cloudbuild.yaml"
 BASE = "python:3.12-slim"
 OLDEST_BACKEND = "cu126"
 """The build of torch for GPUs where this machine has none: it runs with most drivers."""
 CLOUD_TIMEOUT = "3600s"
-STEP = re.compile(r"^(?:Step|STEP) (?:\d+/\d+)\s*: (?P<step>.*)$|^(?P<line>[^\s:]*Dockerfile):(?P<number>\d+)$", re.MULTILINE)
-REASON = re.compile(r"error|not found|no such|cannot|can't|denied|failed|unable", re.IGNORECASE)
-FRAME = re.compile(
-    r"^(Error: building at STEP|The command|ERROR: failed to|error building at STEP|subprocess exited|Error: error building)|returned a non-zero code|^-{3,}|deprecated"
-)
-"""Lines of an engine that only repeat that a step has failed."""
 NAME = re.compile(r"[a-z0-9][a-z0-9._/:@-]*", re.IGNORECASE)
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
@@ -59,6 +52,11 @@ class ImageBuild:
     @property
     def name(self) -> str:
         return self.tag or DEFAULT_TAGS[self.variant]
+
+
+def compose_text() -> str:
+    """Returns the compose file for trainings without the target."""
+    return (FOLDER / COMPOSE).read_text()
 
 
 def check_build(build: ImageBuild) -> None:
@@ -138,7 +136,7 @@ def build_image(build: ImageBuild, show: Callable[[str], None]) -> BuiltImage:
     with _context() as context:
         output = _logged([engine.program, *build_words(build, str(context), build.name)], show)
     if output.code:
-        raise failed_build(engine.program, output.text, output.code, build.base)
+        raise failed_build(engine.program, output.text, output.code, build.base, log_file())
     digest = _pushed(engine, build, show) if build.push is not None else str((engine.inspect("image", build.name) or {}).get("Id", ""))
     return _recorded(build, build.push or build.name, digest)
 
@@ -155,7 +153,7 @@ def cloud_build(build: ImageBuild, show: Callable[[str], None]) -> BuiltImage:
         (context / CLOUD_BUILD).write_text(cloud_build_config(build))
         output = _logged(cloud_words(str(context)), show)
     if output.code:
-        raise failed_build("gcloud", output.text, output.code, build.base)
+        raise failed_build("gcloud", output.text, output.code, build.base, log_file())
     digests = DIGEST.findall(output.text)
     return _recorded(build, build.push, digests[-1] if digests else "")
 
@@ -195,7 +193,7 @@ class BuildOutput:
 
 def _logged(words: list[str], show: Callable[[str], None]) -> BuildOutput:
     """Runs a command, shows its lines as they come, and keeps them beside the record of images."""
-    log = record_file().with_name("image-build.log")
+    log = log_file()
     log.parent.mkdir(parents=True, exist_ok=True)
     lines: list[str] = []
     try:
@@ -212,50 +210,3 @@ def _logged(words: list[str], show: Callable[[str], None]) -> BuildOutput:
             file.write(line)
             show(line.rstrip("\n"))
     return BuildOutput(process.wait(), "".join(lines))
-
-
-def failed_build(program: str, output: str, code: int, base: str) -> Problem:
-    """Returns the problem of a failed build: the Dockerfile's line, its instruction and the reason."""
-    steps = list(STEP.finditer(output))
-    if not steps:
-        return explain(program, output, code, DOCKER, image=base)
-    instruction = steps[-1]["step"] or ""
-    line = int(steps[-1]["number"] or 0) or _line_of(instruction)
-    text = (FOLDER / DOCKERFILE).read_text().splitlines()
-    instruction = text[line - 1].strip(" \\") if line else instruction
-    if instruction.startswith("FROM"):
-        problem = explain(program, output, code, DOCKER, image=base)
-        if base in str(problem):
-            return Problem(
-                f"line {line} of the Dockerfile failed: {base}: there is no such image, or it cannot be pulled: correct --base",
-                Outcome.INFRA,
-            )
-        return Problem(f"line {line} of the Dockerfile failed ({instruction}): {problem}", Outcome.INFRA)
-    log = record_file().with_name("image-build.log")
-    return Problem(f"line {line} of the Dockerfile failed ({instruction[:100]}): {_reason(output)} (all of it: {log})", Outcome.INFRA)
-
-
-def _line_of(instruction: str) -> int:
-    """Returns the number of the Dockerfile's line in which an instruction begins, as an engine prints it; 0 if it is not there."""
-    lines = (FOLDER / DOCKERFILE).read_text().splitlines()
-    wanted = _beginning(instruction)
-    return next(
-        (
-            number
-            for number, line in enumerate(lines, 1)
-            if line and not line.startswith(("#", " ")) and wanted.startswith(_beginning(line))
-        ),
-        0,
-    )
-
-
-def _beginning(line: str) -> str:
-    """Returns an instruction's first words without what engines change: line ends, spaces and variables."""
-    return re.sub(r"[\s\\]+", " ", line).strip()[:60].strip()
-
-
-def _reason(output: str) -> str:
-    lines = [line.strip() for line in output.splitlines() if line.strip() and not FRAME.search(line.strip())]
-    lines = [re.sub(r"^#\d+ [\d.]+ ", "", line) for line in lines]
-    errors = [line for line in lines if REASON.search(line)]
-    return (errors or lines or ["it ended without a message"])[-1][:300]

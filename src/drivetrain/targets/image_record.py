@@ -36,6 +36,11 @@ def record_file() -> Path:
     return state / "drivetrain" / "images.json"
 
 
+def log_file() -> Path:
+    """Returns the file with the output of the last build."""
+    return record_file().with_name("image-build.log")
+
+
 def read_images() -> dict[Variant, BuiltImage]:
     """Returns the image that was built last, for each variant; a damaged record counts as none."""
     try:
