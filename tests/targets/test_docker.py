@@ -44,11 +44,12 @@ JOB = ContainerJob(
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A user with the number 1000, an engine with root, no GPU, and no image built yet."""
+    """A user with the number 1000 in /home/me, an engine with root, no GPU, and no image built yet."""
     monkeypatch.setattr(docker, "host_gpus", lambda: 0)
     monkeypatch.setattr(docker, "_is_rootless", lambda engine: False)
     monkeypatch.setattr(os, "getuid", lambda: 1000)
     monkeypatch.setattr(os, "getgid", lambda: 1000)
+    monkeypatch.setattr(os, "getcwd", lambda: "/home/me")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
@@ -60,7 +61,7 @@ def target(**settings: Any) -> DockerTarget:
 
 def submission(**request: Any) -> Submission:
     return Submission(
-        Run(Path("/home/me/runs/small-001")), Request(settings=("hidden=512",), **request), "digits", None, EnvironmentLock(()), ("HF_TOKEN",)
+        Run(Path("runs/small-001")), Request(settings=("hidden=512",), **request), "digits", None, EnvironmentLock(()), ("HF_TOKEN",)
     )  # fmt: skip
 
 
