@@ -244,8 +244,8 @@ def test_flags_that_another_launcher_leaves_without_effect_are_named(folder: Pat
     output = run_ok(
         "train", "small.py", "steps=4", "--restarts", "5", "--hang-after", "1min", "--name", "flags", **environment_of_one_rank()
     )
-    assert "ignored, because only drivetrain's own processes (--procs N) support it: --restarts, --hang-after" in output
-    assert "without effect" not in run_ok("train", "small.py", "steps=4", "--name", "plain", **environment_of_one_rank())
+    assert "--restarts is ignored, because only the launcher can restart them" in output and "--hang-after" not in output
+    assert "ignored" not in run_ok("train", "small.py", "steps=4", "--name", "plain", **environment_of_one_rank())
 
 
 def test_a_profile_under_another_launcher_and_of_too_short_a_run(folder: Path) -> None:

@@ -134,8 +134,7 @@ def test_the_run_ends_with_the_cause_even_if_another_rank_failed(task: Path) -> 
 def test_a_worker_that_waits_for_the_others_ends_on_ctrl_c(task: Path) -> None:
     port = free_port()
     with start("drivetrain", *TRAIN, folder=task, RANK=0, WORLD_SIZE=2, MASTER_ADDR=LOCAL, MASTER_PORT=port) as worker:
-        process = psutil.Process(worker.process.pid)
-        wait_until(lambda: any(c.laddr.port == port for c in process.net_connections() if c.status == "LISTEN"), "a store that listens")
+        wait_until(lambda: any(c.laddr.port == port for p in worker.children() for c in listening(p)), "a store that listens")
         worker.process.send_signal(signal.SIGINT)
         assert worker.wait(5) != 0
     assert not (task / "runs").exists()

@@ -28,6 +28,8 @@ def is_users(filename: str) -> bool:
     path = Path(filename)
     if filename.startswith(("<frozen", "<string")) or {"site-packages", "dist-packages"} & set(path.parts):
         return False
+    if path.parts[-2:] == ("bin", PACKAGE.name):
+        return False  # the command itself: in a worker of another launcher it is the outermost frame
     return not any(path.is_relative_to(folder) for folder in library_folders)
 
 

@@ -7,12 +7,14 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.launching import free_port
@@ -52,12 +54,28 @@ SlurmdTimeout=30
 KillWait=5
 MinJobAge=600
 AccountingStorageType=accounting_storage/none
+GresTypes=gpu
 """
+GPUS = 2  # of each node: device files that do nothing
 
 
 @dataclass(frozen=True)
 class Cluster:
     config: Path
+
+    def kill_node(self, node: str) -> None:
+        """Kills a node's daemon and every process of its jobs."""
+        for process in psutil.process_iter(["cmdline", "environ"]):
+            with contextlib.suppress(psutil.Error):
+                words, variables = process.info["cmdline"] or [], process.info["environ"] or {}
+                is_daemon = words[:1] == ["slurmd"] and words[-1] == node and variables.get("SLURM_CONF") == str(self.config)
+                if is_daemon or variables.get("SLURMD_NODENAME") == node:
+                    process.kill()
+
+    def start_node(self, node: str) -> None:
+        """Starts a node's daemon again."""
+        environment = os.environ | {"SLURM_CONF": str(self.config)}
+        subprocess.Popen(["slurmd", "-D", "-N", node], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def run(self, *words: str) -> str:
         """Returns the output of a client command; with a timeout, because a client waits forever for a cluster that has ended."""
@@ -110,11 +128,15 @@ def _write(base: Path) -> Path:
     host = socket.gethostname().split(".")[0]
     text = SLURM_CONF.format(host=host, port=free_port(), base=base)
     for node in NODES:
-        text += f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=4 RealMemory=1000 State=UNKNOWN\n"
+        text += f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=4 RealMemory=1000 Gres=gpu:{GPUS} State=UNKNOWN\n"
     text += f"PartitionName=main Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE State=UP\n"
     config = base / "etc" / "slurm.conf"
     config.write_text(text)
     (base / "etc" / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+    (base / "dev").mkdir()
+    for number in range(GPUS):
+        os.mknod(base / "dev" / f"gpu{number}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    (base / "etc" / "gres.conf").write_text(f"NodeName={NODES[0]},{NODES[1]},{NODES[2]} Name=gpu File={base}/dev/gpu[0-{GPUS - 1}]\n")
     key = base / "etc" / "munge.key"
     key.write_bytes(secrets.token_bytes(1024))
     key.chmod(0o400)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.foreign_hangs import HOLDS_GIL, check_hung_run, write_hanging_task
 from tests.launching import STEPS, environment, events, info, is_training, losses, only_run, run, start, write_task
 from tests.system.slurm import Cluster, cluster
 from tests.waiting import wait_until
@@ -70,6 +71,15 @@ def test_after_scancel_the_same_command_resumes_the_run(task: Path, reference_lo
     assert "continuing small-001" in run(*TWO_NODES, folder=task, SLURM_CONF=slurm.config)
     assert [event["step"] for event in events(stopped, "resumed")] == [stopped_at]
     check_same_training(only_run(task), reference_losses)
+
+
+def test_a_hang_under_srun(tmp_path: Path, slurm: Cluster) -> None:
+    line = write_hanging_task(tmp_path, HOLDS_GIL)
+    words = ("srun", "--nodes=2", "--ntasks=2", "drivetrain", "train", "hanging.py", "--hang-after", "2s", "plan.threads=1")
+    with start(*words, folder=tmp_path, SLURM_CONF=slurm.config, TMPDIR=tmp_path) as srun:
+        assert srun.wait() == 202, srun.output
+        assert "rank 1 hangs in step 6" in srun.output
+    check_hung_run(tmp_path, line)
 
 
 def test_in_a_batch_script_without_srun_one_process_trains(task: Path, reference_losses: list[float], slurm: Cluster) -> None:

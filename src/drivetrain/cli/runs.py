@@ -13,6 +13,7 @@ from drivetrain.cli.delete_runs import format_disk_size
 from drivetrain.cli.flags import Parser
 from drivetrain.outcomes import Problem
 from drivetrain.runs import Run
+from drivetrain.targets.record import Record, all_records
 from drivetrain.terminal import one_line, show
 
 TABLE_HEAD = ["run", "task", "status", "step", "metric", "disk", "begun (UTC)"]
@@ -43,6 +44,7 @@ def run(verb: str, words: list[str]) -> int:
         return delete_runs.prune(args.targets, args.dry_run)
     rows = [_run_facts(run_dir) for run_dir in runs.all_runs()]
     rows += [_study_facts(file.parent) for file in sorted(runs.RUNS.glob("*/tune.json"))]
+    rows += [_submitted_facts(record) for record in all_records() if not runs.is_run(record.run.path)]
     if args.json:
         print(json.dumps(rows))
     elif not rows:
@@ -68,6 +70,13 @@ def _run_facts(run_dir: Run) -> dict[str, Any]:
         return facts | {"created": ""}
     metric = next((format_metric(name, value) for name, value in evaluation_metrics(run_dir.evaluation()).items()), "")
     return facts | {"step": run_dir.last_row().get("step", 0), "metric": metric}
+
+
+def _submitted_facts(record: Record) -> dict[str, Any]:
+    """Returns the table row of a run on a target that has not begun, as _run_facts does for a run."""
+    created = str(record.facts["versions"]["created"])[:16].replace("T", " ")
+    facts = {"name": record.run.name, "task": record.facts["task"], "status": f"{record.phase} on {record.target}", "step": 0}
+    return facts | {"metric": "", "bytes": record.run.disk_bytes(), "created": created}
 
 
 def _study_facts(path: Path) -> dict[str, Any]:

@@ -92,8 +92,10 @@ def _train(request: Request, place: Place, screen: Screen) -> int:
     from drivetrain.launch.launchers import detect_launcher, with_accelerate_choices
     from drivetrain.launch.plan_file import apply_plan_file
     from drivetrain.launch.smoke import train_smoke
+    from drivetrain.launch.watcher import start_worker
 
-    launcher = detect_launcher(os.environ)
+    # With --rendezvous this command supervises its machine, even where srun has started it on several.
+    launcher = None if request.rendezvous is not None else detect_launcher(os.environ)
     recipes = load(request.target, list(request.settings))
     recipes = [with_accelerate_choices(recipe, os.environ, launcher) for recipe in recipes]
     recipes, request = apply_plan_file(recipes, request, screen)
@@ -105,7 +107,10 @@ def _train(request: Request, place: Place, screen: Screen) -> int:
         return 0
     if request.smoke:
         return exit_code(train_smoke(recipes[0], request, screen))
-    _, ended = start.train_stages(recipes, request, screen, launcher)
+    worker = start_worker(launcher, request.hang_after, screen) if launcher is not None else None
+    if isinstance(worker, int):  # in the watcher, after the worker's end
+        return worker
+    _, ended = start.train_stages(recipes, request, screen, worker)
     return exit_code(ended)
 
 
@@ -132,13 +137,19 @@ def _resume(request: Request, place: Place, screen: Screen) -> int:
     from drivetrain.launch.ending import exit_code, raise_failure
     from drivetrain.launch.launchers import detect_launcher
     from drivetrain.launch.recorded import recorded_recipe
+    from drivetrain.launch.watcher import start_worker
     from drivetrain.targets.record import JOB_VARIABLE, find_recorded
 
     record = None if JOB_VARIABLE in os.environ else find_recorded(request.target)
     if record is not None:
         return resume_on(record, request, place.on, place.wait, screen)
     run = runs.find(request.target)
-    _, ended = start.resume(run, recorded_recipe(run, request.settings), request, screen, detect_launcher(os.environ))
+    recipe = recorded_recipe(run, request.settings)
+    launcher = detect_launcher(os.environ)
+    worker = start_worker(launcher, request.hang_after, screen) if launcher is not None else None
+    if isinstance(worker, int):  # in the watcher, after the worker's end
+        return worker
+    _, ended = start.resume(run, recipe, request, screen, worker)
     raise_failure(ended, run)
     return exit_code(ended)
 

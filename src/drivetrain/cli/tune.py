@@ -23,6 +23,7 @@ and with a higher --trials a finished one.
   drivetrain tune digits --search 'hidden=64|128|256' epochs=5            among choices; epochs is the same in all
   drivetrain tune my_task.py --trials 100 --metric eval/accuracy          what search = {...} in the task says
   drivetrain tune my_task.py --jobs 4                                     four trials at a time
+  drivetrain tune digits --on slurm --jobs 8                              each trial a job of the cluster
   drivetrain tune cartpole --trials 50 --population 25                    25 policies trained at once, as one program"""
 
 
@@ -79,6 +80,7 @@ def parser(verb: str) -> Parser:
     parser.add_argument("--procs", type=whole_number(1, MAX_PROCS), metavar="N", help="processes of each trial")
     parser.add_argument("--device", choices=["cuda", "cpu", "mps"], help="where to train (default: GPUs if there are any)")
     parser.add_argument("--gpus", metavar="0,1", help="the GPUs to use, shared out among the jobs")
+    parser.add_argument("--on", metavar="TARGET", help="where each trial runs, as for train (Slurm: as an array)")
     add_run_folder(parser, "study")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("-q", "--quiet", action="store_true", help="print errors only")

@@ -42,7 +42,19 @@ def record_end(run: Run, recipe: Recipe, plan: Plan, ended: JobEnd) -> None:
             f"{run.name}: {error.strerror}; the run's end could not be recorded; continue with: drivetrain resume {run.name}", Outcome.INFRA
         ) from None
     finally:
-        run.log_event("finished" if ended.outcome is Outcome.OK else "stopped", outcome=str(ended.outcome), message=ended.message[:500])
+        _log_end(run, ended.outcome, ended.message)
+
+
+def record_stop(run: Run, outcome: Outcome, message: str) -> None:
+    """Writes into run.json and the events that a run has stopped, for a watcher, which has no result of the workers."""
+    try:
+        run.update(**runs.stop_info(outcome, message))
+    finally:
+        _log_end(run, outcome, message)
+
+
+def _log_end(run: Run, outcome: Outcome, message: str) -> None:
+    run.log_event("finished" if outcome is Outcome.OK else "stopped", outcome=str(outcome), message=message[:500])
 
 
 def _model_card(recipe: Recipe, ended: JobEnd) -> dict[str, Any]:

@@ -7,11 +7,11 @@ import json
 import math
 import os
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain import hardware, runs
+from drivetrain import hardware, runs, strict
 from drivetrain.engine.log.observe import Observer, Observers
 from drivetrain.launch.ending import finish
 from drivetrain.launch.job import make_train_job
@@ -20,6 +20,8 @@ from drivetrain.launch.opening import OpenedRun, discard, open_run, record_start
 from drivetrain.launch.planning import plan_run
 from drivetrain.launch.report import report_already_finished, report_start
 from drivetrain.launch.request import Request
+from drivetrain.launch.watcher import LaunchedWorker
+from drivetrain.launch.watcher.worker_side import LeaderPort
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.processes.job import Job, from_json, to_json
 from drivetrain.processes.worker import StopFlag, work
@@ -46,11 +48,11 @@ class _PlanRecorder(Observer):
         record_total_steps(self.run, facts["steps"])
 
 
-def train_in_launcher(recipe: Recipe, request: Request, screen: Screen, launcher: str) -> tuple[Run, JobEnd]:
+def train_in_launcher(recipe: Recipe, request: Request, screen: Screen, worker: LaunchedWorker) -> tuple[Run, JobEnd]:
     """Trains this process's rank, together with the other workers of the launcher."""
     world_size, local_world_size = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if request.procs is not None and request.procs != world_size:
-        raise Problem(f"--procs {request.procs}: {launcher} started {world_size} processes; leave --procs out")
+        raise Problem(f"--procs {request.procs}: {worker.launcher} started {world_size} processes; leave --procs out")
     screen.quiet |= int(os.environ["RANK"]) != 0
     machine = _machine(request, local_world_size)
 
@@ -60,7 +62,7 @@ def train_in_launcher(recipe: Recipe, request: Request, screen: Screen, launcher
     group = join_group(machine.device, "nccl" if machine.device == "cuda" else "gloo")
     stop = StopFlag()
     stop.install()
-    opened, answer = _open_on_rank_0(recipe, request, machine, world_size, screen, launcher) if group.is_main else (None, {})
+    opened, answer = _open_on_rank_0(recipe, request, machine, world_size, screen, worker) if group.is_main else (None, {})
     answer = group.broadcast_object(answer)
     if "problem" in answer:
         raise Problem(answer["problem"] if group.is_main else "see the message of rank 0", Outcome(answer["outcome"]))
@@ -68,7 +70,9 @@ def train_in_launcher(recipe: Recipe, request: Request, screen: Screen, launcher
         return Run(answer["finished"]), JobEnd(Outcome.OK)
     job = from_json(answer["job"])
     run = Run(job.run)
-    result = _work(job, answer["code"], recipe, run, group, screen, stop)
+    heartbeat = worker.begin(run, strict.read(LeaderPort, answer["leader"]))
+    result = _work(job, answer["code"], recipe, run, group, screen, stop, heartbeat)
+    worker.end()
     screen.close()
     ended = JobEnd(Outcome(result["outcome"]), result.get("message", ""), result)
     if opened is not None:
@@ -91,7 +95,7 @@ def _machine(request: Request, local_world_size: int) -> LocalMachine:
 
 
 def _open_on_rank_0(
-    recipe: Recipe, request: Request, machine: LocalMachine, world_size: int, screen: Screen, launcher: str
+    recipe: Recipe, request: Request, machine: LocalMachine, world_size: int, screen: Screen, worker: LaunchedWorker
 ) -> tuple[OpenedRun | None, dict[str, Any]]:
     """Opens the run and makes the plan. Returns the answer for all ranks: the job, that the run is finished, or the problem."""
     opened: OpenedRun | None = None
@@ -102,12 +106,12 @@ def _open_on_rank_0(
             return opened, {"finished": str(opened.run.path.resolve())}
         nodes = math.ceil(world_size / machine.procs)
         plan = plan_run(recipe, request, cluster_of(machine, world_size, nodes), opened.previous, screen)
-        notice = f"{world_size} processes, started by {launcher}{_ignored_flags(request)}"
+        notice = f"{world_size} processes, started by {worker.launcher}{_ignored_flags(request)}"
         report_start(recipe, machine, plan, screen, "; ".join(filter(None, [opened.note, notice])))
         record_start(opened, recipe, plan, machine)
-        opened.run.log_event("started", world_size=world_size, launcher=launcher)
+        opened.run.log_event("started", world_size=world_size, launcher=worker.launcher)
         job = make_train_job(recipe, opened.run, plan, request)
-        return opened, {"job": to_json(job), "code": job.task.digest()}
+        return opened, {"job": to_json(job), "code": job.task.digest(), "leader": asdict(worker.leader)}
     except Problem as problem:
         if opened is not None:
             discard(opened)
@@ -124,25 +128,24 @@ def _open(recipe: Recipe, request: Request) -> OpenedRun:
 
 def _ignored_flags(request: Request) -> str:
     """Returns a note about the flags that work only with drivetrain's own processes."""
-    is_given = {
-        "--find-nan": request.find_nan,
-        "--restarts": request.restarts != Request.restarts,
-        "--hang-after": request.hang_after != Request.hang_after,
-    }
-    ignored = [flag for flag in is_given if is_given[flag]]
-    if not ignored:
-        return ""
-    return f"; ignored, because only drivetrain's own processes (--procs N) support it: {', '.join(ignored)}"
+    note = ""
+    if request.restarts != Request.restarts:
+        note += "; --restarts is ignored, because only the launcher can restart them (torchrun: --max-restarts)"
+    if request.find_nan:
+        note += "; --find-nan is ignored, because only drivetrain's own processes (--procs N) support it"
+    return note
 
 
 # --- every rank --------------------------------------------------------------------------------
 
 
-def _work(job: Job, code: str, recipe: Recipe, run: Run, group: Group, screen: Screen, stop: StopFlag) -> dict[str, Any]:
+def _work(
+    job: Job, code: str, recipe: Recipe, run: Run, group: Group, screen: Screen, stop: StopFlag, heartbeat: Observer
+) -> dict[str, Any]:
     """Trains this rank; returns its result, on rank 0 that of the run."""
     try:
         observer = Observers([screen, _PlanRecorder(run)]) if group.is_main else screen
-        result = work(replace(job, task=_task_with_code(job, code, recipe)), group, observer, stop)
+        result = work(replace(job, task=_task_with_code(job, code, recipe)), group, observer, stop, [heartbeat])
     except Problem as problem:
         result = {"outcome": problem.outcome, "message": str(problem)}
     if result.get("smaller"):  # recorded by any rank: rank 0 may wait for this one until the launcher kills it

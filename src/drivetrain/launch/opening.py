@@ -21,7 +21,7 @@ from drivetrain.recipe import MAY_CHANGE, Recipe
 from drivetrain.runs import Lock, Run
 from drivetrain.task_ref import TaskRef
 
-BEFORE_RUN = ("lock", "task", "logs", "job", "code", "code.tar.gz", "target.json", "job.sh")
+BEFORE_RUN = ("lock", "task", "logs", "job", "code", "code.tar.gz", "target.json")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,17 +21,19 @@ from drivetrain.launch.nodes import train_on_nodes
 from drivetrain.launch.opening import named_run
 from drivetrain.launch.planning import plan_run, with_global_batch_of
 from drivetrain.launch.request import Request
+from drivetrain.launch.watcher import LaunchedWorker
 from drivetrain.outcomes import Outcome, Problem
+from drivetrain.processes.worker import REPEATED_SECONDS
 from drivetrain.recipe import Recipe
 from drivetrain.runs import Run
 from drivetrain.supervise import JobEnd, handling_signals
 from drivetrain.watch.screen import Screen
 
 
-def train(recipe: Recipe, request: Request, screen: Screen, launcher: str | None = None) -> tuple[Run, JobEnd]:
-    """Trains one recipe, in a new or an existing run. `launcher` is the name of the launcher that started this process as a worker."""
-    if launcher is not None:
-        return train_in_launcher(recipe, request, screen, launcher)
+def train(recipe: Recipe, request: Request, screen: Screen, worker: LaunchedWorker | None = None) -> tuple[Run, JobEnd]:
+    """Trains one recipe, in a new or an existing run. `worker`: what this process needs if it is a worker of another launcher."""
+    if worker is not None:
+        return train_in_launcher(recipe, request, screen, worker)
     machine = detect_machine(request)
     # Planned before anything is written, so that a wrong setting leaves no files. Planning again later is fast, because of the cache.
     plan = plan_run(recipe, request, cluster_of(machine, nodes=request.nodes), None, screen)
@@ -40,10 +44,10 @@ def train(recipe: Recipe, request: Request, screen: Screen, launcher: str | None
     return train_locally(recipe, request, machine, screen)
 
 
-def resume(run: Run, recipe: Recipe, request: Request, screen: Screen, launcher: str | None = None) -> tuple[Run, JobEnd]:
+def resume(run: Run, recipe: Recipe, request: Request, screen: Screen, worker: LaunchedWorker | None = None) -> tuple[Run, JobEnd]:
     """Continues a run."""
-    if launcher is not None:
-        return train_in_launcher(recipe, replace(request, run_dir=str(run.path)), screen, launcher)
+    if worker is not None:
+        return train_in_launcher(recipe, replace(request, run_dir=str(run.path)), screen, worker)
     return resume_locally(run, recipe, request, screen)
 
 
@@ -51,7 +55,13 @@ def resume(run: Run, recipe: Recipe, request: Request, screen: Screen, launcher:
 def ending_as_preempted() -> Iterator[None]:
     """Before there are workers, SIGTERM, SIGUSR1 and SIGHUP end the command with the outcome `preempted`: repeating it is right."""
 
+    ended_at = -math.inf
+
     def end(number: int, frame: FrameType | None) -> None:
+        nonlocal ended_at
+        if time.monotonic() - ended_at < REPEATED_SECONDS:
+            return
+        ended_at = time.monotonic()
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise Problem("stopped before the first step; the same command starts it again", Outcome.PREEMPTED)
@@ -60,7 +70,7 @@ def ending_as_preempted() -> Iterator[None]:
         yield
 
 
-def train_stages(recipes: list[Recipe], request: Request, screen: Screen, launcher: str | None = None) -> tuple[Run, JobEnd]:
+def train_stages(recipes: list[Recipe], request: Request, screen: Screen, worker: LaunchedWorker | None = None) -> tuple[Run, JobEnd]:
     """Trains the stages of a recipe, each from the weights of the stage before. Finished stages are not trained again. Returns the last
     run; raises Problem if a stage fails."""
     assert recipes, "a recipe has at least one stage"
@@ -70,7 +80,7 @@ def train_stages(recipes: list[Recipe], request: Request, screen: Screen, launch
             recipe = replace(
                 recipe, settings=recipe.settings | {"start": str(run.path.resolve())}, origin=recipe.origin | {"start": "the stage before"}
             )
-        run, ended = train(recipe, request_of_stage(recipe, recipes, request), screen, launcher)
+        run, ended = train(recipe, request_of_stage(recipe, recipes, request), screen, worker)
         raise_failure(ended, run)
         if ended.outcome is not Outcome.OK:
             break

@@ -28,18 +28,26 @@ HANDLES = "_DRIVETRAIN_WIRE"
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}  # blocked until the worker has its own handlers
 
 
+REPEATED_SECONDS = 0.5
+"""A launcher may send a signal to a worker and to its watcher, which forwards it: what comes again within this time is the same signal."""
+
+
 class StopFlag:
     """True after a signal asked this process to stop. It is read between steps."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._first_time = 0.0
 
     def __bool__(self) -> bool:
         return self.signal is not None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.signal == signal.SIGINT:
+        is_repeated = time.monotonic() - self._first_time < REPEATED_SECONDS
+        if number == signal.SIGINT and self.signal == signal.SIGINT and not is_repeated:
             os._exit(130)  # a second Ctrl-C ends the process at once
+        if self.signal is None:
+            self._first_time = time.monotonic()
         self.signal = number
 
     def install(self) -> None:

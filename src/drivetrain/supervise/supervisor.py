@@ -22,6 +22,7 @@ from drivetrain.supervise.ending import JobEnd
 from drivetrain.supervise.fork_server import ForkServer
 from drivetrain.supervise.hang_detector import HangDetector
 from drivetrain.supervise.placement import local_placement
+from drivetrain.supervise.records import FirstSteps, record_hang
 from drivetrain.supervise.restarts import RestartCount, RestartPolicy, plan_after_oom
 from drivetrain.supervise.scratch import Scratch, sweep
 from drivetrain.supervise.verdicts import LocalVerdicts, Verdict
@@ -63,7 +64,7 @@ class Supervisor:
         self._scratch: Scratch | None = None
         self._restarts = RestartCount(self.run_dir)
         self._earlier_time, self._time_written_at = TimeBreakdown([], 0), time.monotonic()
-        self._first_step, self._has_first_step = self._read_first_step(), False
+        self._first_steps = FirstSteps(self.run_dir)
 
     def run(self) -> JobEnd:
         while True:
@@ -108,7 +109,8 @@ class Supervisor:
         with self._scratch.subfolder("attempt") as folder:
             file = folder / "job.json"
             write(replace(self.job, scratch=str(self._scratch.path)), file)
-            hang_detector, self._has_first_step = HangDetector(self.policy.hang_after, self._first_step), False
+            self._first_steps.begin_attempt()
+            hang_detector = HangDetector(self.policy.hang_after, self._first_steps.seconds)
             self.attempt = Attempt(self.job, file, self.placement, self.screen, hang_detector, self.verdicts, self.verbose)
             self.attempt.on_poll, self.attempt.on_verdict = self._on_poll, self._record_hang
             if self.stopped:
@@ -123,7 +125,8 @@ class Supervisor:
     def _on_poll(self) -> None:
         self.on_poll()
         self._write_time_breakdown()
-        self._write_first_step()
+        if isinstance(self.job, TrainJob) and self.attempt is not None:
+            self._first_steps.update(self.attempt.first_step_seconds())
 
     @property
     def steps_taken(self) -> int:
@@ -157,35 +160,12 @@ class Supervisor:
                 with contextlib.suppress(OSError):
                     write_atomic(self.run_dir.time_breakdown_path, json.dumps(breakdown.to_json()) + "\n")
 
-    def _read_first_step(self) -> dict[str, float]:
-        """Returns phase -> seconds of the first step in this run's earlier starts on this machine."""
-        with contextlib.suppress(OSError, ValueError):
-            first_step = json.loads(self.run_dir.first_steps_path.read_text())
-            return {str(phase): float(seconds) for phase, seconds in first_step.items()}
-        return {}
-
-    def _write_first_step(self) -> None:
-        """Writes how long the first step took; the next start uses it as the limit for its first step."""
-        if self._has_first_step or not isinstance(self.job, TrainJob) or self.attempt is None:
-            return
-        if not (first_step := self.attempt.first_step_seconds()):
-            return
-        self._has_first_step = True
-        self._first_step |= {phase: max(seconds, self._first_step.get(phase, 0.0)) for phase, seconds in first_step.items()}
-        with contextlib.suppress(OSError):
-            write_atomic(self.run_dir.first_steps_path, json.dumps(self._first_step) + "\n")
-
     def _record_hang(self, verdict: Verdict) -> None:
         """Reports the ranks that hang; the leader also writes the stacks into the run."""
         if not self.is_leader:
             self.screen.line("hang", verdict.message)
             return
-        number = sum(event["event"] == "hang" for event in self.run_dir.events()) + 1
-        path = self.run_dir.log_path(0).with_name(f"hang-{number}.txt")
-        with contextlib.suppress(OSError):
-            path.write_text(f"{verdict.message}\n\n{verdict.evidence}")
-        self.run_dir.log_event("hang", ranks=verdict.ranks, step=verdict.step, line=verdict.line, detail=verdict.message)
-        self.screen.line("hang", f"{verdict.message} (stacks: {path})")
+        self.screen.line("hang", f"{verdict.message} (stacks: {record_hang(self.run_dir, verdict)})")
 
     # --- the fork server ---
 

@@ -32,6 +32,7 @@ SSH = [
     Explanation(r"(?:closed|reset) by (?:remote host|peer|UNKNOWN)|Broken pipe|client_loop|Timeout, server", "{host}: the connection broke: try again; what runs there goes on"),
 ]  # fmt: skip
 SLURM = [
+    Explanation(r"Invalid job id|Invalid job", "Slurm does not know the job any more"),
     Explanation(r"[Ii]nvalid partition (?:name )?specified:? ?(\S*)", "Slurm has no partition {0}: sinfo lists them; set partition: in the target"),
     Explanation(r"Invalid account or account/partition", "Slurm refuses the account: set account: in the target (sacctmgr show associations user=$USER)"),
     Explanation(r"Invalid qos", "Slurm refuses the qos: set qos: in the target (sacctmgr show qos)"),
@@ -41,9 +42,8 @@ SLURM = [
     Explanation(r"[Nn]ode count specification invalid|More processors requested than permitted|cannot be satisfied|too many (?:nodes|cpus)", "Slurm cannot give this many"
                 " machines: ask for fewer with --nodes (sinfo shows how many there are)"),
     Explanation(r"[Tt]ime limit .*(?:invalid|exceed)|Requested time limit is invalid", "the time limit is longer than the partition allows: give a shorter --time-limit (sinfo -o '%P %l')"),
-    Explanation(r"Unable to contact slurm controller|slurm_load_\w+ error|Unable to establish configuration source|Could not establish a configuration source", "Slurm's controller does not"
+    Explanation(r"Unable to contact slurm controller|slurm_load_\w+ error|Unable to process configuration file|Unable to establish configuration source|Could not establish a configuration source", "Slurm's controller does not"
                 " answer: is this a login node of the cluster? (scontrol ping)"),
-    Explanation(r"Invalid job id|Invalid job", "Slurm does not know the job any more"),
     Explanation(r"AssocMaxSubmitJobLimit|QOSMaxSubmitJob|Job violates accounting/QOS policy", "Slurm refuses more jobs of yours: wait until some have ended, or ask for another qos: or account:"),
 ]  # fmt: skip
 UNREACHABLE = (
@@ -69,10 +69,14 @@ DOCKER = [
 
 
 def explain(host: str, output: str, code: int, known: list[Explanation] | None = None, **values: str) -> Problem:
-    """Returns the problem that a program's output tells; for output that is not known, its last line."""
+    """Returns the problem that a program's output tells; for output that is not known, its last line.
+
+    `known`: the explanations for a program on this side, whose refusals the user must answer; None: for the connection to `host`.
+    """
+    outcome = Outcome.INFRA if known is None else Outcome.USAGE
     for explanation in known or SSH:
         if match := re.search(explanation.pattern, output):
             groups = [group or "" for group in match.groups()] or [""]
-            return Problem(one_line(explanation.text.format(*groups, host=host, **values)), Outcome.INFRA)
+            return Problem(one_line(explanation.text.format(*groups, host=host, **values)), outcome)
     lines = [line for line in output.splitlines() if line.strip()] or [f"it ended with code {code}"]
-    return Problem(f"{host}: {one_line(lines[-1])[:300]}", Outcome.INFRA)
+    return Problem(f"{host}: {one_line(lines[-1])[:300]}", outcome)

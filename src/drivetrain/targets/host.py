@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import contextlib
 import hashlib
@@ -22,7 +23,8 @@ from drivetrain.outcomes import Outcome, Problem
 from drivetrain.targets.errors import explain
 from drivetrain.targets.host_program import tail_digest
 
-PROGRAM = Path(__file__).with_name("host_program.py")
+PARTS = ("host_library.py", "host_environment.py", "host_program.py")
+"""The files of the program, in the order in which they are joined."""
 PYTHONS = ("python3.14", "python3.13", "python3.12", "python3.11", "python3")
 NO_PYTHON = "drivetrain: no Python 3.11"
 _RUN = (
@@ -39,7 +41,7 @@ CONNECT_SECONDS = 10
 
 
 @dataclass(frozen=True)
-class Host:
+class ReachableHost:
     """This machine."""
 
     python: str | None = None
@@ -124,7 +126,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class SshHost(Host):
+class SshHost(ReachableHost):
     """A machine behind OpenSSH. One connection is shared by all commands and stays open for a minute."""
 
     address: str = ""
@@ -168,8 +170,20 @@ class SshHost(Host):
 
 @cache
 def _program() -> bytes:
-    source = PROGRAM.read_bytes()
+    parts = [_without_own_imports(Path(__file__).with_name(part).read_text()) for part in PARTS]
+    source = "\n".join(["from __future__ import annotations", *parts]).encode()
     return f"{len(source)}\n".encode() + source
+
+
+def _without_own_imports(text: str) -> str:
+    """Returns the source of a part without what it imports from the others, and without its future imports."""
+    tree = ast.parse(text)
+    lines = text.splitlines()
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("drivetrain", "__future__"):
+            for number in range(node.lineno - 1, int(node.end_lineno or node.lineno)):
+                lines[number] = ""
+    return "\n".join(lines)
 
 
 def request_bytes(verb: str, arguments: dict[str, Any]) -> bytes:
@@ -189,7 +203,7 @@ def _messages(stream: IO[bytes]) -> Iterator[dict[str, Any]]:
                 yield message
 
 
-def copy(words: list[str], host: Host) -> None:
+def copy(words: list[str], host: ReachableHost) -> None:
     """Runs a command of `copy_from` or `copy_to`."""
     if shutil.which("rsync") is None:
         raise Problem("there is no rsync on this machine: install it")

@@ -1,6 +1,6 @@
 """The program that drivetrain runs on a machine to keep files and processes there. It needs Python's standard library only.
 
-It is sent to the machine with each request (`host.py`), reads the request as one line of JSON from stdin, and answers in lines of JSON:
+`host.py` sends it to the machine with each request, joined with `host_library.py` and `host_environment.py`. It reads the request as one line of JSON from stdin, and answers in lines of JSON:
 {"notice": text} while it works, {"file": ...} for parts of files, and at last {"result": ...} or {"error": text}.
 `start` leaves a copy of it there, which supervises one job: it repeats the command if its outcome can be retried, and records its end.
 
@@ -13,177 +13,37 @@ import base64
 import contextlib
 import ctypes
 import errno
-import fcntl
 import hashlib
-import io
 import json
 import os
-import platform
 import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-JOB_VARIABLE = "DRIVETRAIN_JOB"  # marks every process of a job
-FIRST_RETRYABLE_CODE = 200  # as drivetrain.outcomes: the same command may succeed if it is repeated
-POLL_SECONDS = 0.2
-EXECUTE_SECONDS = 60.0
-RETRY_SECONDS = 2.0
-CHUNK_BYTES = 1 << 18
-TAIL_BYTES = 1 << 16
-GROWING, REPLACED = (".log", ".jsonl"), (".json", ".txt")  # suffixes of small files: appended to, or written as a whole
-
-
-class Failure(Exception):
-    """Something that the user can fix."""
-
-
-def reply(**message: Any) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
-
-
-def folder(text: str) -> Path:
-    path = Path(os.path.expanduser(text))
-    if not path.is_absolute():
-        raise Failure(f"{text} is no absolute path")
-    return path
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(f".{path.name}.lock"), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def write_json(path: Path, value: Any) -> None:
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    temporary.write_text(json.dumps(value))
-    os.replace(temporary, path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-# --- what the machine has ----------------------------------------------------------------------
-
-
-def facts(base: str) -> dict[str, Any]:
-    path = folder(base)
-    existing = next(parent for parent in (path, *path.parents) if parent.exists())
-    return {
-        "host": platform.node(), "python": sys.executable, "version": platform.python_version(), "machine": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)), "gpus": _gpus(), "rsync": shutil.which("rsync") is not None, "base": str(path),
-        "writable": os.access(existing, os.W_OK), "free_bytes": shutil.disk_usage(existing).free, "time": time.time(),
-    }  # fmt: skip
-
-
-def _gpus() -> list[dict[str, str]]:
-    """Returns the name and the driver of each GPU, as nvidia-smi says; with a timeout, because a broken driver makes it wait forever."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    try:
-        words = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=20, text=True)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    lines = [line.split(", ") for line in done.stdout.splitlines() if done.returncode == 0 and ", " in line]
-    return [{"name": line[0], "driver": line[1]} for line in lines]
-
-
-# --- code and environment ----------------------------------------------------------------------
-
-
-def missing(base: str, archives: list[str], environment: str) -> dict[str, Any]:
-    """Returns which archives and environment this machine does not have yet."""
-    root = folder(base)
-    absent = [digest for digest in archives if not (root / "code" / digest).is_dir()]
-    ready = not environment or (root / "environments" / environment / "ready").is_file()
-    return {"archives": absent, "environment": not ready, **facts(base)}
-
-
-def store(base: str, digest: str, size: int) -> dict[str, Any]:
-    """Unpacks an archive, which follows the request on stdin, if its content has the digest."""
-    data = sys.stdin.buffer.read(size)
-    if hashlib.sha256(data).hexdigest() != digest:
-        raise Failure("the archive was damaged on its way: submit again")
-    target = folder(base) / "code" / digest
-    with locked(target):
-        if target.is_dir():
-            return {}
-        temporary = target.with_name(f".{digest}-{os.getpid()}")
-        shutil.rmtree(temporary, ignore_errors=True)
-        try:
-            with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
-                archive.extractall(temporary, filter="data")
-            os.replace(temporary, target)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    return {}
-
-
-def build(base: str, digest: str, requirements: list[str], installer: list[str], flags: list[str]) -> dict[str, Any]:
-    """Makes a virtual environment with these packages. `installer`: packages to install first, the last of which installs the others."""
-    target = folder(base) / "environments" / digest
-    with locked(target):
-        if (target / "ready").is_file():
-            return {}
-        shutil.rmtree(target, ignore_errors=True)
-        reply(notice=f"building the environment: {len(requirements)} packages (once)")
-        log = target.with_name(f"{digest}.log")
-        log.write_text("")
-        _logged([sys.executable, "-m", "venv", str(target)], log)
-        python = str(target / "bin" / "python")
-        (target / "requirements.txt").write_text("".join(f"{line}\n" for line in requirements))
-        pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-        if installer:
-            _logged([*pip, *installer], log)
-            pip = [python, "-m", installer[-1], "pip", "install", "--python", python]
-        _logged([*pip, *flags, "-r", str(target / "requirements.txt")], log)
-        (target / "ready").write_text("")
-    return {}
-
-
-def _logged(words: list[str], log: Path) -> None:
-    """Runs a command; every few seconds tells its last line, and raises Failure with its last lines if it fails."""
-    with open(log, "ab") as output:
-        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-    shown, next_notice = "", time.monotonic() + 2
-    while process.poll() is None:
-        time.sleep(POLL_SECONDS)
-        if time.monotonic() > next_notice:
-            line = (_tail(log).splitlines() or [""])[-1].strip()[:100]
-            if line != shown:
-                reply(notice=line)
-            shown, next_notice = line, time.monotonic() + 5
-    if process.returncode:
-        text = _tail(log)
-        if "ensurepip" in text:
-            raise Failure(
-                "Python has no venv module here: install it (Debian, Ubuntu: apt install python3-venv), or set python: in the target"
-            )
-        errors = [line for line in text.splitlines() if "error" in line.lower()] or text.splitlines()
-        raise Failure(f"the environment could not be built: {' / '.join(errors[-3:])[:500]} (all of it: {log})")
-
-
-def _tail(path: Path) -> str:
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        return file.read().decode(errors="replace")
-
+from drivetrain.targets.host_environment import build, facts, missing, store
+from drivetrain.targets.host_library import (
+    CHUNK_BYTES,
+    EXECUTE_SECONDS,
+    FIRST_RETRYABLE_CODE,
+    GROWING,
+    JOB_VARIABLE,
+    POLL_SECONDS,
+    REPLACED,
+    RETRY_SECONDS,
+    TAIL_BYTES,
+    Failure,
+    folder,
+    locked,
+    read_json,
+    reply,
+    write_json,
+)  # fmt: skip
 
 # --- jobs --------------------------------------------------------------------------------------
 

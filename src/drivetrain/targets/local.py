@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from drivetrain import hardware
 from drivetrain.outcomes import Problem
 from drivetrain.targets.base import STOP_SECONDS, JobState, RenderedCommand, Rendering, Target
-from drivetrain.targets.host import Host, request_bytes, request_text
+from drivetrain.targets.host import ReachableHost, request_bytes, request_text
 from drivetrain.targets.record import Record
 from drivetrain.targets.submission import Submission
 
@@ -24,8 +24,8 @@ class LocalTarget(Target):
     kind: ClassVar[str] = "local"
 
     @property
-    def host(self) -> Host:
-        return Host(sys.executable)
+    def host(self) -> ReachableHost:
+        return ReachableHost(sys.executable)
 
     def render(self, submission: Submission) -> Rendering:
         arguments = start_arguments(submission, self.settings.env)
@@ -84,7 +84,7 @@ def secret_values(submission: Submission) -> dict[str, str]:
     return values | ({"DRIVETRAIN_TOKEN": submission.token} if submission.token else {})
 
 
-def request_command(host: Host, verb: str, arguments: dict[str, Any], secrets: tuple[str, ...] = ()) -> RenderedCommand:
+def request_command(host: ReachableHost, verb: str, arguments: dict[str, Any], secrets: tuple[str, ...] = ()) -> RenderedCommand:
     """Returns the command that sends a request to a host's program; secrets are shown by name."""
     shown = arguments | {"secrets": {name: f"${name}" for name in secrets}} if secrets else arguments
     return RenderedCommand(tuple(host.command()), request_text(verb, shown), request_bytes(verb, arguments))

@@ -14,7 +14,7 @@ from drivetrain.runs import is_run
 from drivetrain.targets.archive import package_archive
 from drivetrain.targets.base import STOP_SECONDS, JobState, Phase, RenderedCommand, RenderedFile, Rendering, Target, TargetSettings
 from drivetrain.targets.errors import SLURM, explain
-from drivetrain.targets.host import Host, SshHost, copy
+from drivetrain.targets.host import ReachableHost, SshHost, copy
 from drivetrain.targets.layout import DEFAULT_BASE, Layout
 from drivetrain.targets.local import code_folder, secret_values, unpack_code
 from drivetrain.targets.record import JOB_VARIABLE, Record
@@ -91,9 +91,9 @@ class SlurmTarget(Target):
         return self.settings.host is None
 
     @property
-    def host(self) -> Host:
+    def host(self) -> ReachableHost:
         if self.settings.host is None:
-            return Host(sys.executable)
+            return ReachableHost(sys.executable)
         return SshHost(None, self.settings.host, tuple(self.settings.options))
 
     # --- knowledge ---
@@ -111,13 +111,19 @@ class SlurmTarget(Target):
             nodes=request.nodes, gpus=gpus, cpus=settings.cpus or (CPUS_PER_GPU * gpus or request.procs or 1), seconds=self._seconds(first),
             grace=settings.grace, options={name: getattr(settings, name) for name in ("partition", "account", "qos", "constraint", "mem", "gres")},
             extra=settings.sbatch, prologue=settings.prologue, variables=self._variables(), port=first.port, retries=settings.retries,
-            stop_files=[f"{self._job_folder(s)}/stop" for s in submissions],
+            stop_files=[f"{self._job_folder(s)}/stop" for s in submissions], outputs=[self._output(s) for s in submissions],
         )  # fmt: skip
-        path = f"{self._job_folder(first)}.sh"
-        output = self._output(first) if len(submissions) == 1 else f"{path.removesuffix('.sh')}-%a.log"
-        words = ("sbatch", "--parsable", f"--output={output}", path)
+        path = f"{self._job_folder(first)}/job.sh"
+        output = self._output(first).replace("%", "%%")
+        if len(submissions) > 1:  # each element turns to its own file as soon as it runs
+            output = f"{self._job_folder(first).replace('%', '%%')}/array-%a.log"
+        words = (f"--output={output}", path)
         variables = {"DRIVETRAIN_TOKEN": "$DRIVETRAIN_TOKEN"} if first.token else {}
-        return Rendering((RenderedFile(path, script(job)),), (RenderedCommand(words, variables=variables),))
+        commands = (
+            RenderedCommand(("sbatch", "--test-only", *words)),
+            RenderedCommand(("sbatch", "--parsable", *words), variables=variables),
+        )
+        return Rendering((RenderedFile(path, script(job)),), commands)
 
     def _gpus(self, submission: Submission) -> int:
         request = submission.request
@@ -162,7 +168,7 @@ class SlurmTarget(Target):
         return f"{self._run_dir(submission)}/job" if self.shares_files else self._layout(submission).job
 
     def _output(self, submission: Submission) -> str:
-        return f"{self._run_dir(submission)}/logs/output.log".replace("%", "%%")
+        return f"{self._run_dir(submission)}/logs/output.log"
 
     # --- actions ---
 
@@ -170,13 +176,15 @@ class SlurmTarget(Target):
         return self._submit([submission], rendering, notice)[0]
 
     def submit_array(self, submissions: list[Submission], notice: Callable[[str], None]) -> list[dict[str, Any]]:
+        """Starts all runs as one job with an array."""
         return self._submit(submissions, self.render_array(submissions), notice)
 
     def _submit(self, submissions: list[Submission], rendering: Rendering, notice: Callable[[str], None]) -> list[dict[str, Any]]:
         for submission in submissions:
             self._prepare(submission, notice)
-        (file,), (command,) = rendering.files, rendering.commands
+        (file,), (test, command) = rendering.files, rendering.commands
         self.host.call("write", path=file.path, text=file.text)
+        self._slurm(test.words)  # otherwise a job that no machine can ever take waits forever
         job = self._slurm(command.words, secret_values(submissions[0])).partition(";")[0]  # JOB;CLUSTER
         numbers = [job] if len(submissions) == 1 else [f"{job}_{number}" for number in range(len(submissions))]
         return [
@@ -202,7 +210,7 @@ class SlurmTarget(Target):
                 if self.shares_files
                 else f"on {self.host.name}"
             )
-            raise Problem(f"there is no {words[0]} {where}", Outcome.INFRA)
+            raise Problem(f"there is no {words[0]} {where}")
         if done["code"]:
             raise explain(self.name, done["errors"] or done["output"], done["code"], SLURM)
         return str(done["output"]).strip()

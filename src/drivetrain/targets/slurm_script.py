@@ -41,6 +41,8 @@ class SlurmJob:
     retries: int = 3
     stop_files: Sequence[str] = ()
     """A run with this file is not queued again; one for each command."""
+    outputs: Sequence[str] = ()
+    """Where each element of an array writes what it prints."""
 
     @property
     def is_array(self) -> bool:
@@ -107,14 +109,14 @@ def _prologue(job: SlurmJob) -> str:
 def _commands(job: SlurmJob) -> str:
     """Returns the lines that set `command` and `stop_file`."""
     settings = [
-        f"command=({shlex.join(command)})\n{{indent}}stop_file={shlex.quote(stop_file)}"
+        [f"command=({shlex.join(command)})", f"stop_file={shlex.quote(stop_file)}"]
         for command, stop_file in zip(job.commands, job.stop_files, strict=True)
     ]
     if not job.is_array:
-        return settings[0].replace("{indent}", "")
+        return "\n".join(settings[0])
     lines = ["case $SLURM_ARRAY_TASK_ID in"]
-    for number, text in enumerate(settings):
-        lines += [f"{number})", "    " + text.replace("{indent}", "    "), "    ;;"]
+    for number, (assignments, output) in enumerate(zip(settings, job.outputs, strict=True)):
+        lines += [f"{number})", *(f"    {line}" for line in (*assignments, f"exec >>{shlex.quote(output)} 2>&1")), "    ;;"]
     return "\n".join([*lines, "esac"])
 
 

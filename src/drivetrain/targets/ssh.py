@@ -12,7 +12,7 @@ from drivetrain.outcomes import Outcome, Problem
 from drivetrain.targets.archive import Archive, package_archive
 from drivetrain.targets.base import STOP_SECONDS, Check, JobState, RenderedCommand, Rendering, Target, TargetSettings
 from drivetrain.targets.environment import EnvironmentLock, torch_backend
-from drivetrain.targets.host import Host, SshHost, copy
+from drivetrain.targets.host import ReachableHost, SshHost, copy
 from drivetrain.targets.layout import DEFAULT_BASE, Layout
 from drivetrain.targets.local import RETRIES, job_state, request_command, secret_values
 from drivetrain.targets.record import Record
@@ -172,7 +172,9 @@ def _archives(submission: Submission) -> list[Archive]:
     return [package_archive(), *([submission.code] if submission.code is not None else [])]
 
 
-def prepare_host(host: Host, submission: Submission, base: str, python: str | None, torch: str, notice: Callable[[str], None]) -> None:
+def prepare_host(
+    host: ReachableHost, submission: Submission, base: str, python: str | None, torch: str, notice: Callable[[str], None]
+) -> None:
     """Brings the code and the environment that a machine lacks."""
     answer = host.call("missing", **missing_arguments(submission, base, python))
     for archive in _archives(submission):
@@ -183,7 +185,7 @@ def prepare_host(host: Host, submission: Submission, base: str, python: str | No
 
 
 def build_environment(
-    host: Host, base: str, lock: EnvironmentLock, torch: str, facts: dict[str, Any], notice: Callable[[str], None]
+    host: ReachableHost, base: str, lock: EnvironmentLock, torch: str, facts: dict[str, Any], notice: Callable[[str], None]
 ) -> None:
     """Builds the environment of a lock on a machine, with the build of torch for its driver."""
     backend = torch if torch != "auto" else torch_backend(gpu["driver"] for gpu in facts["gpus"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -73,9 +74,31 @@ def planned_name(recipes: Sequence[Recipe], request: Request) -> Run:
 
 def submit(target: Target, submission: Submission, notice: Callable[[str], None]) -> Record:
     """Starts a run on a target and writes its record."""
-    record = begin_record(target, submission)
-    handle = target.submit(submission, target.render(submission), notice)
-    return record.update(handle=handle, phase="queued" if handle.get("waits") else "running", seen=time.time())
+    return submit_array(target, [submission], notice)[0]
+
+
+def submit_array(target: Target, submissions: list[Submission], notice: Callable[[str], None]) -> list[Record]:
+    """Starts several runs on a target and writes their records."""
+    earlier = [read_record(submission.run) for submission in submissions]
+    records = [begin_record(target, submission) for submission in submissions]
+    try:
+        handles = target.submit_array(submissions, notice)
+    except BaseException:
+        for record, old in zip(records, earlier, strict=True):
+            _undo(record, old)
+        raise
+    return [
+        record.update(handle=handle, phase="queued" if handle.get("waits") else "running", seen=time.time())
+        for record, handle in zip(records, handles, strict=True)
+    ]
+
+
+def _undo(record: Record, earlier: Record | None) -> None:
+    """Restores an earlier record after a submission was refused; without one removes the folder, if the run has not begun."""
+    if earlier is not None:
+        earlier.update()
+    elif not runs.is_run(record.run.path):
+        shutil.rmtree(record.run.path, ignore_errors=True)
 
 
 def begin_record(target: Target, submission: Submission) -> Record:
@@ -176,5 +199,5 @@ def stop(record: Record, seconds: float) -> Record:
 
 
 __all__ = [
-    "begin_record", "dry_run", "find_target", "follow", "named_or_new", "prepare", "pull", "refresh", "resubmit", "stop", "submit", "target_of",
+    "begin_record", "dry_run", "find_target", "follow", "named_or_new", "prepare", "pull", "refresh", "resubmit", "stop", "submit", "submit_array", "target_of",
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from drivetrain.launch.request import Request
 from drivetrain.outcomes import Problem
 from drivetrain.plan.choose import choose
 from drivetrain.recipe import Recipe, split_words
+from drivetrain.targets.config import find_target
 from drivetrain.tune import folder as folders
 from drivetrain.tune import pictures, population
 from drivetrain.tune.folder import Goal, StudyFolder
@@ -24,6 +25,7 @@ from drivetrain.tune.population import NoPopulation, PopulationContext, Populati
 from drivetrain.tune.space import make_space, short
 from drivetrain.tune.study import Study, need_optuna
 from drivetrain.tune.table import Table, format_value
+from drivetrain.tune.trial_on_target import JOBS, start_on_target, trial_maker
 from drivetrain.tune.tuner import Tuner, TunerSettings, with_early_evaluations
 from drivetrain.watch.screen import Screen
 
@@ -49,6 +51,7 @@ class SearchRequest:
     gpus: str | None = None
     name: str | None = None
     run_dir: str | None = None
+    on: str | None = None
     quiet: bool = False
 
 
@@ -68,8 +71,9 @@ class Search:
             recipe.task.label,
         )
         self.goal = _goal(recipe, request)
-        self.machine = detect_machine(Request(gpus=request.gpus, device=request.device))
-        has_slots = bool(request.jobs or request.procs)
+        self.target = find_target(request.on) if request.on else None
+        self.machine = detect_machine(Request(gpus=request.gpus, device=request.device if self.target is None else None))
+        has_slots = bool(request.jobs or request.procs or self.target)
         self.size, reason = population.choose_size(request.population, recipe, self.space, request.trials, self.machine.device, has_slots)
         """The number of trials in a population; 0: trials are ordinary runs."""
         if self.size and request.prune not in (None, "none"):
@@ -79,7 +83,10 @@ class Search:
             recipe, notice = with_early_evaluations(recipe)
             reason = "; ".join(filter(None, (reason, notice)))
         self.recipe, self.reason = recipe, reason
-        self.slots = requests_of_slots(request, self.machine, recipe)
+        if self.target is None:
+            self.slots = requests_of_slots(request, self.machine, recipe)
+        else:
+            self.slots = [Request(device=request.device, procs=request.procs)] * (request.jobs or JOBS.get(self.target.kind, 1))
         self._open()
 
     def _open(self) -> None:
@@ -116,6 +123,8 @@ class Search:
     def _train(self) -> bool:
         """Trains until there are enough trials, as populations or as ordinary runs; returns False if it was stopped earlier."""
         machine, settings = self.machine, TunerSettings(self.recipe, self.goal, self.request.trials, self.slots)
+        if self.target is not None:
+            settings = replace(settings, make_trial=trial_maker(self.target, self.recipe), start=start_on_target)
         if self.size:
             context = PopulationContext(
                 self.size, machine.gpus[:1],
@@ -139,7 +148,8 @@ class Search:
         screen, request = self.table.screen, self.request
         if screen.quiet:
             return
-        screen.put(f"drivetrain {__version__}   tune {self.recipe.task.label}   {self.machine.hardware.sentence()}")
+        place = self.machine.hardware.sentence() if self.target is None else f"on {self.target.name}"
+        screen.put(f"drivetrain {__version__}   tune {self.recipe.task.label}   {place}")
         better = "higher" if self.goal.direction == "max" else "lower"
         pruning = "no pruning" if self.prune == "none" or self.size else f"{self.prune} pruning"
         at_once = f"{request.trials} trials, {self.size or len(self.slots)} at a time"

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from drivetrain import runs
@@ -38,14 +39,18 @@ class RunningTrial:
         self.process: subprocess.Popen[bytes] | None = None
         self._follower = runs.Follower(run.metrics_path)
 
+    @property
+    def log(self) -> Path:
+        """The file with what the command prints."""
+        return self.run.path / "logs" / "train.log"
+
     # --- the process ---
 
     def start(self) -> None:
         """Starts the run, or resumes it."""
         self.num_starts += 1
-        log = self.run.path / "logs" / "train.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "ab") as output:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log, "ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "drivetrain", *self.request.command()],
                 stdin=subprocess.DEVNULL,
@@ -80,7 +85,7 @@ class RunningTrial:
     def problem(self) -> Problem:
         """Returns why it failed, as `train` printed it."""
         code = self.exit_code or 0
-        text = (self.run.path / "logs" / "train.log").read_text(errors="replace")
+        text = self.log.read_text(errors="replace") if self.log.is_file() else ""
         message = text.rpartition("\ndrivetrain: ")[2] if "\ndrivetrain: " in text else text.removeprefix("drivetrain: ")
         if code < 0:
             message = f"its process was killed by {signal.Signals(-code).name}"
@@ -105,3 +110,8 @@ class RunningTrial:
         """Returns the step and value of its best evaluation; the earliest of equal ones."""
         numbers = [(step, value) for step, value in self.evaluations.items() if not math.isnan(value)]
         return min(numbers, key=lambda evaluation: (-self.sign * evaluation[1], evaluation[0]), default=None)
+
+
+def start_all(trials: list[RunningTrial]) -> None:
+    for trial in trials:
+        trial.start()

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import FrameType
 
 from drivetrain.launch.request import Request
 from drivetrain.outcomes import Problem
 from drivetrain.recipe import Recipe
+from drivetrain.runs import Run
 from drivetrain.settings import Length, as_text
 from drivetrain.supervise import handling_signals
 from drivetrain.tune import folder as folders
 from drivetrain.tune.folder import Goal, StudyFolder
 from drivetrain.tune.study import Proposal, Study
 from drivetrain.tune.table import Table
-from drivetrain.tune.trial import MAX_RESTARTS, RunningTrial
+from drivetrain.tune.trial import MAX_RESTARTS, RunningTrial, start_all
 
 POLL_SECONDS = 0.1
 NUM_EVALUATIONS = 10
@@ -34,6 +36,9 @@ class TunerSettings:
     trials: int
     slots: list[Request]
     """One request for each of the trials that run at the same time, with its share of the machine."""
+    make_trial: Callable[[Proposal, Run, Request, str], RunningTrial] = RunningTrial
+    start: Callable[[list[RunningTrial]], None] = start_all
+    """Starts new trials."""
 
 
 def with_early_evaluations(recipe: Recipe) -> tuple[Recipe, str]:
@@ -71,10 +76,12 @@ class Tuner:
         try:
             with handling_signals(self._on_signal):
                 while self.running or (not self.num_signals and (waiting or num_proposed < self.settings.trials)):
+                    new: list[RunningTrial] = []
                     while self.free_slots and not self.num_signals and (waiting or num_proposed < self.settings.trials):
                         if not waiting:
                             waiting, num_proposed = self._ask(), num_proposed + 1
-                        self._start(waiting.pop(0))
+                        new.append(self._prepare(waiting.pop(0)))
+                    self.settings.start(new)
                     for trial, _ in list(self.running.values()):
                         self._follow(trial)
                     self._show_running()
@@ -98,7 +105,8 @@ class Tuner:
             )
         return self.study.ask(count)
 
-    def _start(self, proposal: Proposal) -> None:
+    def _prepare(self, proposal: Proposal) -> RunningTrial:
+        """Returns the trial of a proposal, which takes a free slot."""
         recipe, goal, slot = self.settings.recipe, self.settings.goal, self.free_slots.pop(0)
         values = recipe.chosen() | proposal.params | {"best": goal.best}
         values |= {f"plan.{name}": value for name, value in recipe.pins.items()}
@@ -106,9 +114,9 @@ class Tuner:
         run = self.folder.run_of(proposal.number)
         task = folders.task_word(recipe.task)
         request = replace(slot, target=task, settings=(*words, *slot.settings), run_dir=str(run.path))
-        trial = RunningTrial(proposal, run, request, goal.best)
+        trial = self.settings.make_trial(proposal, run, request, goal.best)
         self.running[trial.number] = trial, slot
-        trial.start()
+        return trial
 
     def _follow(self, trial: RunningTrial) -> None:
         """Reports a trial's new evaluations, stops it if they are bad, and handles its end."""
@@ -151,7 +159,7 @@ class Tuner:
             self._remove(trial, "stopped")
         elif trial.was_killed and trial.num_starts <= MAX_RESTARTS:
             self.table.print(self._row(trial, "restarted"), str(trial.problem()).splitlines()[0])
-            trial.start()
+            self.settings.start([trial])
         else:
             self._fail(trial, trial.problem())
 
@@ -167,7 +175,7 @@ class Tuner:
             raise Problem(f"the first {len(states)} trials failed, the last one so (log: {self._log(trial)}):\n{problem}", problem.outcome)
 
     def _log(self, trial: RunningTrial) -> str:
-        return str(trial.run.path / "logs" / "train.log")
+        return str(trial.log)
 
     def _remove(self, trial: RunningTrial, state: str, note: str = "") -> None:
         """Removes a trial that has ended from the running ones, and prints its row."""

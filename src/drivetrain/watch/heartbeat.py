@@ -89,12 +89,19 @@ def open_heartbeat_page() -> int:
     return handle
 
 
+def clear_heartbeat(handle: int) -> None:
+    """Makes a page that was used before as if it were new."""
+    with mmap.mmap(handle, mmap.PAGESIZE) as page:
+        record = HEARTBEAT.pack(0, 0, time.monotonic(), 0.0, 0.0)
+        page[:] = record + bytes(mmap.PAGESIZE - len(record))
+
+
 class HeartbeatReader:
     """The supervisor's side."""
 
     def __init__(self, handle: int) -> None:
+        clear_heartbeat(handle)
         self._page = mmap.mmap(handle, mmap.PAGESIZE)
-        HEARTBEAT.pack_into(self._page, 0, 0, 0, time.monotonic(), 0.0, 0.0)
 
     def read(self) -> WorkerHeartbeat:
         while True:  # until two reads agree, so that the record is complete

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from drivetrain.engine.group.wire import replace_pickles
 from drivetrain.outcomes import Outcome, Problem
@@ -124,7 +124,7 @@ def join_group(device: str, backend: str, own_port: bool = False) -> Group:
         torch_device = torch.device(device)
     if size > 1 and not dist.is_initialized():
         try:
-            store = _bound_store(rank, size) if own_port else None
+            store = _bound_store(rank, size) if own_port else _store_of_attempt(size)
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT, device_id=torch_device if device == "cuda" else None
             )
@@ -136,6 +136,17 @@ def join_group(device: str, backend: str, own_port: bool = False) -> Group:
             raise Problem(f"the {size} processes could not meet at {address}: {text}", Outcome.INFRA) from None
     host_group = dist.new_group(backend="gloo", timeout=TIMEOUT) if size > 1 and backend != "gloo" else None
     return Group(rank, size, torch_device, host_group)
+
+
+def _store_of_attempt(size: int) -> Store | None:
+    """Returns the store of torchrun's agent with the keys of this attempt only, if all ranks have one agent; else None: torch's default.
+
+    All attempts of an agent share one store. In it a restarted rank may find the address of a rank of the attempt before.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("LOCAL_WORLD_SIZE") != str(size):
+        return None  # agents of several machines may count different numbers of restarts
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False, timeout=TIMEOUT)
+    return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _bound_store(rank: int, size: int) -> TCPStore:
