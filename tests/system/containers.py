@@ -84,8 +84,8 @@ def containers() -> Iterator[Containers]:
         yield started
     finally:
         subprocess.run([*storage, "rm", "--all", "--force", "--volumes"], env=os.environ | config, capture_output=True)
-        service.terminate()
-        service.wait(60)
+        service.kill()  # asked to end, it waits for idle connections
+        service.wait()
         subprocess.run(["umount", folder / "storage" / "overlay"], capture_output=True)
         shutil.rmtree(folder, ignore_errors=True)
 

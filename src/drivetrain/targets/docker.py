@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from drivetrain import runs
-from drivetrain.outcomes import Outcome, Problem
+from drivetrain.outcomes import Problem
 from drivetrain.targets.base import POLL_SECONDS, STOP_SECONDS, Check, JobState, RenderedCommand, Rendering, Target, TargetSettings
 from drivetrain.targets.docker_command import ContainerJob, check_size, container_name, run_command, shm_size
 from drivetrain.targets.engine import PROGRAMS, Engine, find_engine, gpu_runtime, host_gpus
@@ -118,7 +118,7 @@ class DockerTarget(Target):
             raise Problem(f"data: {self.settings.data}: there is no such folder on this machine: correct it in the target {self.name}")
         gpus = self._gpus(submission.request.device)
         if gpus and not host_gpus():
-            raise Problem(f"{NO_GPU}: {NO_GPU_FIX}", Outcome.INFRA)
+            raise Problem(f"{NO_GPU}: {NO_GPU_FIX}")
         name = container_name(submission.name, submission.run.path.absolute())
         image = self.image("gpu" if gpus else "cpu")
         self._check_image(engine, image, notice)
@@ -140,9 +140,7 @@ class DockerTarget(Target):
         facts = engine.inspect("image", image)
         if facts is None and not self._may_pull(image):
             flag = " --gpu" if image == DEFAULT_TAGS["gpu"] else ""
-            raise Problem(
-                f"there is no image {image}: build it with `drivetrain image build{flag}`, or set image: in the target", Outcome.INFRA
-            )
+            raise Problem(f"there is no image {image}: build it with `drivetrain image build{flag}`, or set image: in the target")
         if facts is None:
             notice(f"pulling {image}")
         elif _is_other_version(facts):
@@ -154,7 +152,7 @@ class DockerTarget(Target):
         if facts is None:
             return
         if facts["State"]["Status"] in RUNNING:
-            raise Problem(f"{submission.name} runs already, in the container {name}: drivetrain stop {submission.name}", Outcome.INFRA)
+            raise Problem(f"{submission.name} runs already, in the container {name}: drivetrain stop {submission.name}")
         engine.run("rm", "--volumes", name)
 
     def state(self, record: Record) -> JobState:

@@ -83,9 +83,7 @@ class Engine:
 
 
 def no_engine(program: str) -> Problem:
-    return Problem(
-        f"there is no {program} on this machine: install Docker or podman, or train without containers: --on local", Outcome.INFRA
-    )
+    return Problem(f"there is no {program} on this machine: install Docker or podman, or train without containers: --on local")
 
 
 def find_engine(preferred: str | None) -> Engine:
@@ -108,7 +106,6 @@ def check_local(program: str, environment: Mapping[str, str] = os.environ) -> No
     if re.match(r"(tcp|ssh|https?)://", address) and not LOOPBACK.fullmatch(address):
         raise Problem(
             f"{source}, which is another machine: the run's folder is here. Unset it, or train there with a target of kind ssh",
-            Outcome.INFRA,
         )
 
 

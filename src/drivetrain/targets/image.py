@@ -18,7 +18,7 @@ import yaml
 
 from drivetrain import __version__
 from drivetrain.confidential import looks_secret
-from drivetrain.outcomes import Outcome, Problem
+from drivetrain.outcomes import Problem
 from drivetrain.targets.base import RenderedCommand, RenderedFile, Rendering
 from drivetrain.targets.engine import PROGRAMS, Engine, check_local, find_engine
 from drivetrain.targets.environment import torch_backend
@@ -146,9 +146,7 @@ def cloud_build(build: ImageBuild, show: Callable[[str], None]) -> BuiltImage:
     check_build(build)
     assert build.push is not None
     if shutil.which("gcloud") is None:
-        raise Problem(
-            "there is no gcloud on this machine: install the Google Cloud CLI, or build here: leave out --cloud-build", Outcome.INFRA
-        )
+        raise Problem("there is no gcloud on this machine: install the Google Cloud CLI, or build here: leave out --cloud-build")
     with _context() as context:
         (context / CLOUD_BUILD).write_text(cloud_build_config(build))
         output = _logged(cloud_words(str(context)), show)
@@ -202,7 +200,7 @@ def _logged(words: list[str], show: Callable[[str], None]) -> BuildOutput:
             env=os.environ | {"BUILDKIT_PROGRESS": "plain"},
         )  # fmt: skip
     except FileNotFoundError:
-        raise Problem(f"there is no {words[0]} on this machine: install it", Outcome.INFRA) from None
+        raise Problem(f"there is no {words[0]} on this machine: install it") from None
     assert process.stdout is not None
     with open(log, "w") as file, process.stdout:
         for line in process.stdout:
