@@ -86,8 +86,16 @@ def containers() -> Iterator[Containers]:
         subprocess.run([*storage, "rm", "--all", "--force", "--volumes"], env=os.environ | config, capture_output=True)
         service.kill()  # asked to end, it waits for idle connections
         service.wait()
-        subprocess.run(["umount", folder / "storage" / "overlay"], capture_output=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        _unmount(folder)
+        shutil.rmtree(folder)
+
+
+def _unmount(folder: Path) -> None:
+    """Unmounts what the engine has left mounted, such as the container of a failed build."""
+    mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+    for mount in reversed(mounts):
+        if Path(mount).is_relative_to(folder):
+            subprocess.run(["umount", mount], check=True)
 
 
 # --- the base image ----------------------------------------------------------------------------

@@ -100,18 +100,11 @@ def check_local(program: str, environment: Mapping[str, str] = os.environ) -> No
     variable = "CONTAINER_HOST" if program == "podman" else "DOCKER_HOST"
     address = environment.get(variable, "")
     source = f"{variable} is {address}"
-    if program == "docker" and not address and environment.get("DOCKER_CONTEXT", "default") != "default":
-        address = _address_of_context(environment["DOCKER_CONTEXT"])
-        source = f"DOCKER_CONTEXT is {environment['DOCKER_CONTEXT']} ({address})"
+    if not address and program == "docker" and shutil.which(program) is not None:
+        address = Engine(program).try_run("context", "inspect", "--format", "{{.Endpoints.docker.Host}}").stdout.strip()
+        source = f"Docker's context is {address}"
     if re.match(r"(tcp|ssh|https?)://", address) and not LOOPBACK.fullmatch(address):
-        raise Problem(
-            f"{source}, which is another machine: the run's folder is here. Unset it, or train there with a target of kind ssh",
-        )
-
-
-def _address_of_context(name: str) -> str:
-    done = Engine("docker").try_run("context", "inspect", "--format", "{{.Endpoints.docker.Host}}", name)
-    return done.stdout.strip()
+        raise Problem(f"{source}, which is another machine: the run's folder is here. Unset it, or use a target of kind ssh")
 
 
 def host_gpus() -> int:

@@ -137,8 +137,13 @@ def build_image(build: ImageBuild, show: Callable[[str], None]) -> BuiltImage:
         output = _logged([engine.program, *build_words(build, str(context), build.name)], show)
     if output.code:
         raise failed_build(engine.program, output.text, output.code, build.base, log_file())
-    digest = _pushed(engine, build, show) if build.push is not None else str((engine.inspect("image", build.name) or {}).get("Id", ""))
+    digest = _pushed(engine, build, show) if build.push is not None else _local_digest(engine, build.name)
     return _recorded(build, build.push or build.name, digest)
+
+
+def _local_digest(engine: Engine, name: str) -> str:
+    digest = str((engine.inspect("image", name) or {}).get("Id", ""))
+    return digest if digest.startswith("sha256:") else f"sha256:{digest}"  # podman leaves the prefix out
 
 
 def cloud_build(build: ImageBuild, show: Callable[[str], None]) -> BuiltImage:
