@@ -19,6 +19,7 @@ import yaml
 from drivetrain.chaos.hosts import Host, hosts
 from drivetrain.outcomes import Problem
 from tests.command import COMMAND, environment
+from tests.launching import free_port
 from tests.waiting import wait_until
 
 SSHD = "/usr/sbin/sshd"
@@ -34,6 +35,7 @@ PermitRootLogin prohibit-password
 UsePAM no
 MaxStartups 100
 MaxSessions 100
+AcceptEnv SLURM_CONF
 Subsystem sftp internal-sftp
 """
 CLIENT = """\
@@ -146,3 +148,30 @@ def boxes(folder: Path, disk_size: str = "200m") -> Iterator[Boxes]:
 
 def _make_key(path: Path) -> None:
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True)
+
+
+@contextlib.contextmanager
+def server_on_this_machine(folder: Path) -> Iterator[list[str]]:
+    """Starts an SSH server on this machine; yields the words for ssh with which it is the host `here`."""
+    for program in (SSHD, "ssh", "rsync"):
+        if shutil.which(program) is None:
+            pytest.skip(f"needs {program} (tests/system/install)")
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to start an SSH server")
+    folder.mkdir(parents=True, exist_ok=True)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    _make_key(folder / "id")
+    _make_key(folder / "host-key-1")
+    shutil.copy(folder / "id.pub", folder / "authorized_keys")
+    port = free_port()
+    (folder / "sshd").write_text(SERVER.format(folder=folder, number=1).replace("Port 22\n", f"Port {port}\nListenAddress 127.0.0.1\n"))
+    (folder / "known_hosts").write_text(f"[127.0.0.1]:{port} {' '.join((folder / 'host-key-1.pub').read_text().split()[:2])}\n")
+    (folder / "config").write_text(CLIENT.format(folder=folder) + f"Host here\n  HostName 127.0.0.1\n  Port {port}\n")
+    with open(folder / "sshd.log", "wb") as log:
+        process = subprocess.Popen([SSHD, "-D", "-e", "-f", str(folder / "sshd")], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        wait_until(lambda: "listening" in (folder / "sshd.log").read_text(), "an SSH server", 30, process)
+        yield ["-F", str(folder / "config")]
+    finally:
+        process.kill()
+        process.wait()

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from drivetrain.runs import Run
-from tests.command import TASK, run_ok, write_task
-from tests.system.ssh import Boxes, boxes
-from tests.waiting import wait_until
+from tests.command import COMMAND, TASK, environment, run_ok, write_task
+from tests.system.slurm import cluster
+from tests.system.ssh import Boxes, boxes, server_on_this_machine
+from tests.waiting import Stopwatch, wait_until
 
 FAST = ("plan.threads=1", "plan.compile=off")
 SLOW = ("return F.cross", "import time; time.sleep(0.05 * model.training)\n        return F.cross")
@@ -165,3 +169,100 @@ def test_a_full_disk_there(two_boxes: Boxes, folder: Path) -> None:
         assert "disk" in two_boxes.run("doctor", "--on", "boxes", code=201)
     finally:
         two_boxes.on_server(0, "rm", f"{two_boxes.base}/filler")
+
+
+# --- a server on this machine ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ssh_options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    with server_on_this_machine(tmp_path_factory.mktemp("ssh-here") / "keys") as options:
+        yield options
+
+
+def write_target(options: list[str], base: Path, **entry: object) -> None:
+    settings = {"kind": "ssh", "hosts": ["here"], "options": options, "dir": str(base), "python": sys.executable}
+    Path("drivetrain.yaml").write_text(yaml.safe_dump({"targets": {"here": settings | entry}}))
+
+
+def seconds_to_first_step(name: str, metrics: Path, *words: str) -> float:
+    stopwatch = Stopwatch()
+    with subprocess.Popen([*COMMAND, "train", "small.py", *FAST, "--name", name, *words], stdout=subprocess.DEVNULL, env=environment()):
+        wait_until(lambda: metrics.is_file() and metrics.stat().st_size, "the first step")
+        return stopwatch.seconds
+
+
+@pytest.mark.alone
+def test_the_way_to_another_machine_is_short(ssh_options: list[str], folder: Path) -> None:
+    """With code and environment there already: at most two seconds more until the first step than without a target."""
+    write_task()
+    base = folder.parent / "base"
+    write_target(ssh_options, base)
+    run_ok("train", "small.py", *FAST, "--on", "here", "--wait")
+    more = []
+    for number in range(5):
+        here = seconds_to_first_step(f"here-{number}", Path(f"runs/here-{number}/metrics.jsonl"))
+        there = seconds_to_first_step(f"there-{number}", base / f"runs/there-{number}/metrics.jsonl", "--on", "here")
+        more.append(there - here)
+    print(f"seconds more until the first step: {[round(seconds, 2) for seconds in more]}")
+    assert sorted(more)[2] <= 2.0, more
+
+
+@pytest.mark.alone
+def test_followed_logs_are_a_second_behind_at_most(ssh_options: list[str], folder: Path) -> None:
+    write_task(change=("return F.cross", "import time; print(f'now {time.time()}', flush=True); time.sleep(0.4)\n        return F.cross"))
+    write_target(ssh_options, folder.parent / "base")
+    run_ok("train", "small.py", "steps=30", "eval_every=30", *FAST, "--on", "here", "--name", "talks")
+    lags = []
+    with subprocess.Popen([*COMMAND, "logs", "-f", "talks"], stdout=subprocess.PIPE, text=True, env=environment()) as follower:
+        assert follower.stdout is not None
+        for line in follower.stdout:
+            if match := re.search(r"now (\d+\.\d+)", line):
+                lags.append(time.time() - float(match[1]))
+    newest = lags[len(lags) // 2 :]  # the first lines were written before anybody followed
+    print(f"seconds behind: at most {max(newest):.2f}")
+    assert len(newest) > 5
+    assert max(newest) < 1.0
+
+
+def normalized(requirement: str) -> str:
+    name, _, version = requirement.lower().partition("==")
+    return f"{re.sub(r'[-_.]+', '-', name)}=={version.partition('+')[0]}"
+
+
+def test_an_environment_is_built_there_once(ssh_options: list[str], folder: Path) -> None:
+    write_task()
+    write_target(ssh_options, folder.parent / "base", python=None)
+    output = run_ok("train", "small.py", *FAST, "--on", "here", "--wait", seconds=900)
+    assert "building the environment" in output
+    (environment_folder,) = (folder.parent / "base" / "environments").glob("*/ready")
+    locked = (environment_folder.parent / "requirements.txt").read_text().splitlines()
+    listed = [environment_folder.parent / "bin/python", "-m", "pip", "list", "--format=freeze"]
+    installed = subprocess.run(listed, capture_output=True, text=True).stdout.splitlines()
+    assert set(map(normalized, locked)) <= set(map(normalized, installed))
+    assert "building" not in run_ok("train", "small.py", *FAST, "--on", "here", "--wait", "--name", "again")
+    assert Run("runs/again").status == "finished"
+    run_ok("down", "here", "--yes")
+    assert not (folder.parent / "base").exists()
+
+
+def test_a_slurm_cluster_behind_a_login_node(ssh_options: list[str], folder: Path) -> None:
+    write_task()
+    with cluster() as slurm:
+        options = ["-o", "ControlPath=none", "-o", f"SetEnv=SLURM_CONF={slurm.config}", *ssh_options]
+        entry = {"kind": "slurm", "host": "here", "options": options, "dir": str(folder.parent / "base"), "python": sys.executable}
+        Path("drivetrain.yaml").write_text(yaml.safe_dump({"targets": {"cluster": entry}}))
+        output = run_ok("train", "small.py", *FAST, "--on", "cluster", "--wait", "--name", "far")
+        assert "done    " in output
+        assert Run("runs/far").status == "finished"
+        assert Run("runs/far").model_path.is_file()
+        assert "finished on cluster" in run_ok("status", "far")
+
+
+def test_trials_on_another_machine(ssh_options: list[str], folder: Path) -> None:
+    write_task()
+    write_target(ssh_options, folder.parent / "base")
+    search = ("--search", "learning_rate=0.001..0.1,log", "--trials", "2", "--jobs", "2", "--prune", "none", "--metric", "eval/accuracy")
+    result = json.loads(run_ok("tune", "small.py", "epochs=2", *FAST, *search, "--on", "here", "--json"))
+    assert [trial["state"] for trial in result["trials"]] == ["finished"] * 2
+    assert all(Path(trial["run"], "model/model.safetensors").is_file() for trial in result["trials"])

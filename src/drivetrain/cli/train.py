@@ -67,15 +67,28 @@ def run(verb: str, words: list[str]) -> int:
             print_settings(task)
         return 0
 
-    from drivetrain.launch import start
-    from drivetrain.watch.screen import Screen
-
     args = parser(verb).parse(words)
     place = Place(args.on, args.wait)
     request = request_of(verb, args)
+    if verb == "train" and place.on is not None:
+        return _submit(request, place.on, place.wait)
+
+    from drivetrain.launch import start
+    from drivetrain.watch.screen import Screen
+
     screen = Screen(quiet=request.quiet)
     with start.ending_as_preempted():
-        return _resume(request, place, screen) if verb == "resume" else _train(request, place, screen)
+        return _resume(request, place, screen) if verb == "resume" else _train(request, screen)
+
+
+def _submit(request: Request, target: str, wait: bool) -> int:
+    """Trains on a target. Imports no more than that needs."""
+    from drivetrain.launch.plan_file import apply_plan_file
+    from drivetrain.watch.screen import Screen
+
+    screen = Screen(quiet=request.quiet)
+    recipes, request = apply_plan_file(load(request.target, list(request.settings)), request, screen)
+    return train_on(target, recipes, request, wait, screen)
 
 
 class Place(NamedTuple):
@@ -86,7 +99,7 @@ class Place(NamedTuple):
     wait: bool
 
 
-def _train(request: Request, place: Place, screen: Screen) -> int:
+def _train(request: Request, screen: Screen) -> int:
     from drivetrain.launch import start
     from drivetrain.launch.ending import exit_code
     from drivetrain.launch.launchers import detect_launcher, with_accelerate_choices
@@ -99,8 +112,6 @@ def _train(request: Request, place: Place, screen: Screen) -> int:
     recipes = load(request.target, list(request.settings))
     recipes = [with_accelerate_choices(recipe, os.environ, launcher) for recipe in recipes]
     recipes, request = apply_plan_file(recipes, request, screen)
-    if place.on is not None:
-        return train_on(place.on, recipes, request, place.wait, screen)
     if request.dry_run:
         for recipe in recipes:
             dry_run(recipe, start.request_of_stage(recipe, recipes, request))

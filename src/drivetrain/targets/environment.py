@@ -79,12 +79,25 @@ def _imported_packages(files: Iterable[Path]) -> set[str]:
             if isinstance(node, ast.ImportFrom) and not node.level and node.module:
                 modules = [node.module]
             for module in modules:
-                packages.update(_distributions().get(module.partition(".")[0], ()))
+                packages.update(_packages_of(module.partition(".")[0]))
     return packages - {"drivetrain"}
 
 
 @cache
+def _packages_of(module: str) -> tuple[str, ...]:
+    """Returns the names of the installed packages that provide a module."""
+    if module in sys.stdlib_module_names:
+        return ()
+    try:
+        metadata.version(module)
+        return (module,)
+    except metadata.PackageNotFoundError:
+        return tuple(_distributions().get(module, ()))
+
+
+@cache
 def _distributions() -> dict[str, list[str]]:
+    """Returns module -> packages. It reads the metadata of every installed package, which takes half a second."""
     return dict(metadata.packages_distributions())
 
 
@@ -97,7 +110,3 @@ def torch_backend(drivers: Iterable[str]) -> str:
         if min(majors) >= oldest:
             return "cu" + version.replace(".", "")
     raise Problem(f"the NVIDIA driver there ({min(majors)}) is older than torch needs ({min(MIN_DRIVERS.values())}): ask for a newer one")
-
-
-def python_version() -> str:
-    return f"{sys.version_info.major}.{sys.version_info.minor}"

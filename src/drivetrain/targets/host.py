@@ -28,16 +28,18 @@ PARTS = ("host_library.py", "host_environment.py", "host_program.py")
 PYTHONS = ("python3.14", "python3.13", "python3.12", "python3.11", "python3")
 NO_PYTHON = "drivetrain: no Python 3.11"
 _RUN = (
-    r"import sys; r = sys.stdin.buffer; s = r.read(int(r.readline())); "
+    r"import sys; sys.version_info >= (3, 11) or sys.exit(\"drivetrain: no Python 3.11\"); r = sys.stdin.buffer; s = r.read(int(r.readline())); "
     r"exec(compile(s, \"host_program.py\", \"exec\"), dict(__name__=\"__main__\", SOURCE=s.decode()))"
 )
 FIND_PYTHON = (
-    'for p in "$@"; do if command -v "$p" >/dev/null 2>&1 && "$p" -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null; '
-    f'then exec "$p" -c "{_RUN}"; fi; done; echo "{NO_PYTHON}" >&2; exit 127'
+    'for p in "$@"; do if command -v "$p" >/dev/null 2>&1; then '
+    'case "$p" in */*) ;; *) "$p" -c "import sys; sys.exit(sys.version_info < (3, 11))" >/dev/null 2>&1 || continue ;; esac; '
+    f'exec "$p" -c "{_RUN}"; fi; done; echo "{NO_PYTHON}" >&2; exit 127'
 )
 """Starts the program, which comes first on stdin, with the first Python that is new enough. It is one line without apostrophes, so that
 any login shell hands it on as it is."""
 CONNECT_SECONDS = 10
+MAX_SOCKET_FOLDER = 45  # bytes; a socket's path has at most 108, of which ssh needs 60
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ class SshHost(ReachableHost):
     address: str = ""
     """As for `ssh`: a name of the SSH configuration, HOST or USER@HOST."""
     options: tuple[str, ...] = ()
-    """Further options of ssh, such as -F FILE or -p PORT."""
+    """Further options of ssh, such as -F FILE or -p PORT; they win over those of this class."""
 
     @property
     def name(self) -> str:
@@ -144,10 +146,9 @@ class SshHost(ReachableHost):
 
     @property
     def ssh(self) -> list[str]:
-        control = Path(private_cache("ssh")) / "%C"
         return [
-            "ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "ServerAliveInterval=5",
-            "-o", "ServerAliveCountMax=3", "-o", "ControlMaster=auto", "-o", f"ControlPath={control}", "-o", "ControlPersist=60", *self.options,
+            "ssh", "-T", *self.options, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "ServerAliveInterval=5",
+            "-o", "ServerAliveCountMax=3", *_sharing(),
         ]  # fmt: skip
 
     def command(self) -> list[str]:
@@ -166,6 +167,15 @@ class SshHost(ReachableHost):
 
     def copy_to(self, here: Path, there: str) -> list[str]:
         return ["rsync", "-a", "--partial", "-s", "-e", shlex.join(self.ssh), f"{here}/", f"{self.address}:{there}/"]
+
+
+def _sharing() -> list[str]:
+    """Returns the options with which commands share a connection; none where the path of its socket would be too long."""
+    folder = str(private_cache("ssh"))
+    if len(folder.encode()) > MAX_SOCKET_FOLDER or '"' in folder:
+        return []
+    path = folder.replace("%", "%%")
+    return ["-o", "ControlMaster=auto", "-o", f'ControlPath="{path}/%C"', "-o", "ControlPersist=60"]
 
 
 @cache

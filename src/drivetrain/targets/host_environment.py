@@ -50,7 +50,7 @@ def missing(base: str, archives: list[str], environment: str) -> dict[str, Any]:
     root = folder(base)
     absent = [digest for digest in archives if not (root / "code" / digest).is_dir()]
     ready = not environment or (root / "environments" / environment / "ready").is_file()
-    return {"archives": absent, "environment": not ready, **facts(base)}
+    return {"archives": absent, "environment": not ready}
 
 
 def store(base: str, digest: str, size: int) -> dict[str, Any]:
@@ -73,8 +73,11 @@ def store(base: str, digest: str, size: int) -> dict[str, Any]:
     return {}
 
 
-def build(base: str, digest: str, requirements: list[str], installer: list[str], flags: list[str]) -> dict[str, Any]:
-    """Makes a virtual environment with these packages. `installer`: packages to install first, the last of which installs the others."""
+def build(base: str, digest: str, requirements: list[str], installer: str, flags: list[str]) -> dict[str, Any]:
+    """Makes a virtual environment with these packages.
+
+    `installer` (a package) installs the others with `flags`; where pip has its own package index or folder here, pip does it without them.
+    """
     target = folder(base) / "environments" / digest
     with locked(target):
         if (target / "ready").is_file():
@@ -87,12 +90,24 @@ def build(base: str, digest: str, requirements: list[str], installer: list[str],
         python = str(target / "bin" / "python")
         (target / "requirements.txt").write_text("".join(f"{line}\n" for line in requirements))
         pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-        if installer:
-            _logged([*pip, *installer], log)
-            pip = [python, "-m", installer[-1], "pip", "install", "--python", python]
+        if _has_own_index(python):
+            flags = []
+        else:
+            _logged([*pip, installer], log)
+            pip = [python, "-m", installer, "pip", "install", "--python", python]
         _logged([*pip, *flags, "-r", str(target / "requirements.txt")], log)
         (target / "ready").write_text("")
     return {}
+
+
+def _has_own_index(python: str) -> bool:
+    """Whether pip is configured with another package index, or with a folder of packages."""
+    done = subprocess.run([python, "-m", "pip", "config", "list"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return any(
+        name in line.partition("=")[0]
+        for line in done.stdout.splitlines()
+        for name in ("index-url", "index_url", "find-links", "find_links")
+    )
 
 
 def _logged(words: list[str], log: Path) -> None:

@@ -49,9 +49,13 @@ from drivetrain.targets.host_library import (
 
 
 def start(
-    job: str, words: list[str], variables: dict[str, str], secrets: dict[str, str], cwd: str, output: str, retries: int
-) -> dict[str, Any]:
-    """Starts a supervised command that outlives this connection. Secrets are handed over in memory only."""
+    job: str, words: list[str], variables: dict[str, str], secrets: dict[str, str], cwd: str, output: str, retries: int,
+    needs: dict[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Starts a supervised command that outlives this connection. Secrets are handed over in memory only. Returns what is missing of
+    `needs`, if anything is: then nothing was started."""
+    if needs is not None and ((lacks := missing(**needs))["archives"] or lacks["environment"]):
+        return {"missing": lacks | facts(needs["base"])}
     path, log = folder(job), folder(output)
     with locked(path / "job"):
         if job_state(job)["phase"] == "running":

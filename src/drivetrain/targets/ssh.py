@@ -74,8 +74,9 @@ class SshTarget(Target):
         meeting = (f"{self._leader_address()}:{submission.port}", rank) if nodes > 1 else (None, None)
         words = submission.words(python, layout.run_dir, code, *meeting)
         variables = self.settings.env | {"PYTHONPATH": layout.code(package.digest), "PYTHONUNBUFFERED": "1"}
+        needs = missing_arguments(submission, self.settings.dir, self.settings.python)
         return {
-            "job": layout.job, "words": words, "variables": variables, "secrets": {}, "cwd": layout.base,
+            "needs": needs, "job": layout.job, "words": words, "variables": variables, "secrets": {}, "cwd": layout.base,
             "output": layout.output(rank), "retries": RETRIES,
         }  # fmt: skip
 
@@ -87,7 +88,6 @@ class SshTarget(Target):
         hosts = self.hosts(submission.request.nodes)
         secrets = (*submission.secrets, *(("DRIVETRAIN_TOKEN",) if len(hosts) > 1 else ()))
         for rank, host in enumerate(hosts):
-            commands.append(request_command(host, "missing", missing_arguments(submission, self.settings.dir, self.settings.python)))
             commands.append(request_command(host, "start", self.start_arguments(submission, rank), secrets))
         return Rendering(commands=tuple(commands))
 
@@ -95,16 +95,20 @@ class SshTarget(Target):
 
     def submit(self, submission: Submission, rendering: Rendering, notice: Callable[[str], None]) -> dict[str, Any]:
         hosts = self.hosts(submission.request.nodes)
-        settings = self.settings
-        on_each(hosts, lambda host: prepare_host(host, submission, settings.dir, settings.python, settings.torch, notice))
         secrets = secret_values(submission)
-        for rank, host in enumerate(hosts):
-            host.call("start", **self.start_arguments(submission, rank) | {"secrets": secrets})
+        on_each(hosts, lambda host: self._start(host, hosts.index(host), submission, secrets, notice))
         return {
             "hosts": [host.address for host in hosts],
             "run_dir": self.layout(submission.name).run_dir,
             "job": self.layout(submission.name).job,
         }
+
+    def _start(self, host: SshHost, rank: int, submission: Submission, secrets: dict[str, str], notice: Callable[[str], None]) -> None:
+        """Starts the run on one machine; first brings what the machine lacks."""
+        arguments, settings = self.start_arguments(submission, rank) | {"secrets": secrets}, self.settings
+        if lacks := host.call("start", **arguments).get("missing"):
+            bring(host, lacks, submission, settings.dir, settings.torch, notice)
+            host.call("start", **arguments)
 
     def recorded_hosts(self, record: Record) -> list[SshHost]:
         """Returns the machines of a run."""
@@ -176,12 +180,18 @@ def prepare_host(
     host: ReachableHost, submission: Submission, base: str, python: str | None, torch: str, notice: Callable[[str], None]
 ) -> None:
     """Brings the code and the environment that a machine lacks."""
-    answer = host.call("missing", **missing_arguments(submission, base, python))
+    lacks = host.call("missing", **missing_arguments(submission, base, python))
+    if lacks["archives"] or lacks["environment"]:
+        bring(host, lacks | host.call("facts", base=base), submission, base, torch, notice)
+
+
+def bring(host: ReachableHost, lacks: dict[str, Any], submission: Submission, base: str, torch: str, notice: Callable[[str], None]) -> None:
+    """Brings the archives that a machine lacks, and builds the environment."""
     for archive in _archives(submission):
-        if archive.digest in answer["archives"]:
+        if archive.digest in lacks["archives"]:
             host.call("store", data=archive.data, base=base, digest=archive.digest, size=len(archive.data))
-    if answer["environment"]:
-        build_environment(host, base, submission.lock, torch, answer, notice)
+    if lacks["environment"]:
+        build_environment(host, base, submission.lock, torch, lacks, notice)
 
 
 def build_environment(
@@ -191,7 +201,7 @@ def build_environment(
     backend = torch if torch != "auto" else torch_backend(gpu["driver"] for gpu in facts["gpus"])
     host.call(
         "build", notice=lambda text: notice(f"{host.name}: {text}"), base=base, digest=lock.digest, requirements=list(lock.requirements),
-        installer=["uv"], flags=[f"--torch-backend={backend}"],
+        installer="uv", flags=[f"--torch-backend={backend}"],
     )  # fmt: skip
 
 
