@@ -25,6 +25,7 @@ VERBS = {
     "pull": ("pull", "copy a run from its target to this machine"),
     "targets": ("targets", "where runs can execute (--on), and whether each can be reached"),
     "down": ("targets", "remove what drivetrain keeps on a target"),
+    "image": ("image", "build the image of runs in containers (--on docker)"),
     "doctor": ("doctor", "check a target: what is wrong, and the fix"),
     "runs": ("runs", "list runs; rm and prune make room"),
     "plan": ("plan", "how a task would run here, or on a machine you only describe, and why"),

@@ -42,12 +42,17 @@ def make_archive(files: Mapping[str, bytes]) -> Archive:
     return Archive(stream.getvalue())
 
 
-@cache
-def package_archive() -> Archive:
-    """Returns the archive of drivetrain itself: the machine runs the version that submits."""
+def package_files() -> dict[str, bytes]:
+    """Returns the files of drivetrain itself, path -> content."""
     files = {}
     for path in PACKAGE.rglob("*"):
         parts = path.relative_to(PACKAGE).parts
         if path.is_file() and not any(part in NOT_NEEDED for part in parts):
             files[f"{PACKAGE.name}/{'/'.join(parts)}"] = path.read_bytes()
-    return make_archive(files)
+    return files
+
+
+@cache
+def package_archive() -> Archive:
+    """Returns the archive of drivetrain itself: the machine runs the version that submits."""
+    return make_archive(package_files())

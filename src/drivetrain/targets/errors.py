@@ -46,17 +46,24 @@ SLURM = [
                 " answer: is this a login node of the cluster? (scontrol ping)"),
     Explanation(r"AssocMaxSubmitJobLimit|QOSMaxSubmitJob|Job violates accounting/QOS policy", "Slurm refuses more jobs of yours: wait until some have ended, or ask for another qos: or account:"),
 ]  # fmt: skip
+UNREACHABLE = (
+    r"no such host|dial tcp|pinging container registry|TLS handshake timeout|i/o timeout|server misbehaving|network is unreachable"
+)
 DOCKER = [
     Explanation(r"Cannot connect to the Docker daemon|Is the docker daemon running|connection refused.*podman|unable to connect to Podman", "the container engine does not answer: start"
                 " Docker, or `podman system service`"),
     Explanation(r"permission denied.*docker.*sock|dial unix \S+: connect: permission denied", "you may not use Docker's socket: join the group docker (sudo usermod -aG docker $USER, then log in again), or use podman"),
+    Explanation(UNREACHABLE, "the registry of {image} cannot be reached: is the network up, and is the name right? (an image of this machine: drivetrain image build)"),
     Explanation(r"(?:pull access denied|manifest unknown|manifest for \S+ not found|repository does not exist|initializing source|unable to find image|No such image|name unknown|not known|short-name)", "there is"
                 " no image {image}: build it with `drivetrain image build`, or set image: in the target"),
     Explanation(r"toomanyrequests", "the registry refuses more pulls for now: log in to it, or wait"),
     Explanation(r"unauthorized|authentication required|denied: ", "the registry refuses {image}: log in to it with `docker login`"),
-    Explanation(r"could not select device driver|nvidia-container|unknown or invalid runtime name: nvidia|CDI device|unresolvable CDI", "the container engine has no GPU: install the NVIDIA Container Toolkit, or"
-                " leave out --device cuda"),
+    Explanation(r"could not select device driver|nvidia-container|[Uu]nknown (?:or invalid )?runtime (?:name: |specified )nvidia|CDI device|unresolvable CDI", "the container engine cannot give GPUs to containers: install the NVIDIA Container"
+                " Toolkit (drivetrain doctor --on TARGET), or set gpus: none in the target"),
     Explanation(r"no space left on device", "the disk of the container engine is full: remove old images (docker system prune)"),
+    Explanation(r"executable file \S*not found", "{image} does not have drivetrain as its entry point: build one with `drivetrain image build`, or correct image: in the target"),
+    Explanation(r"network (\S+) not found|unable to find network with name or ID (\S+?):", "the container engine has no network {0}{1}: correct network: in the target"),
+    Explanation(r"unable to set memory limit|[Mm]inimum memory limit", "the memory that the container may use is too small: raise memory: in the target"),
     Explanation(r"[Cc]onflict.*name|name \S+ is already in use", "a container of this name is there already: drivetrain stop the run, or choose another --name"),
 ]  # fmt: skip
 

@@ -150,6 +150,13 @@ def target_of(record: Record) -> Target:
     return make_target(record.target, str(record.facts["kind"]), record.facts["settings"], record.path)
 
 
+def _started(record: Record) -> Record:
+    """Returns the record; raises Problem if the target never accepted the run."""
+    if record.phase == "submitting":
+        raise Problem(f"{record.run.name} was not started on {record.target}: repeat the command that submits it")
+    return record
+
+
 def refresh(record: Record) -> Record:
     """Asks the target how the run is doing and copies its small files here; when it has ended, all of it."""
     if record.phase == "submitting":
@@ -163,7 +170,7 @@ def refresh(record: Record) -> Record:
 
 def follow(record: Record) -> Iterator[Record]:
     """Copies the run's small files here until it has ended; yields after each change. At the end pulls the run."""
-    target = target_of(record)
+    target = target_of(_started(record))
     for _ in target.mirror(record, follow=True):
         yield record
     state = target.state(record)
@@ -179,7 +186,7 @@ def _pulled_at_end(target: Target, record: Record, state: JobState) -> Record:
 
 def pull(record: Record) -> Record:
     """Copies the whole run here."""
-    target = target_of(record)
+    target = target_of(_started(record))
     state = target.state(record)
     target.pull(record)
     return record.seen(state.phase, state.code, state.reason).update(pulled=state.phase in ("ended", "lost"))
@@ -187,7 +194,7 @@ def pull(record: Record) -> Record:
 
 def stop(record: Record, seconds: float) -> Record:
     """Stops a run: it saves, and `resume` continues it. What does not end within `seconds` is killed."""
-    target_of(record).stop(record, seconds)
+    target_of(_started(record)).stop(record, seconds)
     return refresh(record)
 
 
