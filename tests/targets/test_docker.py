@@ -244,7 +244,7 @@ EXPLAINED = {
     "image-unreachable": "the registry of mine:1 cannot be reached",
     "memory": "raise memory:",
 }
-RUN_OUTPUTS = sorted(path for path in OUTPUTS.glob("*.txt") if not path.name.startswith("build"))
+RUN_OUTPUTS = sorted(path for path in OUTPUTS.glob("*.txt") if path.name.startswith(("docker", "podman")))
 
 
 @pytest.mark.parametrize("output", RUN_OUTPUTS, ids=lambda path: path.stem)

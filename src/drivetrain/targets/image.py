@@ -106,7 +106,7 @@ def cloud_build_config(build: ImageBuild) -> str:
     """Returns the configuration with which Google Cloud Build makes and keeps the image."""
     assert build.push is not None
     words = [word.replace("$", "$$") for word in build_words(build, ".", build.push)]  # Cloud Build reads $NAME
-    config = {"steps": [{"name": "gcr.io/cloud-builders/docker", "args": words}], "images": [build.push], "timeout": CLOUD_TIMEOUT}
+    config = {"steps": [{"name": "docker", "args": words}], "images": [build.push], "timeout": CLOUD_TIMEOUT}
     return yaml.safe_dump(config, sort_keys=False)
 
 
