@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,7 @@ def find_recorded(text: str) -> Record | None:
     if path.parts and ".." not in path.parts and not path.is_absolute():
         candidates.insert(0, RUNS / path)
     for candidate in candidates:
-        if (candidate / RECORD).is_file():
+        if os.path.isfile(candidate / RECORD):  # also false for names that no file system takes
             return read_record(Run(candidate))
         if runs.is_run(candidate):
             return None
