@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from drivetrain.runs import Run
-from tests.command import COMMAND, TASK, environment, expect_error, run_ok, write_task
+from tests.command import COMMAND, TASK, environment, expect_error, run_drivetrain, run_ok, write_task
 from tests.system.slurm import Cluster, cluster
 from tests.waiting import wait_until
 
@@ -139,6 +139,16 @@ def test_what_slurm_refuses(slurm: Cluster, folder: Path) -> None:
     assert not Path("runs/refused").exists()
 
 
+def test_doctor_and_targets(slurm: Cluster, folder: Path) -> None:
+    write_target(gpus=2)
+    assert "partitions: main* (3 x gpu:2, infinite)" in run_ok("targets")
+    output = run_ok("doctor", "--on", "cluster")
+    assert "3 of 3 can take jobs" in output and "3 machines have 2 or more" in output
+    write_target(gpus=4)
+    checks = {check["what"]: check for check in json.loads(run_drivetrain("doctor", "--on", "cluster", "--json").stdout)}
+    assert checks["GPUs"]["verdict"] == "fault" and "ask for fewer" in checks["GPUs"]["fix"]
+
+
 def test_a_queued_run_waits_and_can_be_stopped(slurm: Cluster, folder: Path) -> None:
     write_task(change=SLOW)
     run_ok("train", "small.py", "steps=800", *FAST, "--on", "slurm", "--nodes", "3", "--name", "first")
@@ -147,6 +157,9 @@ def test_a_queued_run_waits_and_can_be_stopped(slurm: Cluster, folder: Path) -> 
     assert status("second")["status"] == "queued"
     assert "waits: " in run_ok("status", "second")
     assert "queued" in run_ok("runs")
+    assert "drivetrain stop second first" in expect_error("runs", "rm", "second", "--yes")
     run_ok("stop", "second", "first")
     assert Run("runs/first").status == "preempted"
     assert status("second")["status"] == "ended"
+    run_ok("runs", "rm", "second", "--yes")
+    assert not Path("runs/second").exists()

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,7 +181,7 @@ def ssh_options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]
         yield options
 
 
-def write_target(options: list[str], base: Path, **entry: object) -> None:
+def write_target(options: list[str], base: Path | str, **entry: object) -> None:
     settings = {"kind": "ssh", "hosts": ["here"], "options": options, "dir": str(base), "python": sys.executable}
     Path("drivetrain.yaml").write_text(yaml.safe_dump({"targets": {"here": settings | entry}}))
 
@@ -246,11 +247,18 @@ def test_an_environment_is_built_there_once(ssh_options: list[str], folder: Path
     assert not (folder.parent / "base").exists()
 
 
-def test_a_slurm_cluster_behind_a_login_node(ssh_options: list[str], folder: Path) -> None:
+@pytest.fixture
+def folder_in_home() -> Iterator[str]:
+    """A folder as the default one is written, below the home folder."""
+    with tempfile.TemporaryDirectory(dir=Path.home(), prefix="drivetrain-test-") as path:
+        yield f"~/{Path(path).name}/a b"
+
+
+def test_a_slurm_cluster_behind_a_login_node(ssh_options: list[str], folder: Path, folder_in_home: str) -> None:
     write_task()
     with cluster() as slurm:
         options = ["-o", "ControlPath=none", "-o", f"SetEnv=SLURM_CONF={slurm.config}", *ssh_options]
-        entry = {"kind": "slurm", "host": "here", "options": options, "dir": str(folder.parent / "base"), "python": sys.executable}
+        entry = {"kind": "slurm", "host": "here", "options": options, "dir": folder_in_home, "python": sys.executable}
         Path("drivetrain.yaml").write_text(yaml.safe_dump({"targets": {"cluster": entry}}))
         output = run_ok("train", "small.py", *FAST, "--on", "cluster", "--wait", "--name", "far")
         assert "done    " in output
@@ -259,9 +267,9 @@ def test_a_slurm_cluster_behind_a_login_node(ssh_options: list[str], folder: Pat
         assert "finished on cluster" in run_ok("status", "far")
 
 
-def test_trials_on_another_machine(ssh_options: list[str], folder: Path) -> None:
+def test_trials_on_another_machine(ssh_options: list[str], folder: Path, folder_in_home: str) -> None:
     write_task()
-    write_target(ssh_options, folder.parent / "base")
+    write_target(ssh_options, folder_in_home)
     search = ("--search", "learning_rate=0.001..0.1,log", "--trials", "2", "--jobs", "2", "--prune", "none", "--metric", "eval/accuracy")
     result = json.loads(run_ok("tune", "small.py", "epochs=2", *FAST, *search, "--on", "here", "--json"))
     assert [trial["state"] for trial in result["trials"]] == ["finished"] * 2

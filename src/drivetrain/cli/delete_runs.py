@@ -10,6 +10,7 @@ from pathlib import Path
 from drivetrain import runs
 from drivetrain.outcomes import Problem
 from drivetrain.runs import Lock, Run
+from drivetrain.targets.record import read_record
 from drivetrain.terminal import one_line
 
 
@@ -51,7 +52,8 @@ def _status(run: Run) -> str:
     if runs.is_study(run.path):
         return "study"
     try:
-        return run.status
+        record = read_record(run)
+        return run.status if runs.is_run(run.path) or record is None else record.phase
     except Problem:
         return "unreadable"
 
@@ -62,6 +64,9 @@ def _refuse_in_use(run: Run) -> None:
     for folder in (run.path, *studies, *(file.parent for file in run.path.glob("trials/*/lock"))):
         if pid := runs.lock_holder(folder):
             raise Problem(f"{Run(folder).name} is in use by process {pid}: stop it first")
+    record = read_record(run)
+    if record is not None and record.is_active:
+        raise Problem(f"{run.name} is {record.phase} on {record.target}: drivetrain stop {run.name} first")
 
 
 def _delete(path: Path) -> None:

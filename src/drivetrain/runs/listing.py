@@ -54,7 +54,7 @@ def find_deletable(text: str) -> list[Run]:
         raise Problem(f"{text!r} is not the name of a run: name the runs to delete as `drivetrain runs` lists them")
     for candidate in (*_paths_of_name(text), path):
         deletable: list[Run] = []
-        if is_run(candidate) or is_study(candidate):
+        if is_run(candidate) or is_study(candidate) or os.path.isfile(candidate / "target.json"):
             deletable = [Run(candidate)]
         elif candidate != path:
             deletable = stages_of(candidate)

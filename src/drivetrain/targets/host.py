@@ -163,10 +163,15 @@ class SshHost(ReachableHost):
         return names[0] if names else self.address.rpartition("@")[2]
 
     def copy_from(self, there: str, here: Path) -> list[str]:
-        return ["rsync", "-a", "--partial", "-s", "-e", shlex.join(self.ssh), f"{self.address}:{there}/", f"{here}/"]
+        return ["rsync", "-a", "--partial", "-s", "-e", shlex.join(self.ssh), f"{self.address}:{_from_home(there)}/", f"{here}/"]
 
     def copy_to(self, here: Path, there: str) -> list[str]:
-        return ["rsync", "-a", "--partial", "-s", "-e", shlex.join(self.ssh), f"{here}/", f"{self.address}:{there}/"]
+        return ["rsync", "-a", "--partial", "-s", "-e", shlex.join(self.ssh), f"{here}/", f"{self.address}:{_from_home(there)}/"]
+
+
+def _from_home(path: str) -> str:
+    """Returns a path for rsync, which begins in the home folder and does not know ~."""
+    return path.removeprefix("~/")
 
 
 def _sharing() -> list[str]:

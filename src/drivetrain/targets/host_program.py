@@ -82,8 +82,9 @@ def start(
 
 
 def _expanded(text: str) -> str:
-    """Returns a path in this user's home as an absolute path."""
-    return os.path.expanduser(text) if text.startswith("~/") else text
+    """Returns a path in this user's home, or an option with one, with the absolute path."""
+    option, equals, path = text.partition("=") if text.startswith("--") else ("", "", text)
+    return f"{option}{equals}{os.path.expanduser(path)}" if path.startswith("~/") else text
 
 
 def _start_time(pid: int) -> str | None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 from drivetrain import hardware
 from drivetrain.outcomes import Problem
-from drivetrain.targets.base import STOP_SECONDS, JobState, RenderedCommand, Rendering, Target
+from drivetrain.targets.base import STOP_SECONDS, Check, JobState, RenderedCommand, Rendering, Target
 from drivetrain.targets.host import ReachableHost, request_bytes, request_text
 from drivetrain.targets.record import Record
 from drivetrain.targets.submission import Submission
 
 RETRIES = 3
+MIN_FREE_BYTES = 1 << 30
 
 
 class LocalTarget(Target):
@@ -48,6 +50,20 @@ class LocalTarget(Target):
 
     def reach(self) -> str:
         return hardware.detect().sentence()
+
+    def checks(self) -> Iterator[Check]:
+        yield from folder_checks()
+
+
+def folder_checks() -> Iterator[Check]:
+    """Yields what `doctor` shows of the folder on this machine that has the runs."""
+    folder = Path.cwd()
+    free, is_writable = shutil.disk_usage(folder).free, os.access(folder, os.W_OK)
+    yield Check("folder", "ok" if is_writable else "fault", str(folder), "" if is_writable else "go to a folder that you may write")
+    is_enough = free > MIN_FREE_BYTES
+    yield Check(
+        "disk", "ok" if is_enough else "fault", f"{free / 1e9:,.1f} GB free", "" if is_enough else "make room: drivetrain runs prune"
+    )
 
 
 def code_folder(submission: Submission) -> Path:

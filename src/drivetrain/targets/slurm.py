@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 from drivetrain.outcomes import Outcome, Problem, outcome_of_code
 from drivetrain.runs import is_run
 from drivetrain.targets.archive import package_archive
-from drivetrain.targets.base import STOP_SECONDS, JobState, Phase, RenderedCommand, RenderedFile, Rendering, Target, TargetSettings
+from drivetrain.targets.base import STOP_SECONDS, Check, JobState, Phase, RenderedCommand, RenderedFile, Rendering, Target, TargetSettings
 from drivetrain.targets.errors import SLURM, explain
 from drivetrain.targets.host import ReachableHost, SshHost, copy
 from drivetrain.targets.layout import DEFAULT_BASE, Layout
-from drivetrain.targets.local import code_folder, secret_values, unpack_code
+from drivetrain.targets.local import code_folder, folder_checks, secret_values, unpack_code
 from drivetrain.targets.record import JOB_VARIABLE, Record
 from drivetrain.targets.slurm_script import SlurmJob, script
-from drivetrain.targets.ssh import prepare_host
+from drivetrain.targets.ssh import host_checks, prepare_host
 from drivetrain.targets.submission import Submission
 
 CPUS_PER_GPU = 4
@@ -150,7 +150,7 @@ class SlurmTarget(Target):
             python = self.settings.python or self._layout(submission).environment_python(submission.lock.digest)
         if submission.code is not None:
             code = str(code_folder(submission)) if self.shares_files else self._layout(submission).code(submission.code.digest)
-        return [_with_home(word) for word in submission.words(python, self._run_dir(submission), code, time_limit=None)]
+        return submission.words(python, self._run_dir(submission), code, time_limit=None)
 
     def _variables(self) -> dict[str, str]:
         variables = {"PYTHONUNBUFFERED": "1", JOB_VARIABLE: "slurm"} | self.settings.env
@@ -287,10 +287,30 @@ class SlurmTarget(Target):
         ]
         return f"partitions: {', '.join(parts) or 'none is up'}"
 
+    def checks(self) -> Iterator[Check]:
+        nodes = [line.split("|") for line in self._slurm([*self._sinfo(), "--Node", "--format=%N|%T|%c|%G"]).splitlines()]
+        up = [node for node in nodes if not re.match(r"down|drain|fail|maint|unk", node[1])]
+        fix = "" if up else "wait, or choose another partition: sinfo shows why they are down (sinfo -R)"
+        yield Check("machines", "ok" if up else "fault", f"{len(up)} of {len(nodes)} can take jobs", fix)
+        gpus = self.settings.gpus or 0
+        if gpus:
+            fitting = [node for node in up if _num_gpus(node[3]) >= gpus]
+            fix = "" if fitting else "ask for fewer (gpus: in the target), or for another partition"
+            yield Check("GPUs", "ok" if fitting else "fault", f"{len(fitting)} machines have {gpus} or more", fix)
+        if self.shares_files:
+            yield from folder_checks()
+            python = self.settings.python or sys.executable
+            yield Check("Python", "ok", f"{python}, which the machines must see at the same path")
+        else:
+            yield from host_checks(self.host.name, self.host.call("facts", base=self.settings.dir), self.settings.dir, self.settings.python)
 
-def _with_home(word: str) -> str:
-    """Returns a path in the home folder for a script, where the shell does not expand a quoted ~."""
-    return word
+    def _sinfo(self) -> list[str]:
+        return ["sinfo", "--noheader", *([f"--partition={self.settings.partition}"] if self.settings.partition else [])]
+
+
+def _num_gpus(gres: str) -> int:
+    """Returns the number of GPUs in Slurm's text for generic resources, such as gpu:a100:4(S:0-1)."""
+    return sum(int(match[1]) for match in re.finditer(r"\bgpu(?::[^:,(]+)?:(\d+)", gres))
 
 
 def _phase(state: str) -> Phase | None:

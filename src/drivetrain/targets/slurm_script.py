@@ -58,6 +58,11 @@ def script(job: SlurmJob) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def quoted(word: str) -> str:
+    """Returns a word for the shell, which replaces only a leading ~/ by the home folder."""
+    return f'"$HOME"/{shlex.quote(word[2:])}' if word.startswith("~/") else shlex.quote(word)
+
+
 def job_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.")[:MAX_NAME] or "drivetrain"
 
@@ -103,20 +108,20 @@ def slurm_time(seconds: float) -> str:
 
 
 def _prologue(job: SlurmJob) -> str:
-    return "\n".join([*job.prologue, *(f"export {name}={shlex.quote(value)}" for name, value in job.variables.items())])
+    return "\n".join([*job.prologue, *(f"export {name}={quoted(value)}" for name, value in job.variables.items())])
 
 
 def _commands(job: SlurmJob) -> str:
     """Returns the lines that set `command` and `stop_file`."""
     settings = [
-        [f"command=({shlex.join(command)})", f"stop_file={shlex.quote(stop_file)}"]
+        [f"command=({' '.join(map(quoted, command))})", f"stop_file={quoted(stop_file)}"]
         for command, stop_file in zip(job.commands, job.stop_files, strict=True)
     ]
     if not job.is_array:
         return "\n".join(settings[0])
     lines = ["case $SLURM_ARRAY_TASK_ID in"]
     for number, (assignments, output) in enumerate(zip(settings, job.outputs, strict=True)):
-        lines += [f"{number})", *(f"    {line}" for line in (*assignments, f"exec >>{shlex.quote(output)} 2>&1")), "    ;;"]
+        lines += [f"{number})", *(f"    {line}" for line in (*assignments, f"exec >>{quoted(output)} 2>&1")), "    ;;"]
     return "\n".join([*lines, "esac"])
 
 
