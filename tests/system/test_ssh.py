@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from drivetrain.runs import Run
+from drivetrain.targets.submission import project_id
 from tests.command import COMMAND, TASK, environment, run_ok, write_task
 from tests.system.slurm import cluster
 from tests.system.ssh import Boxes, boxes, server_on_this_machine
@@ -65,6 +66,16 @@ def test_two_machines_train_as_one(two_boxes: Boxes, folder: Path) -> None:
         assert "planted-secret" not in two_boxes.on_server(number, "grep", "-r", "planted-secret", str(two_boxes.base))
     assert not subprocess.run(["grep", "-r", "planted-secret", "."], capture_output=True).stdout
     assert "already" in two_boxes.run("train", "small.py", *FAST, "--on", "boxes", "--nodes", "2", "--name", "there", MY_API_KEY="x")
+
+
+def test_two_projects_may_have_runs_of_one_name(two_boxes: Boxes, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, project in enumerate(("one", "two"), 1):
+        (folder / project).mkdir()
+        monkeypatch.chdir(folder / project)
+        write_task()
+        two_boxes.write_target(hosts=["box1"])
+        two_boxes.run("train", "small.py", f"steps={number}", *FAST, "--on", "boxes", "--wait", "--name", "same")
+        assert step("same") == number
 
 
 def test_a_killed_client_leaves_the_run_and_can_follow_it_again(two_boxes: Boxes, folder: Path) -> None:
@@ -203,7 +214,9 @@ def test_the_way_to_another_machine_is_short(ssh_options: list[str], folder: Pat
     more = []
     for number in range(5):
         here = seconds_to_first_step(f"here-{number}", Path(f"runs/here-{number}/metrics.jsonl"))
-        there = seconds_to_first_step(f"there-{number}", base / f"runs/there-{number}/metrics.jsonl", "--on", "here")
+        there = seconds_to_first_step(
+            f"there-{number}", base / f"projects/{project_id()}/runs/there-{number}/metrics.jsonl", "--on", "here"
+        )
         more.append(there - here)
     print(f"seconds more until the first step: {[round(seconds, 2) for seconds in more]}")
     assert sorted(more)[2] <= 2.0, more

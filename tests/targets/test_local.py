@@ -81,3 +81,22 @@ def test_stop_of_a_run_in_the_foreground(folder: Path) -> None:
     assert "fore does not run (preempted)" in run_ok("stop", "fore")
     assert "there is no run" in expect_error("stop", "nix")
     assert "is not on a target" in expect_error("pull", "fore")
+
+
+def test_two_commands_that_submit_one_name(folder: Path) -> None:
+    """One of them starts the run; the other says so and changes nothing."""
+    write_task(change=SLOW)
+    words = [*COMMAND, "train", "small.py", "steps=400", *FAST, "--on", "local", "--name", "one"]
+    both = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()) for _ in range(2)]
+    outputs = [command.communicate(timeout=120)[0] for command in both]
+    assert sum("running on local   next" in output for output in outputs) == 1, outputs
+    assert "running on local" in run_ok("status", "one") or "starting" in run_ok("status", "one")
+    run_ok("stop", "one")
+
+
+def test_a_damaged_record(folder: Path) -> None:
+    Path("runs/x").mkdir(parents=True)
+    Path("runs/x/target.json").write_text("")
+    assert "drivetrain runs rm x" in expect_error("status", "x")
+    run_ok("runs", "rm", "x", "--yes")
+    assert not Path("runs/x").exists()

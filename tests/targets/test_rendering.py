@@ -53,7 +53,9 @@ def submission(request: Request, words: tuple[str, ...] = ("epochs=5",), name: s
     there = Request(settings=words, **settings)  # type: ignore[arg-type]
     token = "planted-token" if request.nodes > 1 else ""
     lock = EnvironmentLock(("numpy==2.0", "torch==2.13.0"))
-    return Submission(Run(Path("runs") / name), there, "mine.py:Mine", make_archive({"mine.py": b"x = 1\n"}), lock, (), token)
+    return Submission(
+        Run(Path("runs") / name), there, "mine.py:Mine", make_archive({"mine.py": b"x = 1\n"}), lock, "project-0a1b2c3d", (), token
+    )
 
 
 def target_of(kind: str) -> Target:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import sys
@@ -64,7 +65,9 @@ def _refuse_in_use(run: Run) -> None:
     for folder in (run.path, *studies, *(file.parent for file in run.path.glob("trials/*/lock"))):
         if pid := runs.lock_holder(folder):
             raise Problem(f"{Run(folder).name} is in use by process {pid}: stop it first")
-    record = read_record(run)
+    record = None
+    with contextlib.suppress(Problem):  # a damaged record
+        record = read_record(run)
     if record is not None and record.is_active:
         raise Problem(f"{run.name} is {record.phase} on {record.target}: drivetrain stop {run.name} first")
 

@@ -110,6 +110,10 @@ class Target(ABC):
     def submit(self, submission: Submission, rendering: Rendering, notice: Callable[[str], None]) -> dict[str, Any]:
         """Starts the run there and returns at once. Returns what `record.handle` keeps to find it again."""
 
+    def known_handle(self, submission: Submission) -> dict[str, Any]:
+        """Returns the handle, if it is known before the run starts: then a submission that is killed half-way loses nothing."""
+        return {}
+
     @abstractmethod
     def state(self, record: Record) -> JobState:
         """Asks the system how the run's job is doing."""

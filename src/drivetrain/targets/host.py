@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -21,10 +22,12 @@ from typing import IO, Any
 from drivetrain.names import private_cache
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.targets.errors import explain
+from drivetrain.targets.host_library import GROWING, REPLACED
 from drivetrain.targets.host_program import tail_digest
 
 PARTS = ("host_library.py", "host_environment.py", "host_program.py")
 """The files of the program, in the order in which they are joined."""
+MAX_DEPTH = 3  # of a file that is mirrored: STAGE/logs/FILE
 PYTHONS = ("python3.14", "python3.13", "python3.12", "python3.11", "python3")
 NO_PYTHON = "drivetrain: no Python 3.11"
 _RUN = (
@@ -39,6 +42,9 @@ FIND_PYTHON = (
 """Starts the program, which comes first on stdin, with the first Python that is new enough. It is one line without apostrophes, so that
 any login shell hands it on as it is."""
 CONNECT_SECONDS = 10
+PULL = ("rsync", "-a", "--no-links", "--no-devices", "--no-specials", "--partial", "-s", "--exclude=/target.json", "--exclude=/code.tar.gz")
+"""Copies files and folders only: the other machine can neither place a link here nor change the run's record."""
+ADDRESS = re.compile(r"(?!-)[\w.@:%\[\]-]+")
 MAX_SOCKET_FOLDER = 45  # bytes; a socket's path has at most 108, of which ssh needs 60
 
 
@@ -121,10 +127,7 @@ class ReachableHost:
 
     def copy_from(self, there: str, here: Path) -> list[str]:
         """Returns the command that copies a folder's content from the machine."""
-        return ["rsync", "-a", "--partial", "-s", f"{there}/", f"{here}/"]
-
-    def copy_to(self, here: Path, there: str) -> list[str]:
-        return ["rsync", "-a", "--partial", "-s", f"{here}/", f"{there}/"]
+        return [*PULL, f"{there}/", f"{here}/"]
 
 
 @dataclass(frozen=True)
@@ -163,10 +166,7 @@ class SshHost(ReachableHost):
         return names[0] if names else self.address.rpartition("@")[2]
 
     def copy_from(self, there: str, here: Path) -> list[str]:
-        return ["rsync", "-a", "--partial", "-s", "-e", shlex.join(self.ssh), f"{self.address}:{_from_home(there)}/", f"{here}/"]
-
-    def copy_to(self, here: Path, there: str) -> list[str]:
-        return ["rsync", "-a", "--partial", "-s", "-e", shlex.join(self.ssh), f"{here}/", f"{self.address}:{_from_home(there)}/"]
+        return [*PULL, "-e", shlex.join(self.ssh), f"{self.address}:{_from_home(there)}/", f"{here}/"]
 
 
 def _from_home(path: str) -> str:
@@ -233,7 +233,8 @@ def copy(words: list[str], host: ReachableHost) -> None:
 def _sizes(folder: Path) -> dict[str, list[Any]]:
     """Returns the size of each growing file that is here, with a digest of its last bytes."""
     sizes: dict[str, list[Any]] = {}
-    for path in (*folder.glob("*.jsonl"), *folder.glob("logs/*.log"), *folder.glob("logs/*.jsonl")):
+    patterns = ("*.jsonl", "logs/*.log", "logs/*.jsonl", "*/*.jsonl", "*/logs/*.log")
+    for path in {path for pattern in patterns for path in folder.glob(pattern)}:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             sizes[path.relative_to(folder).as_posix()] = [size, tail_digest(file, size)]
@@ -243,21 +244,27 @@ def _sizes(folder: Path) -> dict[str, list[Any]]:
 def _write_part(folder: Path, message: dict[str, Any]) -> str:
     """Writes a part of a file that the machine has sent; returns the file's name."""
     name = str(message["file"])
-    parts = Path(name).parts
-    if Path(name).is_absolute() or not 1 <= len(parts) <= 2 or ".." in parts or name == "target.json":
+    parts, is_known = Path(name).parts, Path(name).suffix in (*GROWING, *REPLACED)
+    if Path(name).is_absolute() or not 1 <= len(parts) <= MAX_DEPTH or ".." in parts or not is_known or parts[-1] == "target.json":
         raise Problem(f"the other machine sent a file with the name {name!r:.100}: it is not written", Outcome.INFRA)
-    path = folder / name
+    try:
+        _write(folder / name, message)
+    except OSError as error:
+        raise Problem(f"cannot write {folder / name}: {error.strerror}; the run there is not affected", Outcome.INFRA) from None
+    return name
+
+
+def _write(path: Path, message: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if "whole" in message:
         temporary = path.with_name(f".{path.name}-{os.getpid()}")
         temporary.write_bytes(base64.b64decode(message["whole"]))
         os.replace(temporary, path)
-        return name
+        return
     with open(path, "r+b" if path.exists() else "w+b") as file:
         file.truncate(int(message["offset"]))
         file.seek(int(message["offset"]))
         file.write(base64.b64decode(message["data"]))
-    return name
 
 
 def digest_of(data: bytes) -> str:

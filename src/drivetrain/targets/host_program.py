@@ -204,7 +204,8 @@ def _end_with_stdin() -> None:
 
 
 def _small_files(root: Path) -> list[Path]:
-    files = [*root.glob("*"), *root.glob("logs/*"), *root.glob("model/*.json")]
+    folders = [root, *(path.parent for path in root.glob("*/run.json"))]  # a recipe with stages has a run for each
+    files = [file for folder in folders for file in (*folder.glob("*"), *folder.glob("logs/*"), *folder.glob("model/*.json"))]
     return [path for path in files if path.suffix in GROWING + REPLACED and not path.name.startswith(".") and path.is_file()]
 
 
@@ -263,7 +264,9 @@ def execute(words: list[str], secrets: dict[str, str]) -> dict[str, Any]:
 def remove(base: str) -> dict[str, Any]:
     """Removes everything that drivetrain keeps on this machine."""
     root = folder(base)
-    running = [path.parent.name for path in (root / "jobs").glob("**/process.json") if job_state(str(path.parent))["phase"] == "running"]
+    running = [
+        path.parent.name for path in root.glob("projects/*/jobs/**/process.json") if job_state(str(path.parent))["phase"] == "running"
+    ]
     if running:
         raise Failure(f"{', '.join(sorted(running)[:3])} still runs there: stop it first")
     size = sum(file.lstat().st_size for file in root.glob("**/*") if file.is_file())

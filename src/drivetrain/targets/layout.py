@@ -10,16 +10,23 @@ DEFAULT_BASE = "~/.drivetrain"
 @dataclass(frozen=True)
 class Layout:
     base: str
+    project: str
+    """Keeps runs of the same name apart that come from different folders."""
     run: str
     """The run's name."""
 
     @property
+    def folder(self) -> str:
+        """The working folder of the project's commands there."""
+        return f"{self.base}/projects/{self.project}"
+
+    @property
     def run_dir(self) -> str:
-        return f"{self.base}/runs/{self.run}"
+        return f"{self.folder}/runs/{self.run}"
 
     @property
     def job(self) -> str:
-        return f"{self.base}/jobs/{self.run}"
+        return f"{self.folder}/jobs/{self.run}"
 
     def output(self, node_rank: int = 0) -> str:
         """The file with what the command of a machine prints."""

@@ -37,7 +37,10 @@ class LocalTarget(Target):
         arguments = start_arguments(submission, self.settings.env)
         unpack_code(submission)
         self.host.call("start", notice=notice, **arguments | {"secrets": secret_values(submission)})
-        return {"job": arguments["job"]}
+        return self.known_handle(submission)
+
+    def known_handle(self, submission: Submission) -> dict[str, Any]:
+        return {"job": str(submission.run.path.absolute() / "job")}
 
     def state(self, record: Record) -> JobState:
         return job_state(self.host.call("job_state", job=record.handle["job"]))

@@ -70,7 +70,9 @@ def read_record(run: Run) -> Record | None:
         return None
     facts = runs.parse_row(text)
     if facts is None or facts.get("format") != FORMAT or not isinstance(facts.get("handle"), dict):
-        raise Problem(f"{run.path / RECORD} is damaged: it is no record of this drivetrain")
+        raise Problem(
+            f"{run.path / RECORD} cannot be read: another command submits the run now, or it is damaged (then: drivetrain runs rm {run.name})"
+        )
     return Record(run, facts)
 
 

@@ -19,7 +19,7 @@ from drivetrain.targets.layout import DEFAULT_BASE, Layout
 from drivetrain.targets.local import code_folder, folder_checks, secret_values, unpack_code
 from drivetrain.targets.record import JOB_VARIABLE, Record
 from drivetrain.targets.slurm_script import SlurmJob, script
-from drivetrain.targets.ssh import host_checks, prepare_host
+from drivetrain.targets.ssh import checked_address, host_checks, prepare_host
 from drivetrain.targets.submission import Submission
 
 CPUS_PER_GPU = 4
@@ -94,7 +94,7 @@ class SlurmTarget(Target):
     def host(self) -> ReachableHost:
         if self.settings.host is None:
             return ReachableHost(sys.executable)
-        return SshHost(None, self.settings.host, tuple(self.settings.options))
+        return SshHost(None, checked_address(self.settings.host), tuple(self.settings.options))
 
     # --- knowledge ---
 
@@ -117,7 +117,8 @@ class SlurmTarget(Target):
         output = self._output(first).replace("%", "%%")
         if len(submissions) > 1:  # each element turns to its own file as soon as it runs
             output = f"{self._job_folder(first).replace('%', '%%')}/array-%a.log"
-        words = (f"--output={output}", path)
+        folder = () if self.shares_files else (f"--chdir={self._layout(first).folder}",)
+        words = (f"--output={output}", *folder, path)
         variables = {"DRIVETRAIN_TOKEN": "$DRIVETRAIN_TOKEN"} if first.token else {}
         commands = (
             RenderedCommand(("sbatch", "--test-only", *words)),
@@ -159,7 +160,7 @@ class SlurmTarget(Target):
         return variables
 
     def _layout(self, submission: Submission) -> Layout:
-        return Layout(self.settings.dir.rstrip("/"), submission.name)
+        return Layout(self.settings.dir.rstrip("/"), submission.project, submission.name)
 
     def _run_dir(self, submission: Submission) -> str:
         return str(submission.run.path.absolute()) if self.shares_files else self._layout(submission).run_dir

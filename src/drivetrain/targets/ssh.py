@@ -12,7 +12,7 @@ from drivetrain.outcomes import Outcome, Problem
 from drivetrain.targets.archive import Archive, package_archive
 from drivetrain.targets.base import STOP_SECONDS, Check, JobState, RenderedCommand, Rendering, Target, TargetSettings
 from drivetrain.targets.environment import EnvironmentLock, torch_backend
-from drivetrain.targets.host import ReachableHost, SshHost, copy
+from drivetrain.targets.host import ADDRESS, ReachableHost, SshHost, copy
 from drivetrain.targets.layout import DEFAULT_BASE, Layout
 from drivetrain.targets.local import RETRIES, job_state, request_command, secret_values
 from drivetrain.targets.record import Record
@@ -59,16 +59,16 @@ class SshTarget(Target):
             raise Problem(
                 f"--nodes {number}: the target {self.name} has {len(names)} host{'s' if len(names) > 1 else ''} ({', '.join(names)})"
             )
-        return [SshHost(self.settings.python, name, tuple(self.settings.options)) for name in names[:number]]
+        return [SshHost(self.settings.python, checked_address(name), tuple(self.settings.options)) for name in names[:number]]
 
     # --- knowledge ---
 
-    def layout(self, run: str) -> Layout:
-        return Layout(self.settings.dir.rstrip("/"), run)
+    def layout(self, submission: Submission) -> Layout:
+        return Layout(self.settings.dir.rstrip("/"), submission.project, submission.name)
 
     def start_arguments(self, submission: Submission, rank: int) -> dict[str, Any]:
         """Returns the request that starts the run on one machine; without the values of secrets."""
-        layout, nodes, package = self.layout(submission.name), submission.request.nodes, package_archive()
+        layout, nodes, package = self.layout(submission), submission.request.nodes, package_archive()
         python = self.settings.python or layout.environment_python(submission.lock.digest)
         code = layout.code(submission.code.digest) if submission.code is not None else ""
         meeting = (f"{self._leader_address()}:{submission.port}", rank) if nodes > 1 else (None, None)
@@ -76,7 +76,7 @@ class SshTarget(Target):
         variables = self.settings.env | {"PYTHONPATH": layout.code(package.digest), "PYTHONUNBUFFERED": "1"}
         needs = missing_arguments(submission, self.settings.dir, self.settings.python)
         return {
-            "needs": needs, "job": layout.job, "words": words, "variables": variables, "secrets": {}, "cwd": layout.base,
+            "needs": needs, "job": layout.job, "words": words, "variables": variables, "secrets": {}, "cwd": layout.folder,
             "output": layout.output(rank), "retries": RETRIES,
         }  # fmt: skip
 
@@ -97,11 +97,11 @@ class SshTarget(Target):
         hosts = self.hosts(submission.request.nodes)
         secrets = secret_values(submission)
         on_each(hosts, lambda host: self._start(host, hosts.index(host), submission, secrets, notice))
-        return {
-            "hosts": [host.address for host in hosts],
-            "run_dir": self.layout(submission.name).run_dir,
-            "job": self.layout(submission.name).job,
-        }
+        return self.known_handle(submission)
+
+    def known_handle(self, submission: Submission) -> dict[str, Any]:
+        hosts, layout = self.hosts(submission.request.nodes), self.layout(submission)
+        return {"hosts": [host.address for host in hosts], "run_dir": layout.run_dir, "job": layout.job}
 
     def _start(self, host: SshHost, rank: int, submission: Submission, secrets: dict[str, str], notice: Callable[[str], None]) -> None:
         """Starts the run on one machine; first brings what the machine lacks."""
@@ -158,6 +158,12 @@ class SshTarget(Target):
     def down(self) -> str:
         answers = on_each(self.hosts(), lambda host: host.call("remove", base=self.settings.dir))
         return f"removed {self.settings.dir} ({sum(answer['bytes'] for answer in answers) / 1e6:,.0f} MB) from {', '.join(self.settings.hosts)}"
+
+
+def checked_address(text: str) -> str:
+    if not ADDRESS.fullmatch(text):
+        raise Problem(f"{text!r} is no host for ssh: write a name of ~/.ssh/config, HOST or USER@HOST")
+    return text
 
 
 def on_each(hosts: list[SshHost], action: Callable[[SshHost], Result]) -> list[Result]:

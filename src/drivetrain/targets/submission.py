@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +23,7 @@ from drivetrain.task_ref import TaskRef
 
 RECIPE, PLAN = "recipe.yaml", "plan.json"  # files of the code archive
 FIRST_PORT, NUM_PORTS = 20_000, 10_000
+MAX_PROJECT_NAME = 40
 COMMON_SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MLFLOW_TRACKING_TOKEN", "COMET_API_KEY", "NEPTUNE_API_TOKEN")
 """Environment variables that are handed to every run, if they are set here."""
 
@@ -35,6 +39,8 @@ class Submission:
     code: Archive | None
     """The user's code; None for a built-in task."""
     lock: EnvironmentLock
+    project: str
+    """The folder that submits, as `project_id` names it."""
     secrets: tuple[str, ...] = ()
     """Names of environment variables."""
     token: str = ""
@@ -47,7 +53,7 @@ class Submission:
     @property
     def port(self) -> int:
         """The rendezvous port: the same for every command of this run."""
-        return FIRST_PORT + int(hashlib.sha256(self.name.encode()).hexdigest(), 16) % NUM_PORTS
+        return FIRST_PORT + int(hashlib.sha256(f"{self.project}/{self.name}".encode()).hexdigest(), 16) % NUM_PORTS
 
     def words(
         self, python: str, run_dir: str, code_dir: str, rendezvous: str | None = None, node_rank: int | None = None, **changes: Any
@@ -61,6 +67,13 @@ class Submission:
             meeting: dict[str, Any] = {"rendezvous": rendezvous, "node_rank": node_rank}
             request = replace(self.request, target=task, run_dir=run_dir, plan_file=plan_file, **meeting, **changes)
         return [python, "-P", "-m", "drivetrain", *request.command()]
+
+
+def project_id() -> str:
+    """Returns a short name for this folder of this user and machine: two folders may have runs of the same name."""
+    text = f"{socket.gethostname()}\n{os.geteuid()}\n{Path.cwd()}"
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", Path.cwd().name).strip("-")[:MAX_PROJECT_NAME]
+    return f"{name or 'project'}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def make_code(recipes: Sequence[Recipe], request: Request) -> tuple[str, tuple[str, ...], Archive | None]:

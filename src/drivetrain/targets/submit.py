@@ -19,8 +19,8 @@ from drivetrain.targets.archive import Archive
 from drivetrain.targets.base import JobState, Rendering, Target
 from drivetrain.targets.config import find_target, make_target
 from drivetrain.targets.environment import EnvironmentLock, lock_environment
-from drivetrain.targets.record import Record, read_record
-from drivetrain.targets.submission import Submission, make_code, present_secrets
+from drivetrain.targets.record import RECORD, Record, read_record
+from drivetrain.targets.submission import Submission, make_code, present_secrets, project_id
 
 CODE = "code.tar.gz"
 """The file of the record that keeps the code of a run for `resume`."""
@@ -44,7 +44,7 @@ def prepare(target: Target, recipes: Sequence[Recipe], request: Request, run: Ru
     )  # fmt: skip
     token = secrets.token_urlsafe(32) if nodes > 1 else ""
     names = present_secrets(settings.secrets, os.environ)
-    return Submission(run, there, task, code, lock_environment([recipe.task for recipe in recipes]), names, token)
+    return Submission(run, there, task, code, lock_environment([recipe.task for recipe in recipes]), project_id(), names, token)
 
 
 def _check(target: Target, recipes: Sequence[Recipe], request: Request) -> None:
@@ -108,16 +108,26 @@ def begin_record(target: Target, submission: Submission) -> Record:
     if earlier is None and runs.is_run(run.path):
         raise Problem(f"{run.name} is a run of this machine: choose another --name, or continue it here: drivetrain resume {run.name}")
     run.path.mkdir(parents=True, exist_ok=True)
+    if earlier is None:
+        _claim(run)
     if code is not None:
         (run.path / CODE).write_bytes(code.data)
     request = {name: value for name, value in asdict(submission.request).items() if name not in NOT_RECORDED}
     facts: dict[str, Any] = {
-        "target": target.name, "kind": target.kind, "settings": asdict(target.settings), "handle": {}, "phase": "submitting",
+        "target": target.name, "kind": target.kind, "settings": asdict(target.settings), "handle": target.known_handle(submission), "phase": "submitting",
         "submitted": time.time(), "submissions": (earlier.facts["submissions"] if earlier else 0) + 1, "pulled": False,
-        "task": submission.task, "words": list(submission.request.settings), "request": request, "code": code and code.digest,
+        "project": submission.project, "task": submission.task, "words": list(submission.request.settings), "request": request, "code": code and code.digest,
         "environment": list(submission.lock.requirements), "secrets": list(submission.secrets), "versions": runs.provenance(),
     }  # fmt: skip
     return Record(run, facts).update()
+
+
+def _claim(run: Run) -> None:
+    """Creates the record's file; raises Problem if another command did so at the same time."""
+    try:
+        open(run.path / RECORD, "x").close()
+    except FileExistsError:
+        raise Problem(f"{run.name} is being submitted by another command: wait for it, or choose another --name") from None
 
 
 def resubmit(record: Record, changes: Sequence[str], target: Target | None, nodes: int | None, notice: Callable[[str], None]) -> Record:
@@ -135,7 +145,7 @@ def resubmit(record: Record, changes: Sequence[str], target: Target | None, node
     lock = EnvironmentLock(tuple(facts["environment"]))
     token = secrets.token_urlsafe(32) if request.nodes > 1 else ""
     names = present_secrets(target.settings.secrets, os.environ)
-    return submit(target, Submission(record.run, request, facts["task"], code, lock, names, token), notice)
+    return submit(target, Submission(record.run, request, facts["task"], code, lock, facts["project"], names, token), notice)
 
 
 def dry_run(target: Target, recipes: Sequence[Recipe], request: Request) -> Rendering:
@@ -152,14 +162,14 @@ def target_of(record: Record) -> Target:
 
 def _started(record: Record) -> Record:
     """Returns the record; raises Problem if the target never accepted the run."""
-    if record.phase == "submitting":
+    if not record.handle:
         raise Problem(f"{record.run.name} was not started on {record.target}: repeat the command that submits it")
     return record
 
 
 def refresh(record: Record) -> Record:
     """Asks the target how the run is doing and copies its small files here; when it has ended, all of it."""
-    if record.phase == "submitting":
+    if not record.handle:
         return record
     target = target_of(record)
     state = target.state(record)  # before the files, so that no line of a run that has ended is missed
