@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from drivetrain.confidential import looks_secret
 from drivetrain.outcomes import Problem
+from drivetrain.targets import environment
 from drivetrain.targets.config import KINDS, all_targets, find_target, settings_help
 from drivetrain.targets.environment import lock_environment, torch_backend
 from drivetrain.task_ref import find_task
@@ -125,6 +128,14 @@ def test_the_lock_has_what_the_code_imports_and_no_more(folder: Path) -> None:
     assert "gymnasium" in names, "an import of the task"
     assert not {"pytest", "ruff", "transformers", "optuna"} & names
     assert "transformers" in {line.partition("==")[0] for line in lock_environment([find_task("lora")]).requirements}
+
+
+def test_the_lock_of_a_source_folder_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    requirements = [Requirement(text) for text in metadata.requires("drivetrain") or ()]
+    assert list(environment.CORE) == [requirement.name for requirement in requirements if "extra" not in str(requirement.marker)]
+    locked = lock_environment([find_task("digits")])
+    monkeypatch.setattr(environment, "_own_requirements", lambda: environment.CORE)
+    assert lock_environment([find_task("digits")]) == locked
 
 
 def test_the_build_of_torch_fits_the_driver() -> None:

@@ -19,6 +19,8 @@ from drivetrain.task_ref import TaskRef
 
 EXTRAS_OF_FAMILIES = {"lora": ("lora",), "rl": ("rl",)}
 """The folder of a built-in task -> the extras of this package that it needs."""
+CORE = ("torch", "numpy", "pyyaml", "psutil", "nvidia-ml-py", "safetensors", "tensorboard", "cloudpickle", "matplotlib", "pillow")
+"""This package's requirements, as in pyproject.toml."""
 OF_TORCH = re.compile(r"nvidia-|cuda-|triton|pytorch-triton")
 """What a build of torch needs beside it; another build needs others."""
 MIN_DRIVERS = {"13.0": 580, "12.6": 560, "12.4": 525}
@@ -45,11 +47,18 @@ def lock_environment(tasks: Iterable[TaskRef]) -> EnvironmentLock:
         elif not task.pickled:
             names |= _imported_packages(task.modules().values())
     versions: dict[str, str] = {}
-    for requirement in metadata.requires("drivetrain") or ():
+    for requirement in _own_requirements():
         _add(Requirement(requirement), versions, frozenset(extras))
     for name in names:
         _add(Requirement(name), versions)
     return EnvironmentLock(tuple(sorted(f"{name}=={version}" for name, version in versions.items())))
+
+
+def _own_requirements() -> Iterable[str]:
+    try:
+        return metadata.requires("drivetrain") or ()
+    except metadata.PackageNotFoundError:  # it runs from its source folder
+        return CORE
 
 
 def _add(requirement: Requirement, versions: dict[str, str], extras: frozenset[str] = frozenset({""})) -> None:
