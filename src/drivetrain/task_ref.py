@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,11 @@ class TaskRef:
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> TaskRef:
         names = {f.name for f in fields(TaskRef)}
-        return TaskRef(**{k: v for k, v in values.items() if k in names})
+        task = TaskRef(**{k: v for k, v in values.items() if k in names})
+        file, _, class_name = BUILT_IN.get(task.label, "").partition(":")
+        if file and class_name == task.class_name and task.path.endswith(f"/{PACKAGE.name}/tasks/{file}"):
+            return replace(task, path=str(PACKAGE / "tasks" / file))  # it was recorded on another machine
+        return task
 
     @property
     def built_in(self) -> bool:

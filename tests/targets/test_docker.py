@@ -61,7 +61,7 @@ def target(**settings: Any) -> DockerTarget:
 
 def submission(**request: Any) -> Submission:
     return Submission(
-        Run(Path("runs/small-001")), Request(settings=("hidden=512",), **request), "digits", None, EnvironmentLock(()), "p", ("HF_TOKEN",)
+        Run(Path("runs/small-001")), "small-001", Request(settings=("hidden=512",), **request), "digits", None, EnvironmentLock(()), "p", ("HF_TOKEN",)
     )  # fmt: skip
 
 

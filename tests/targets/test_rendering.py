@@ -54,7 +54,7 @@ def submission(request: Request, words: tuple[str, ...] = ("epochs=5",), name: s
     token = "planted-token" if request.nodes > 1 else ""
     lock = EnvironmentLock(("numpy==2.0", "torch==2.13.0"))
     return Submission(
-        Run(Path("runs") / name), there, "mine.py:Mine", make_archive({"mine.py": b"x = 1\n"}), lock, "project-0a1b2c3d", (), token
+        Run(Path("runs") / name), name, there, "mine.py:Mine", make_archive({"mine.py": b"x = 1\n"}), lock, "project-0a1b2c3d", (), token
     )
 
 
@@ -164,7 +164,7 @@ def test_time_limits(seconds: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "restarts", "is_queued_again"),
+    ("code", "failures", "is_queued_again"),
     [
         (0, 0, False),
         (1, 0, False),
@@ -177,10 +177,11 @@ def test_time_limits(seconds: float, text: str) -> None:
         (202, 3, False),
     ],
 )
-def test_which_outcomes_are_queued_again(code: int, restarts: int, is_queued_again: bool, tmp_path: Path) -> None:
+def test_which_outcomes_are_queued_again(code: int, failures: int, is_queued_again: bool, tmp_path: Path) -> None:
     stop_file = tmp_path / "stop"
     text = script(SlurmJob(name="x", commands=[["true"]], stop_files=[str(stop_file)]))
-    stand_ins = f"srun() {{ return {code}; }}; scontrol() {{ echo scontrol $*; }}; SLURM_JOB_ID=7; SLURM_RESTART_COUNT={restarts}\n"
+    stand_ins = f"srun() {{ return {code}; }}; scontrol() {{ echo scontrol $*; }}; SLURM_JOB_ID=7\n"
+    Path(f"{stop_file}.failures").write_text("201\n" * failures)
     done = subprocess.run(["bash", "-c", stand_ins + text], capture_output=True, text=True)
     assert ("scontrol requeue 7" in done.stdout) == is_queued_again
     assert done.returncode == (0 if is_queued_again else code)

@@ -32,9 +32,9 @@ def parser(verb: str) -> Parser:
 def run(verb: str, words: list[str]) -> int:
     args = parser(verb).parse(words)
     record = refreshed(args.target)
-    if record is not None and not runs.is_run(record.run.path):
+    if record is not None and not runs.is_run(record.run.path) and not runs.stages_of(record.run.path):
         return _print_waiting(record, args.json)
-    run_dir = runs.find(args.target)
+    run_dir = runs.find(args.target)  # of a recipe with stages, the last one
     info = run_dir.read()
     facts = _facts(run_dir, info)
     if record is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import time
 
 from drivetrain import runs
@@ -29,8 +30,14 @@ def parser(verb: str) -> Parser:
 
 def run(verb: str, words: list[str]) -> int:
     args = parser(verb).parse(words)
+    problems = []
     for text in args.targets:
-        show(_stop(text, args.within))
+        try:
+            show(_stop(text, args.within))
+        except Problem as problem:
+            problems.append(problem)
+    if problems:
+        raise Problem("\n".join(map(str, problems)), problems[0].outcome)
     return 0
 
 
@@ -42,6 +49,11 @@ def _stop(text: str, within: float) -> str:
     record = find_recorded(text)
     if record is not None:
         record = submit.stop(record, within)
+        if record.is_active:
+            raise Problem(
+                f"{record.run.name} is still {record.phase} on {record.target}: try again, or give it more time with --within",
+                Outcome.INFRA,
+            )
         status = record.run.status if runs.is_run(record.run.path) else "before its first step"
         if status == "finished":
             return f"{record.run.name} is finished"
@@ -55,10 +67,13 @@ def _stop(text: str, within: float) -> str:
 
 def _stop_process(run: Run, pid: int, within: float) -> str:
     """Stops the command that trains a run on this machine."""
+    host = (runs.parse_row((run.path / "lock").read_bytes()) or {}).get("host")
+    if host != socket.gethostname():
+        raise Problem(f"{run.name} is being trained by process {pid} on {host}: stop it there", Outcome.INFRA)
     try:
         os.kill(pid, signal.SIGTERM)
     except ProcessLookupError:
-        raise Problem(f"{run.name} is being trained by process {pid} of another machine: stop it there", Outcome.INFRA) from None
+        return f"{run.name} has ended just now ({run.status})"
     except PermissionError:
         raise Problem(f"{run.name} is being trained by process {pid} of another user: ask them, or root, to stop it") from None
     deadline = time.monotonic() + within

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drivetrain.outcomes import EXIT_CODES, Outcome, Problem
+from drivetrain.runs import is_run
 from drivetrain.targets.record import Record, find_recorded, read_record
 from drivetrain.terminal import one_line, show
 
@@ -28,31 +29,39 @@ def train_on(name: str, recipes: Sequence[Recipe], request: Request, wait: bool,
     if request.dry_run:
         show(submit.dry_run(target, recipes, request).text())
         return 0
-    record = find_recorded(request.name) if request.name else None
-    if record is not None and (record := submit.refresh(record)).is_active:
+    run_name = submit.given_name(recipes, request)
+    record = find_recorded(run_name) if run_name else None
+    if record is None or not (record.handle or is_run(record.run.path)):  # nothing has begun
+        if record is not None:
+            record.path.unlink()
+        record = submit.submit(target, submit.prepare(target, recipes, request, submit.named_or_new(recipes, request)), screen.notice)
+        _report(record, screen)
+        return wait_for(record, screen) if wait else 0
+    record = submit.refresh(record)
+    offset = 0
+    if record.is_active:
         screen.line("run", f"{record.run.name} is {record.phase} on {record.target} already   {next_verbs(record)}")
-    elif record is not None and record.facts.get("exit_code") == 0 and record.run.is_finished:
+    elif record.facts.get("exit_code") == 0:
         screen.line("run", f"{record.run.name} is finished already (for a new run: another --name)")
         return 0
     else:
-        record = submit.submit(target, submit.prepare(target, recipes, request, submit.named_or_new(recipes, request)), screen.notice)
+        offset = output_size(record)
+        record = submit.continue_same(record, submit.prepare(target, recipes, request, record.run), target, screen.notice)
         _report(record, screen)
-    return wait_for(record, screen) if wait else 0
+    return wait_for(record, screen, offset) if wait else 0
 
 
 def resume_on(record: Record, request: Request, target_name: str | None, wait: bool, screen: Screen) -> int:
     """Submits a run again: it continues from its last checkpoint."""
     from drivetrain.targets import submit
-    from drivetrain.targets.config import find_target
 
     record = submit.refresh(record)
     if record.is_active:
         raise Problem(f"{record.run.name} is {record.phase} on {record.target}: drivetrain logs -f {record.run.name}, or stop it first")
     if target_name not in (None, record.target):
         raise Problem(f"{record.run.name} is on {record.target}: drivetrain resume {record.run.name} continues it there")
-    target = find_target(target_name) if target_name else None
-    offset = output_file(record).stat().st_size if output_file(record).is_file() else 0
-    record = submit.resubmit(record, request.settings, target, request.nodes if request.nodes > 1 else None, screen.notice)
+    offset = output_size(record)
+    record = submit.resubmit(record, request.settings, request, screen.notice)
     _report(record, screen)
     return wait_for(record, screen, offset) if wait else 0
 
@@ -69,6 +78,10 @@ def next_verbs(record: Record) -> str:
 def output_file(record: Record) -> Path:
     """Returns the file with what the command there prints."""
     return record.run.path / "logs" / "output.log"
+
+
+def output_size(record: Record) -> int:
+    return output_file(record).stat().st_size if output_file(record).is_file() else 0
 
 
 def wait_for(record: Record, screen: Screen, offset: int = 0) -> int:

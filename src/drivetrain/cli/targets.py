@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,8 @@ def _down(name: str, yes: bool) -> int:
 
     target = find_target(name)
     if not yes:
+        if not sys.stdin.isatty():
+            raise Problem("removing needs --yes where nobody can be asked")
         answer = input(f"remove all that drivetrain keeps on {name}, with runs that were not pulled? [y/N] ")
         if answer.strip().lower() not in ("y", "yes"):
             show("nothing was removed")

@@ -149,10 +149,10 @@ def _resume(request: Request, place: Place, screen: Screen) -> int:
     from drivetrain.launch.launchers import detect_launcher
     from drivetrain.launch.recorded import recorded_recipe
     from drivetrain.launch.watcher import start_worker
-    from drivetrain.targets.record import JOB_VARIABLE, find_recorded
+    from drivetrain.targets.record import find_recorded, is_inside
 
-    record = None if JOB_VARIABLE in os.environ else find_recorded(request.target)
-    if record is not None:
+    record = find_recorded(request.target)
+    if record is not None and not is_inside(record.run):
         return resume_on(record, request, place.on, place.wait, screen)
     run = runs.find(request.target)
     recipe = recorded_recipe(run, request.settings)

@@ -73,7 +73,7 @@ def named_run(recipe: Recipe, request: Request) -> Run | None:
 def _may_precede_run(path: Path) -> bool:
     """Whether a folder without run.json may contain this path. A start that was killed early leaves its lock and a part of the task's
     copy; a program that starts trainings may write their output to logs; and a target has its record there."""
-    return path.name in BEFORE_RUN or path.name.startswith(".run.json")
+    return path.name in BEFORE_RUN or path.name.startswith((".run.json", ".target.json"))
 
 
 def _has_begun(run: Run, previous: dict[str, Any]) -> bool:

@@ -9,12 +9,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from drivetrain.outcomes import Outcome, Problem
 from drivetrain.targets.record import Record
 from drivetrain.targets.submission import Submission
 
 Phase = Literal["queued", "running", "ended", "lost"]
 POLL_SECONDS = 0.2
 STATE_SECONDS = 2.0  # between two questions to a scheduler
+RETRY_SECONDS = 5.0
+MAX_SILENCE_SECONDS = 3600.0
+"""Someone who follows a run waits so long for a system that does not answer."""
 STOP_SECONDS = 60.0
 """A run that is stopped may save for so long; then it is killed."""
 
@@ -118,6 +122,17 @@ class Target(ABC):
     def state(self, record: Record) -> JobState:
         """Asks the system how the run's job is doing."""
 
+    def patient_state(self, record: Record) -> JobState:
+        """Asks as `state`, again and again while the system cannot be reached, for an hour."""
+        deadline = time.monotonic() + MAX_SILENCE_SECONDS
+        while True:
+            try:
+                return self.state(record)
+            except Problem as problem:
+                if problem.outcome is not Outcome.INFRA or time.monotonic() > deadline:
+                    raise
+                time.sleep(RETRY_SECONDS)
+
     @abstractmethod
     def stop(self, record: Record, seconds: float = STOP_SECONDS) -> None:
         """Asks the run to save and end; after `seconds` kills its processes. Returns when it has ended."""
@@ -135,7 +150,7 @@ class Target(ABC):
         next_question = 0.0
         while follow:
             if time.monotonic() > next_question:
-                if self.state(record).phase in ("ended", "lost"):
+                if self.patient_state(record).phase in ("ended", "lost"):
                     break
                 next_question = time.monotonic() + STATE_SECONDS
             yield ""

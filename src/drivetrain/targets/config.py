@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import typing
 from collections.abc import Mapping
 from dataclasses import fields
@@ -32,7 +33,13 @@ def user_file() -> Path:
 def config_files() -> list[Path]:
     """Returns the files with targets, the project's first: its targets win."""
     project = next((folder / PROJECT_FILE for folder in (Path.cwd(), *Path.cwd().parents) if (folder / PROJECT_FILE).is_file()), None)
-    return [path for path in (project, user_file()) if path is not None and path.is_file()]
+    return [path for path in (project, user_file()) if path is not None and path.is_file() and _is_trusted(path)]
+
+
+def _is_trusted(path: Path) -> bool:
+    """Whether only this user, the user's groups or root can have written a file: its options and lines are run."""
+    status = path.stat()
+    return status.st_uid in (0, os.geteuid()) and not status.st_mode & stat.S_IWOTH
 
 
 def find_target(name: str) -> Target:
@@ -112,6 +119,9 @@ def _check_variables(value: Any, label: str) -> dict[str, str]:
 def _check_printable(value: Any, label: str) -> None:
     """Refuses line breaks and other control characters: the value becomes a word of a command or a line of a script."""
     for text in value if isinstance(value, list) else [value]:
+        name, equals, secret = str(text).rpartition(" ")[2].partition("=")
+        if equals and looks_secret(name.lstrip("-"), secret):
+            raise Problem(f"{label} contains a secret: export it on this machine, and write only its name: secrets: [{name.lstrip('-')}]")
         if isinstance(text, str) and not text.isprintable():
             raise Problem(f"{label} contains a line break or a control character: write it in one line")
 

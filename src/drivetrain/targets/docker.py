@@ -90,7 +90,7 @@ class DockerTarget(Target):
             data=Path(settings.data).expanduser().absolute() if settings.data is not None else None, gpus=gpus,
             shm=check_size(settings.shm, "shm") or shm_size(request.settings, request.procs or _num_gpus(gpus), bool(gpus)),
             cpus=settings.cpus, memory=check_size(settings.memory, "memory"), network=settings.network,
-            variables={"PYTHONUNBUFFERED": "1", JOB_VARIABLE: "docker"} | settings.env, secrets=submission.secrets, options=settings.options,
+            variables={"PYTHONUNBUFFERED": "1", JOB_VARIABLE: f"/runs/{submission.name}/job"} | settings.env, secrets=submission.secrets, options=settings.options,
         )  # fmt: skip
 
     def _gpus(self, device: str | None) -> str:

@@ -32,9 +32,10 @@ class EnvironmentLock:
     requirements: tuple[str, ...]
     """NAME==VERSION, sorted."""
 
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256("\n".join(self.requirements).encode()).hexdigest()[:32]
+    def name(self, torch: str) -> str:
+        """Returns the name of the environment with a build of torch (auto: the one for the machine's driver)."""
+        digest = hashlib.sha256("\n".join(self.requirements).encode()).hexdigest()[:32]
+        return digest if torch == "auto" else f"{digest}-{torch}"
 
 
 def lock_environment(tasks: Iterable[TaskRef]) -> EnvironmentLock:

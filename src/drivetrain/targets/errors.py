@@ -9,6 +9,10 @@ from drivetrain.outcomes import Outcome, Problem
 from drivetrain.terminal import one_line
 
 
+class Unsure(Problem):
+    """A connection broke: whether the request was carried out is not known."""
+
+
 class Explanation(NamedTuple):
     pattern: str
     """A regular expression for what the program prints."""
@@ -16,6 +20,7 @@ class Explanation(NamedTuple):
     """What is wrong, and the fix; {host} is the machine, {0} the pattern's first group."""
 
 
+CONNECTION_BROKE = "the connection broke"
 SSH = [
     Explanation(r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key for \S+ has changed", "{host}: its host key has changed: somebody may listen in, or it was installed"
                 " again. If you know that it was, remove the old key: ssh-keygen -R {host}"),
@@ -77,6 +82,10 @@ def explain(host: str, output: str, code: int, known: list[Explanation] | None =
     for explanation in known or SSH:
         if match := re.search(explanation.pattern, output):
             groups = [group or "" for group in match.groups()]
-            return Problem(one_line(explanation.text.format(*groups, host=host, **values)), outcome)
+            text = one_line(explanation.text.format(*groups, host=host, **values))
+            if CONNECTION_BROKE in text:
+                return Unsure(text, outcome)
+            return Problem(text, Outcome.INFRA if "controller does not answer" in text else outcome)
     lines = [line for line in output.splitlines() if line.strip()] or [f"it ended with code {code}"]
-    return Problem(f"{host}: {one_line(lines[-1])[:300]}", outcome)
+    text = f"{host}: {one_line(lines[-1])[:300]}"
+    return Unsure(text, outcome) if known is None else Problem(text, outcome)

@@ -151,7 +151,7 @@ class SshHost(ReachableHost):
     def ssh(self) -> list[str]:
         return [
             "ssh", "-T", *self.options, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "ServerAliveInterval=5",
-            "-o", "ServerAliveCountMax=3", *_sharing(),
+            "-o", "ServerAliveCountMax=3", "-o", "StrictHostKeyChecking=yes", *_sharing(),
         ]  # fmt: skip
 
     def command(self) -> list[str]:
@@ -251,6 +251,8 @@ def _write_part(folder: Path, message: dict[str, Any]) -> str:
         _write(folder / name, message)
     except OSError as error:
         raise Problem(f"cannot write {folder / name}: {error.strerror}; the run there is not affected", Outcome.INFRA) from None
+    except (ValueError, KeyError, TypeError):
+        raise Problem(f"the other machine sent something that is no part of {name!r:.100}", Outcome.INFRA) from None
     return name
 
 
@@ -261,10 +263,12 @@ def _write(path: Path, message: dict[str, Any]) -> None:
         temporary.write_bytes(base64.b64decode(message["whole"]))
         os.replace(temporary, path)
         return
+    data, offset = base64.b64decode(message["data"]), int(message["offset"])
     with open(path, "r+b" if path.exists() else "w+b") as file:
-        file.truncate(int(message["offset"]))
-        file.seek(int(message["offset"]))
-        file.write(base64.b64decode(message["data"]))
+        if not data:  # the file there begins again
+            file.truncate(offset)
+        file.seek(offset)  # two commands that follow a run write the same bytes
+        file.write(data)
 
 
 def digest_of(data: bytes) -> str:

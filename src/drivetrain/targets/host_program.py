@@ -33,9 +33,11 @@ from drivetrain.targets.host_library import (
     FIRST_RETRYABLE_CODE,
     GROWING,
     JOB_VARIABLE,
+    KEPT,
     POLL_SECONDS,
     REPLACED,
     RETRY_SECONDS,
+    STOPPED_CODE,
     TAIL_BYTES,
     Failure,
     folder,
@@ -150,11 +152,16 @@ def supervise(path: Path) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     while True:
         attempts += 1
+        if (path / "stop").exists():
+            code = STOPPED_CODE
+            break
         try:
             child = subprocess.Popen(
                 job["words"], cwd=job["cwd"], stdin=subprocess.DEVNULL, env={**os.environ, **job["variables"], **secrets},
                 preexec_fn=_end_with_parent,
             )  # fmt: skip
+            if (path / "stop").exists():  # the signal came before the process
+                child.send_signal(signal.SIGTERM)
             code = child.wait()
         except OSError as error:
             print(f"drivetrain: cannot start {job['words'][0]}: {error.strerror}", flush=True)
@@ -262,15 +269,17 @@ def execute(words: list[str], secrets: dict[str, str]) -> dict[str, Any]:
 
 
 def remove(base: str) -> dict[str, Any]:
-    """Removes everything that drivetrain keeps on this machine."""
+    """Removes what drivetrain keeps in a folder; what others have put there stays."""
     root = folder(base)
-    running = [
-        path.parent.name for path in root.glob("projects/*/jobs/**/process.json") if job_state(str(path.parent))["phase"] == "running"
-    ]
+    running = [path.parent for path in root.glob("projects/*/jobs/**/process.json") if job_state(str(path.parent))["phase"] == "running"]
     if running:
-        raise Failure(f"{', '.join(sorted(running)[:3])} still runs there: stop it first")
-    size = sum(file.lstat().st_size for file in root.glob("**/*") if file.is_file())
-    shutil.rmtree(root, ignore_errors=True)
+        raise Failure(f"{', '.join(sorted(str(path.relative_to(root)) for path in running)[:3])} still runs there: stop it first")
+    size = 0
+    for kept in (root / name for name in KEPT):
+        size += sum(file.lstat().st_size for file in kept.glob("**/*") if file.is_file())
+        shutil.rmtree(kept, ignore_errors=True)
+    with contextlib.suppress(OSError):  # the folder is missing, or has files of others
+        root.rmdir()
     return {"bytes": size}
 
 

@@ -24,9 +24,9 @@ class Layout:
     def run_dir(self) -> str:
         return f"{self.folder}/runs/{self.run}"
 
-    @property
-    def job(self) -> str:
-        return f"{self.folder}/jobs/{self.run}"
+    def job(self, node_rank: int = 0) -> str:
+        """The folder of a machine's job: machines may share the folder."""
+        return f"{self.folder}/jobs/{self.run}/{node_rank}"
 
     def output(self, node_rank: int = 0) -> str:
         """The file with what the command of a machine prints."""

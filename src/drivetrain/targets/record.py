@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,12 @@ from drivetrain.runs import FORMAT, RUNS, Run
 ACTIVE = ("queued", "running")
 RECORD = "target.json"
 JOB_VARIABLE = "DRIVETRAIN_JOB"
-"""Set in the processes of a run on a target: there, `resume` trains."""
+"""The job's folder, in the processes of a run on a target: there, `resume` trains."""
+
+
+def is_inside(run: Run) -> bool:
+    """Whether this process belongs to a run on a target, with this folder."""
+    return os.environ.get(JOB_VARIABLE) == str(run.path.absolute() / "job")
 
 
 @dataclass(frozen=True)
@@ -49,11 +57,23 @@ class Record:
     def is_active(self) -> bool:
         return self.phase in ACTIVE
 
+    def write(self) -> Record:
+        runs.write_atomic(self.path, json.dumps({"format": FORMAT} | self.facts, indent=1) + "\n")
+        return self
+
     def update(self, **changes: Any) -> Record:
-        """Returns the record with changes, which it writes."""
-        changed = Record(self.run, self.facts | changes)
-        runs.write_atomic(self.path, json.dumps({"format": FORMAT} | changed.facts, indent=1) + "\n")
-        return changed
+        """Writes changes; returns the new record. Changes nothing if another command has submitted the run again meanwhile."""
+        with self._locked():
+            newest = read_record(self.run)
+            if newest is not None and newest.facts["submissions"] != self.facts["submissions"]:
+                return newest
+            return Record(self.run, (newest or self).facts | changes).write()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with open(self.run.path / f".{RECORD}.lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def seen(self, phase: str, code: int | None, reason: str) -> Record:
         """Notes what the target answered."""
@@ -65,9 +85,12 @@ class Record:
 def read_record(run: Run) -> Record | None:
     """Returns the record of a run; None for a run that was started on this machine."""
     try:
-        text = (run.path / RECORD).read_bytes()
+        with open(run.path / RECORD, "rb") as file:
+            text, owner = file.read(), os.fstat(file.fileno()).st_uid
     except OSError:
         return None
+    if owner not in (0, os.geteuid()):
+        raise Problem(f"{run.path / RECORD} belongs to another user: its commands are not run; copy the run's files without it")
     facts = runs.parse_row(text)
     if facts is None or facts.get("format") != FORMAT or not isinstance(facts.get("handle"), dict):
         raise Problem(

@@ -17,7 +17,7 @@ from drivetrain.targets.errors import SLURM, explain
 from drivetrain.targets.host import ReachableHost, SshHost, copy
 from drivetrain.targets.layout import DEFAULT_BASE, Layout
 from drivetrain.targets.local import code_folder, folder_checks, secret_values, unpack_code
-from drivetrain.targets.record import JOB_VARIABLE, Record
+from drivetrain.targets.record import Record
 from drivetrain.targets.slurm_script import SlurmJob, script
 from drivetrain.targets.ssh import checked_address, host_checks, prepare_host
 from drivetrain.targets.submission import Submission
@@ -104,6 +104,8 @@ class SlurmTarget(Target):
     def render_array(self, submissions: Sequence[Submission]) -> Rendering:
         """Returns the script and the command for runs that differ in their commands only."""
         first = submissions[0]
+        if (first.token or first.secrets) and any(option.startswith("--export") for option in self.settings.sbatch):
+            raise Problem(f"the target {self.name}: secrets travel in the job's environment: remove --export from sbatch:")
         settings, request = self.settings, first.request
         gpus = self._gpus(first)
         job = SlurmJob(
@@ -148,13 +150,13 @@ class SlurmTarget(Target):
     def _command(self, submission: Submission) -> list[str]:
         python, code = self.settings.python or sys.executable, ""
         if not self.shares_files:
-            python = self.settings.python or self._layout(submission).environment_python(submission.lock.digest)
+            python = self.settings.python or self._layout(submission).environment_python(submission.lock.name(self.settings.torch))
         if submission.code is not None:
             code = str(code_folder(submission)) if self.shares_files else self._layout(submission).code(submission.code.digest)
         return submission.words(python, self._run_dir(submission), code, time_limit=None)
 
     def _variables(self) -> dict[str, str]:
-        variables = {"PYTHONUNBUFFERED": "1", JOB_VARIABLE: "slurm"} | self.settings.env
+        variables = {"PYTHONUNBUFFERED": "1"} | self.settings.env
         if not self.shares_files:
             variables["PYTHONPATH"] = f"{self.settings.dir.rstrip('/')}/code/{package_archive().digest}"
         return variables
@@ -166,7 +168,7 @@ class SlurmTarget(Target):
         return str(submission.run.path.absolute()) if self.shares_files else self._layout(submission).run_dir
 
     def _job_folder(self, submission: Submission) -> str:
-        return f"{self._run_dir(submission)}/job" if self.shares_files else self._layout(submission).job
+        return f"{self._run_dir(submission)}/job" if self.shares_files else self._layout(submission).job()
 
     def _output(self, submission: Submission) -> str:
         return f"{self._run_dir(submission)}/logs/output.log"
@@ -267,7 +269,7 @@ class SlurmTarget(Target):
         next_question, is_active = 0.0, True
         while is_active:
             if time.monotonic() > next_question:
-                is_active = follow and self.state(record).phase in ("queued", "running")
+                is_active = follow and self.patient_state(record).phase in ("queued", "running")
                 next_question = time.monotonic() + 2.0
             try:
                 yield from self.host.mirror(record.handle["run_dir"], record.run.path, [])
@@ -280,6 +282,11 @@ class SlurmTarget(Target):
     def pull(self, record: Record) -> None:
         if not self.shares_files:
             copy(self.host.copy_from(record.handle["run_dir"], record.run.path), self.host)
+
+    def down(self) -> str:
+        if self.shares_files:
+            return super().down()
+        return f"removed {self.host.call('remove', base=self.settings.dir)['bytes'] / 1e6:,.0f} MB from {self.settings.dir} on {self.host.name}"
 
     def reach(self) -> str:
         rows = [line.split("|") for line in self._slurm(["sinfo", "--noheader", "--format=%P|%a|%l|%D|%G"]).splitlines()]

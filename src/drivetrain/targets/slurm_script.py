@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from drivetrain.outcomes import Outcome, Problem
+from drivetrain.targets.record import JOB_VARIABLE
 
 MAX_NAME = 64
 VALUE = re.compile(r"[^\s\"'`$\\;<>]+")
@@ -72,7 +73,7 @@ def _head(job: SlurmJob) -> str:
     if job.is_array:
         lines.append(f"#SBATCH --array=0-{len(job.commands) - 1}")
     lines += [
-        f"#SBATCH --signal=USR1@{job.grace}   # before the time limit: the run saves its state and ends ...",
+        f"#SBATCH --signal=USR1@{_grace(job)}   # before the time limit: the run saves its state and ends ...",
         "#SBATCH --requeue             # ... and is queued again, as after the loss of a machine",
         "#SBATCH --open-mode=append",
     ]
@@ -99,6 +100,11 @@ def _options(job: SlurmJob) -> list[str]:
     return lines
 
 
+def _grace(job: SlurmJob) -> int:
+    """Returns the seconds before the limit at which the run is signalled: at most half of the limit, so that it makes progress."""
+    return job.grace if job.seconds is None else min(job.grace, int(max(60, job.seconds) // 2))
+
+
 def slurm_time(seconds: float) -> str:
     """Returns a time limit as Slurm writes it: D-HH:MM:SS or HH:MM:SS; at least a minute."""
     total = max(60, math.ceil(seconds))
@@ -117,6 +123,8 @@ def _commands(job: SlurmJob) -> str:
         [f"command=({' '.join(map(quoted, command))})", f"stop_file={quoted(stop_file)}"]
         for command, stop_file in zip(job.commands, job.stop_files, strict=True)
     ]
+    for assignments, stop_file in zip(settings, job.stop_files, strict=True):
+        assignments.append(f"export {JOB_VARIABLE}={quoted(stop_file.rpartition('/')[0])}")
     if not job.is_array:
         return "\n".join(settings[0])
     lines = ["case $SLURM_ARRAY_TASK_ID in"]
@@ -142,8 +150,10 @@ def _requeue(job: SlurmJob) -> str:
     preempted, first = Outcome.PREEMPTED.code, Outcome.INFRA.code
     return "\n".join([
         f"# Exit codes from {preempted} up can be retried: {preempted} preempted, {first} machine lost, 202 hang, 203 out of memory.",
+        'failures="$stop_file.failures"',
         'if [ ! -e "$stop_file" ]; then',
-        f'    if [ $code -eq {preempted} ] || {{ [ $code -gt {preempted} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.retries} ]; }}; then',
+        f"    if [ $code -gt {preempted} ]; then echo $code >>\"$failures\"; fi",
+        f'    if [ $code -eq {preempted} ] || {{ [ $code -gt {preempted} ] && [ "$(wc -l <"$failures")" -le {job.retries} ]; }}; then',
         '        echo "drivetrain: ended with code $code: queued again"',
         '        scontrol requeue "$SLURM_JOB_ID" && exit 0',
         "    fi",

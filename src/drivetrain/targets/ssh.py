@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.targets.archive import Archive, package_archive
-from drivetrain.targets.base import STOP_SECONDS, Check, JobState, RenderedCommand, Rendering, Target, TargetSettings
+from drivetrain.targets.base import MAX_SILENCE_SECONDS, STOP_SECONDS, Check, JobState, RenderedCommand, Rendering, Target, TargetSettings
 from drivetrain.targets.environment import EnvironmentLock, torch_backend
 from drivetrain.targets.host import ADDRESS, ReachableHost, SshHost, copy
 from drivetrain.targets.layout import DEFAULT_BASE, Layout
@@ -21,8 +22,6 @@ from drivetrain.targets.submission import Submission
 RECONNECT_SECONDS = 2.0
 MIN_FREE_BYTES = 2 << 30  # an environment with torch for a CPU
 MAX_CLOCK_SECONDS = 30.0
-MAX_SILENCE_SECONDS = 3600.0
-"""Someone who follows a run waits so long for a connection that broke."""
 Result = TypeVar("Result")
 
 
@@ -69,14 +68,14 @@ class SshTarget(Target):
     def start_arguments(self, submission: Submission, rank: int) -> dict[str, Any]:
         """Returns the request that starts the run on one machine; without the values of secrets."""
         layout, nodes, package = self.layout(submission), submission.request.nodes, package_archive()
-        python = self.settings.python or layout.environment_python(submission.lock.digest)
+        python = self.settings.python or layout.environment_python(submission.lock.name(self.settings.torch))
         code = layout.code(submission.code.digest) if submission.code is not None else ""
         meeting = (f"{self._leader_address()}:{submission.port}", rank) if nodes > 1 else (None, None)
         words = submission.words(python, layout.run_dir, code, *meeting)
         variables = self.settings.env | {"PYTHONPATH": layout.code(package.digest), "PYTHONUNBUFFERED": "1"}
-        needs = missing_arguments(submission, self.settings.dir, self.settings.python)
+        needs = missing_arguments(submission, self.settings.dir, self.settings.python, self.settings.torch)
         return {
-            "needs": needs, "job": layout.job, "words": words, "variables": variables, "secrets": {}, "cwd": layout.folder,
+            "needs": needs, "job": layout.job(rank), "words": words, "variables": variables, "secrets": {}, "cwd": layout.folder,
             "output": layout.output(rank), "retries": RETRIES,
         }  # fmt: skip
 
@@ -96,12 +95,26 @@ class SshTarget(Target):
     def submit(self, submission: Submission, rendering: Rendering, notice: Callable[[str], None]) -> dict[str, Any]:
         hosts = self.hosts(submission.request.nodes)
         secrets = secret_values(submission)
-        on_each(hosts, lambda host: self._start(host, hosts.index(host), submission, secrets, notice))
+        try:
+            on_each(hosts, lambda host: self._start(host, hosts.index(host), submission, secrets, notice))
+        except BaseException:
+            self._end_started(hosts, submission)
+            raise
         return self.known_handle(submission)
+
+    def _end_started(self, hosts: list[SshHost], submission: Submission) -> None:
+        """Ends what runs on some machines after others refused the run."""
+        for rank, host in enumerate(hosts):
+            with contextlib.suppress(Problem):
+                host.call("stop", job=self.layout(submission).job(rank), grace=0.0)
 
     def known_handle(self, submission: Submission) -> dict[str, Any]:
         hosts, layout = self.hosts(submission.request.nodes), self.layout(submission)
-        return {"hosts": [host.address for host in hosts], "run_dir": layout.run_dir, "job": layout.job}
+        return {
+            "hosts": [host.address for host in hosts],
+            "run_dir": layout.run_dir,
+            "jobs": [layout.job(rank) for rank in range(len(hosts))],
+        }
 
     def _start(self, host: SshHost, rank: int, submission: Submission, secrets: dict[str, str], notice: Callable[[str], None]) -> None:
         """Starts the run on one machine; first brings what the machine lacks."""
@@ -116,12 +129,14 @@ class SshTarget(Target):
 
     def state(self, record: Record) -> JobState:
         """Returns the state of the first machine's job, which leads; the run runs while any machine works for it."""
-        answers = on_each(self.recorded_hosts(record), lambda host: host.call("job_state", job=record.handle["job"]))
+        hosts, jobs = self.recorded_hosts(record), record.handle["jobs"]
+        answers = on_each(hosts, lambda host: host.call("job_state", job=jobs[hosts.index(host)]))
         states = [job_state(answer) for answer in answers]
         return next((state for state in states if state.phase == "running"), states[0])
 
     def stop(self, record: Record, seconds: float = STOP_SECONDS) -> None:
-        on_each(self.recorded_hosts(record), lambda host: host.call("stop", job=record.handle["job"], grace=seconds))
+        hosts, jobs = self.recorded_hosts(record), record.handle["jobs"]
+        on_each(hosts, lambda host: host.call("stop", job=jobs[hosts.index(host)], grace=seconds))
 
     def mirror(self, record: Record, follow: bool) -> Iterator[str]:
         """Follows the first machine, which has the run's metrics; connects again after the connection broke."""
@@ -129,7 +144,7 @@ class SshTarget(Target):
         deadline = time.monotonic() + MAX_SILENCE_SECONDS
         while True:
             try:
-                for name in first.mirror(record.handle["run_dir"], record.run.path, [record.handle["job"]], follow):
+                for name in first.mirror(record.handle["run_dir"], record.run.path, record.handle["jobs"][:1], follow):
                     yield name
                     deadline = time.monotonic() + MAX_SILENCE_SECONDS
                 break
@@ -138,7 +153,7 @@ class SshTarget(Target):
                     raise Problem(str(error), Outcome.INFRA) from None
                 time.sleep(RECONNECT_SECONDS)
         for host in others:  # their processes' logs
-            for name in host.mirror(record.handle["run_dir"], record.run.path, [record.handle["job"]], False):
+            for name in host.mirror(record.handle["run_dir"], record.run.path, [], False):
                 yield name
 
     def pull(self, record: Record) -> None:
@@ -172,10 +187,10 @@ def on_each(hosts: list[SshHost], action: Callable[[SshHost], Result]) -> list[R
         return list(pool.map(action, hosts))
 
 
-def missing_arguments(submission: Submission, base: str, python: str | None) -> dict[str, Any]:
+def missing_arguments(submission: Submission, base: str, python: str | None, torch: str) -> dict[str, Any]:
     """Returns the request that asks what a machine lacks."""
     archives = [archive.digest for archive in _archives(submission)]
-    return {"base": base, "archives": archives, "environment": "" if python else submission.lock.digest}
+    return {"base": base, "archives": archives, "environment": "" if python else submission.lock.name(torch)}
 
 
 def _archives(submission: Submission) -> list[Archive]:
@@ -186,7 +201,7 @@ def prepare_host(
     host: ReachableHost, submission: Submission, base: str, python: str | None, torch: str, notice: Callable[[str], None]
 ) -> None:
     """Brings the code and the environment that a machine lacks."""
-    lacks = host.call("missing", **missing_arguments(submission, base, python))
+    lacks = host.call("missing", **missing_arguments(submission, base, python, torch))
     if lacks["archives"] or lacks["environment"]:
         bring(host, lacks | host.call("facts", base=base), submission, base, torch, notice)
 
@@ -206,7 +221,7 @@ def build_environment(
     """Builds the environment of a lock on a machine, with the build of torch for its driver."""
     backend = torch if torch != "auto" else torch_backend(gpu["driver"] for gpu in facts["gpus"])
     host.call(
-        "build", notice=lambda text: notice(f"{host.name}: {text}"), base=base, digest=lock.digest, requirements=list(lock.requirements),
+        "build", notice=lambda text: notice(f"{host.name}: {text}"), base=base, digest=lock.name(torch), requirements=list(lock.requirements),
         installer="uv", flags=[f"--torch-backend={backend}"],
     )  # fmt: skip
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import socket
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from drivetrain.recipe import Recipe, recipe_words
 from drivetrain.runs import Run
 from drivetrain.targets.archive import Archive, make_archive
 from drivetrain.targets.environment import EnvironmentLock
-from drivetrain.task_ref import TaskRef
+from drivetrain.task_ref import BUILT_IN, TaskRef
 
 RECIPE, PLAN = "recipe.yaml", "plan.json"  # files of the code archive
 FIRST_PORT, NUM_PORTS = 20_000, 10_000
@@ -31,7 +30,9 @@ COMMON_SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MLFLOW
 @dataclass(frozen=True)
 class Submission:
     run: Run
-    """The run's folder on this machine; its name is the run's name."""
+    """The run's folder on this machine."""
+    name: str
+    """The run's name there: the one it had when it was submitted first."""
     request: Request
     """What to run there: `target` is "" where the code archive has the task."""
     task: str
@@ -40,15 +41,11 @@ class Submission:
     """The user's code; None for a built-in task."""
     lock: EnvironmentLock
     project: str
-    """The folder that submits, as `project_id` names it."""
+    """The run's own folder there, as `new_project` names it."""
     secrets: tuple[str, ...] = ()
     """Names of environment variables."""
     token: str = ""
     """The secret with which the machines of the run find each other; never written."""
-
-    @property
-    def name(self) -> str:
-        return self.run.name
 
     @property
     def port(self) -> int:
@@ -59,7 +56,7 @@ class Submission:
         self, python: str, run_dir: str, code_dir: str, rendezvous: str | None = None, node_rank: int | None = None, **changes: Any
     ) -> list[str]:
         """Returns the command of one machine."""
-        task = f"{code_dir}/{self.task}" if self.code is not None else self.task
+        task = self.task if self.task in BUILT_IN else f"{code_dir}/{self.task}"
         if self.request.verb == "resume":
             request = replace(self.request, target=run_dir, **changes)
         else:
@@ -69,11 +66,11 @@ class Submission:
         return [python, "-P", "-m", "drivetrain", *request.command()]
 
 
-def project_id() -> str:
-    """Returns a short name for this folder of this user and machine: two folders may have runs of the same name."""
-    text = f"{socket.gethostname()}\n{os.geteuid()}\n{Path.cwd()}"
+def new_project() -> str:
+    """Returns a name for the folder of a new run there, which no other run has: neither one of the same name in another folder here, nor
+    one that was deleted here."""
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", Path.cwd().name).strip("-")[:MAX_PROJECT_NAME]
-    return f"{name or 'project'}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return f"{name or 'project'}-{secrets.token_hex(5)}"
 
 
 def make_code(recipes: Sequence[Recipe], request: Request) -> tuple[str, tuple[str, ...], Archive | None]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from drivetrain import runs
@@ -16,14 +17,29 @@ from drivetrain.outcomes import Problem
 from drivetrain.recipe import Recipe
 from drivetrain.runs import RUNS, Run
 from drivetrain.targets.archive import Archive
-from drivetrain.targets.base import JobState, Rendering, Target
-from drivetrain.targets.config import find_target, make_target
+from drivetrain.targets.base import POLL_SECONDS, JobState, Rendering, Target
+from drivetrain.targets.config import KINDS, find_target, make_target
 from drivetrain.targets.environment import EnvironmentLock, lock_environment
-from drivetrain.targets.record import RECORD, Record, read_record
-from drivetrain.targets.submission import Submission, make_code, present_secrets, project_id
+from drivetrain.targets.errors import Unsure
+from drivetrain.targets.record import RECORD, Record
+from drivetrain.targets.submission import RECIPE, Submission, make_code, new_project, present_secrets
 
 CODE = "code.tar.gz"
 """The file of the record that keeps the code of a run for `resume`."""
+FLAGS = (
+    "procs",
+    "nodes",
+    "min_nodes",
+    "gpus",
+    "device",
+    "restarts",
+    "hang_after",
+    "time_limit",
+    "find_nan",
+    "profile",
+    "check_collectives",
+)
+"""Fields of a request that `resume` may change."""
 NOT_RECORDED = ("verb", "target", "settings", "run_dir", "name", "saved_plan", "asked_at", "dry_run")
 """Fields of a request that a record does not keep: they are elsewhere in it, or belong to one command."""
 
@@ -44,7 +60,8 @@ def prepare(target: Target, recipes: Sequence[Recipe], request: Request, run: Ru
     )  # fmt: skip
     token = secrets.token_urlsafe(32) if nodes > 1 else ""
     names = present_secrets(settings.secrets, os.environ)
-    return Submission(run, there, task, code, lock_environment([recipe.task for recipe in recipes]), project_id(), names, token)
+    lock = lock_environment([recipe.task for recipe in recipes])
+    return Submission(run, run.name, there, task, code, lock, new_project(), names, token)
 
 
 def _check(target: Target, recipes: Sequence[Recipe], request: Request) -> None:
@@ -60,66 +77,61 @@ def _check(target: Target, recipes: Sequence[Recipe], request: Request) -> None:
             )
 
 
+def given_name(recipes: Sequence[Recipe], request: Request) -> str | None:
+    """Returns the run's name, if the command or the recipe gives one."""
+    return request.name or (str(recipes[0].name).partition("/")[0] if recipes[0].name else None)
+
+
 def named_or_new(recipes: Sequence[Recipe], request: Request) -> Run:
     """Returns the run that the user named, or a new one."""
-    name = request.name or (str(recipes[0].name).partition("/")[0] if recipes[0].name else None)
+    name = given_name(recipes, request)
     return Run(RUNS / name) if name else Run(runs.new_path(recipes[0].task.label))
 
 
 def planned_name(recipes: Sequence[Recipe], request: Request) -> Run:
     """Returns the run as `named_or_new`, without creating a folder."""
-    name = request.name or (str(recipes[0].name).partition("/")[0] if recipes[0].name else None)
-    return Run(RUNS / (name or f"{recipes[0].task.label}-NNN"))
+    return Run(RUNS / (given_name(recipes, request) or f"{recipes[0].task.label}-NNN"))
 
 
 def submit(target: Target, submission: Submission, notice: Callable[[str], None]) -> Record:
-    """Starts a run on a target and writes its record."""
+    """Starts a new run on a target and writes its record."""
     return submit_array(target, [submission], notice)[0]
 
 
 def submit_array(target: Target, submissions: list[Submission], notice: Callable[[str], None]) -> list[Record]:
-    """Starts several runs on a target and writes their records."""
-    earlier = [read_record(submission.run) for submission in submissions]
+    """Starts several new runs on a target and writes their records."""
     records = [begin_record(target, submission) for submission in submissions]
     try:
         handles = target.submit_array(submissions, notice)
-    except BaseException:
-        for record, old in zip(records, earlier, strict=True):
-            _undo(record, old)
+    except Problem as problem:
+        for record in records:
+            if not isinstance(problem, Unsure) and not runs.is_run(record.run.path):
+                shutil.rmtree(record.run.path, ignore_errors=True)
         raise
-    return [
-        record.update(handle=handle, phase="queued" if handle.get("waits") else "running", seen=time.time())
-        for record, handle in zip(records, handles, strict=True)
-    ]
+    return [_started_record(record, handle) for record, handle in zip(records, handles, strict=True)]
 
 
-def _undo(record: Record, earlier: Record | None) -> None:
-    """Restores an earlier record after a submission was refused; without one removes the folder, if the run has not begun."""
-    if earlier is not None:
-        earlier.update()
-    elif not runs.is_run(record.run.path):
-        shutil.rmtree(record.run.path, ignore_errors=True)
+def _started_record(record: Record, handle: dict[str, Any]) -> Record:
+    return record.update(handle=handle, phase="queued" if handle.get("waits") else "running", seen=time.time())
 
 
 def begin_record(target: Target, submission: Submission) -> Record:
     """Writes what a later command needs to find, resume or explain the run."""
     run, code = submission.run, submission.code
-    earlier = read_record(run)
-    if earlier is None and runs.is_run(run.path):
+    if runs.is_run(run.path):
         raise Problem(f"{run.name} is a run of this machine: choose another --name, or continue it here: drivetrain resume {run.name}")
     run.path.mkdir(parents=True, exist_ok=True)
-    if earlier is None:
-        _claim(run)
+    _claim(run)
     if code is not None:
         (run.path / CODE).write_bytes(code.data)
     request = {name: value for name, value in asdict(submission.request).items() if name not in NOT_RECORDED}
     facts: dict[str, Any] = {
         "target": target.name, "kind": target.kind, "settings": asdict(target.settings), "handle": target.known_handle(submission), "phase": "submitting",
-        "submitted": time.time(), "submissions": (earlier.facts["submissions"] if earlier else 0) + 1, "pulled": False,
-        "project": submission.project, "task": submission.task, "words": list(submission.request.settings), "request": request, "code": code and code.digest,
+        "submitted": time.time(), "submissions": 1, "pulled": False, "name": submission.name, "project": submission.project, "task": submission.task,
+        "words": list(submission.request.settings), "changes": [], "request": request, "code": code and code.digest,
         "environment": list(submission.lock.requirements), "secrets": list(submission.secrets), "versions": runs.provenance(),
     }  # fmt: skip
-    return Record(run, facts).update()
+    return Record(run, facts).write()
 
 
 def _claim(run: Run) -> None:
@@ -130,22 +142,68 @@ def _claim(run: Run) -> None:
         raise Problem(f"{run.name} is being submitted by another command: wait for it, or choose another --name") from None
 
 
-def resubmit(record: Record, changes: Sequence[str], target: Target | None, nodes: int | None, notice: Callable[[str], None]) -> Record:
-    """Submits a run again: it continues from its last checkpoint."""
-    target = target or target_of(record)
-    facts = record.facts
+def continue_same(record: Record, submission: Submission, target: Target, notice: Callable[[str], None]) -> Record:
+    """Submits a run again for a command that repeats its first one; raises Problem if the code or the settings differ."""
+    if record.target != target.name:
+        raise Problem(f"{record.run.name} is on {record.target}, not on {target.name}: choose another --name")
+    if record.facts["code"] != (submission.code and submission.code.digest):
+        raise Problem(
+            f"{record.run.name} began with another version of {record.facts['task']}: choose another --name, or drivetrain resume {record.run.name}"
+        )
+    if [*record.facts["words"], *record.facts["changes"]] != list(submission.request.settings):
+        raise Problem(
+            f"{record.run.name} began with {' '.join(record.facts['words']) or 'the default settings'}: choose another --name,"
+            f" or drivetrain resume {record.run.name} key=value for what may change"
+        )
+    return resubmit(record, (), Request(), notice)
+
+
+def resubmit(record: Record, changes: Sequence[str], flags: Request, notice: Callable[[str], None]) -> Record:
+    """Submits a run again: it continues from its last checkpoint. Of `flags` those count that are not defaults."""
+    target, facts = _current_target(record), record.facts
     code = Archive((record.run.path / CODE).read_bytes()) if facts["code"] else None
     if code is not None and code.digest != facts["code"]:
         raise Problem(f"{record.run.path / CODE} was changed: it is not the code that the run began with")
-    request = Request(**facts["request"] | {"settings": tuple(facts["words"])})
-    if changes:
-        request = replace(request, verb="resume", settings=tuple(changes))
-    if nodes is not None:
-        request = replace(request, nodes=nodes, min_nodes=None)
-    lock = EnvironmentLock(tuple(facts["environment"]))
+    if changes and facts["task"] == RECIPE:
+        raise Problem(f"{record.run.name} has stages: their settings cannot change in a run on a target")
+    given = {name: getattr(flags, name) for name in FLAGS if getattr(flags, name) != getattr(Request(), name)}
+    request = Request(**facts["request"] | {"settings": (*facts["words"], *facts["changes"], *changes)} | given)
+    if runs.is_run(record.run.path) and request.nodes == 1:
+        request = replace(request, verb="resume", settings=tuple(changes))  # with the settings that the run has recorded
     token = secrets.token_urlsafe(32) if request.nodes > 1 else ""
     names = present_secrets(target.settings.secrets, os.environ)
-    return submit(target, Submission(record.run, request, facts["task"], code, lock, facts["project"], names, token), notice)
+    submission = Submission(
+        record.run,
+        facts["name"],
+        request,
+        facts["task"],
+        code,
+        EnvironmentLock(tuple(facts["environment"])),
+        facts["project"],
+        names,
+        token,
+    )
+    again = {
+        "settings": asdict(target.settings), "handle": target.known_handle(submission), "phase": "submitting", "submitted": time.time(),
+        "submissions": facts["submissions"] + 1, "pulled": False, "exit_code": None, "reason": "",
+    }  # fmt: skip
+    begun = Record(record.run, facts | again | {"changes": [*facts["changes"], *changes]}).write()
+    try:
+        (handle,) = target.submit_array([submission], notice)
+    except Problem as problem:
+        if not isinstance(problem, Unsure):
+            record.write()
+        raise
+    return _started_record(begun, handle)
+
+
+def _current_target(record: Record) -> Target:
+    """Returns the target as drivetrain.yaml describes it now; if it has no such target any more, as it was."""
+    with contextlib.suppress(Problem):
+        target = find_target(record.target)
+        if target.kind == record.facts["kind"]:
+            return target
+    return target_of(record)
 
 
 def dry_run(target: Target, recipes: Sequence[Recipe], request: Request) -> Rendering:
@@ -157,7 +215,12 @@ def dry_run(target: Target, recipes: Sequence[Recipe], request: Request) -> Rend
 
 def target_of(record: Record) -> Target:
     """Returns the target of a run, with the settings that it had when the run was submitted."""
-    return make_target(record.target, str(record.facts["kind"]), record.facts["settings"], record.path)
+    kind = str(record.facts["kind"])
+    known = {field.name for field in fields(KINDS[kind].settings_class)} if kind in KINDS else set()
+    if not known:
+        raise Problem(f"{record.run.name} is on a target of kind {kind}, which this drivetrain does not have")
+    settings = {name: value for name, value in record.facts["settings"].items() if name in known}
+    return make_target(record.target, kind, settings, record.path)
 
 
 def _started(record: Record) -> Record:
@@ -181,9 +244,13 @@ def refresh(record: Record) -> Record:
 def follow(record: Record) -> Iterator[Record]:
     """Copies the run's small files here until it has ended; yields after each change. At the end pulls the run."""
     target = target_of(_started(record))
-    for _ in target.mirror(record, follow=True):
-        yield record
-    state = target.state(record)
+    while True:
+        for _ in target.mirror(record, follow=True):
+            yield record
+        state = target.patient_state(record)
+        if state.phase not in ("queued", "running"):  # of several machines, one may end a little later
+            break
+        time.sleep(POLL_SECONDS)
     yield _pulled_at_end(target, record.seen(state.phase, state.code, state.reason), state)
 
 
@@ -209,5 +276,5 @@ def stop(record: Record, seconds: float) -> Record:
 
 
 __all__ = [
-    "begin_record", "dry_run", "find_target", "follow", "named_or_new", "prepare", "pull", "refresh", "resubmit", "stop", "submit", "submit_array", "target_of",
+    "begin_record", "continue_same", "dry_run", "find_target", "follow", "named_or_new", "prepare", "pull", "refresh", "resubmit", "stop", "submit", "submit_array", "target_of",
 ]  # fmt: skip

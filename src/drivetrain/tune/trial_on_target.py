@@ -95,7 +95,7 @@ def start_on_target(trials: list[RunningTrial]) -> None:
         elif (record := submit.refresh(record)).is_active:
             trial.begin(record)
         else:
-            trial.begin(submit.resubmit(record, (), None, None, _ignore))
+            trial.begin(submit.resubmit(record, (), Request(), _ignore))
     if new:
         for trial, record in zip(new, submit.submit_array(new[0].target, [trial.submission() for trial in new], _ignore), strict=True):
             trial.begin(record)
