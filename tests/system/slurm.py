@@ -55,7 +55,9 @@ KillWait=5
 MinJobAge=600
 AccountingStorageType=accounting_storage/none
 GresTypes=gpu
+FirstJobId={first_job}
 """
+# The first job's number differs, because srun's ranks meet at a port that depends on it, and other tests may have a cluster at the same time.
 GPUS = 2  # of each node: device files that do nothing
 
 
@@ -126,7 +128,7 @@ def _write(base: Path) -> Path:
     for name in ("etc", "run", "log", "spool/ctld", *(f"spool/{node}" for node in NODES)):
         (base / name).mkdir(parents=True)
     host = socket.gethostname().split(".")[0]
-    text = SLURM_CONF.format(host=host, port=free_port(), base=base)
+    text = SLURM_CONF.format(host=host, port=free_port(), base=base, first_job=1 + secrets.randbelow(50_000))
     for node in NODES:
         text += f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=4 RealMemory=1000 Gres=gpu:{GPUS} State=UNKNOWN\n"
     text += f"PartitionName=main Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE State=UP\n"

@@ -135,7 +135,7 @@ def test_what_slurm_refuses(slurm: Cluster, folder: Path) -> None:
         write_target(**{key: "nix"})
         assert message.replace("none", "nix") in expect_error(*train, "--on", "cluster")
     assert "there is no sbatch on this machine" in expect_error(*train, "--on", "slurm", PATH="/nowhere")
-    assert "controller does not answer" in expect_error(*train, "--on", "slurm", SLURM_CONF="/nowhere/slurm.conf")
+    assert "controller does not answer" in expect_error(*train, "--on", "slurm", code=201, SLURM_CONF="/nowhere/slurm.conf")
     assert not Path("runs/refused").exists()
 
 

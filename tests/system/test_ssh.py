@@ -60,7 +60,7 @@ def test_two_machines_train_as_one(two_boxes: Boxes, folder: Path) -> None:
     assert run.model_path.is_file()
     assert run.checkpoint_steps() == Run("runs/here").checkpoint_steps()
     assert {path.name for path in (run.path / "logs").glob("*.log")} == {"output.log", "output-1.log", "rank-0.log", "rank-1.log"}
-    assert no_process_left(two_boxes)
+    wait_until(lambda: no_process_left(two_boxes), "the end of every process", 10)
     for number in (0, 1):
         assert "planted-secret" not in two_boxes.on_server(number, "grep", "-r", "planted-secret", str(two_boxes.base))
     assert not subprocess.run(["grep", "-r", "planted-secret", "."], capture_output=True).stdout
@@ -93,7 +93,7 @@ def test_a_killed_client_leaves_the_run_and_can_follow_it_again(two_boxes: Boxes
     assert "done    200 steps" in output
     assert step("kept") == 200 > before
     assert json.loads(Path("runs/kept/target.json").read_text())["exit_code"] == 0
-    assert no_process_left(two_boxes)
+    wait_until(lambda: no_process_left(two_boxes), "the end of every process", 10)
 
 
 def test_stop_ends_every_process_and_resume_is_exact(two_boxes: Boxes, folder: Path) -> None:
@@ -105,7 +105,7 @@ def test_stop_ends_every_process_and_resume_is_exact(two_boxes: Boxes, folder: P
     wait_until(lambda: step("stopped") >= 10, "steps")
     assert "stopped on boxes (preempted)" in two_boxes.run("stop", "stopped")
     assert follower.wait(60) == 0
-    assert no_process_left(two_boxes)
+    wait_until(lambda: no_process_left(two_boxes), "the end of every process", 10)
     assert step("stopped") < 60
     Path("small.py").write_text("raise SystemExit('this version must not be used')")
     two_boxes.run("resume", "stopped", "--wait")

@@ -171,6 +171,7 @@ def test_time_limits(seconds: float, text: str) -> None:
         (2, 0, False),
         (70, 0, False),
         (137, 0, False),
+        (138, 0, True),
         (200, 99, True),
         (201, 0, True),
         (203, 2, True),

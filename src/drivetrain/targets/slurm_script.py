@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -150,6 +151,7 @@ def _requeue(job: SlurmJob) -> str:
     preempted, first = Outcome.PREEMPTED.code, Outcome.INFRA.code
     return "\n".join([
         f"# Exit codes from {preempted} up can be retried: {preempted} preempted, {first} machine lost, 202 hang, 203 out of memory.",
+        f"if [ $code -eq {128 + signal.SIGUSR1} ]; then code={preempted}; fi   # the signal came before the run could answer it",
         'failures="$stop_file.failures"',
         'if [ ! -e "$stop_file" ]; then',
         f"    if [ $code -gt {preempted} ]; then echo $code >>\"$failures\"; fi",
