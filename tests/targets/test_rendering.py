@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import string
 import subprocess
 import sys
@@ -66,6 +67,7 @@ def rendered_text(kind: str, shape: str) -> str:
     """Returns what --dry-run prints, without what differs between machines and versions."""
     text = target_of(kind).render(submission(SHAPES[shape])).text()
     for original, replacement in (
+        (shlex.quote(sys.executable), "PYTHON"),
         (sys.executable, "PYTHON"), (FIND_PYTHON, "FIND_PYTHON"), (FIND_PYTHON.replace("'", "'\"'\"'"), "FIND_PYTHON"),
         (package_archive().digest, "PACKAGE"), (os.getcwd(), "FOLDER"), (_control_path(), "CONTROL"),
     ):  # fmt: skip
