@@ -107,17 +107,9 @@ class Boxes:
 @contextlib.contextmanager
 def boxes(folder: Path, disk_size: str = "200m") -> Iterator[Boxes]:
     """Starts two SSH servers; skips where that is not possible."""
-    for program in (SSHD, "ssh", "rsync"):
-        if shutil.which(program) is None:
-            pytest.skip(f"needs {program} (tests/system/install)")
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to start SSH servers")
-    folder.mkdir(parents=True, exist_ok=True)
+    _prepare(folder)
     base = folder / "disk"
     base.mkdir()
-    Path("/run/sshd").mkdir(exist_ok=True)
-    _make_key(folder / "id")
-    shutil.copy(folder / "id.pub", folder / "authorized_keys")
     started: list[subprocess.Popen[bytes]] = []
     try:
         with hosts(3) as (*servers, client):
@@ -146,6 +138,19 @@ def boxes(folder: Path, disk_size: str = "200m") -> Iterator[Boxes]:
             process.wait()
 
 
+def _prepare(folder: Path) -> None:
+    """Makes the folder with the user's key; skips where no SSH server can be started."""
+    for program in (SSHD, "ssh", "rsync"):
+        if shutil.which(program) is None:
+            pytest.skip(f"needs {program} (tests/system/install)")
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to start SSH servers")
+    folder.mkdir(parents=True, exist_ok=True)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    _make_key(folder / "id")
+    shutil.copy(folder / "id.pub", folder / "authorized_keys")
+
+
 def _make_key(path: Path) -> None:
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True)
 
@@ -153,16 +158,8 @@ def _make_key(path: Path) -> None:
 @contextlib.contextmanager
 def server_on_this_machine(folder: Path) -> Iterator[list[str]]:
     """Starts an SSH server on this machine; yields the words for ssh with which it is the host `here`."""
-    for program in (SSHD, "ssh", "rsync"):
-        if shutil.which(program) is None:
-            pytest.skip(f"needs {program} (tests/system/install)")
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to start an SSH server")
-    folder.mkdir(parents=True, exist_ok=True)
-    Path("/run/sshd").mkdir(exist_ok=True)
-    _make_key(folder / "id")
+    _prepare(folder)
     _make_key(folder / "host-key-1")
-    shutil.copy(folder / "id.pub", folder / "authorized_keys")
     port = free_port()
     (folder / "sshd").write_text(SERVER.format(folder=folder, number=1).replace("Port 22\n", f"Port {port}\nListenAddress 127.0.0.1\n"))
     (folder / "known_hosts").write_text(f"[127.0.0.1]:{port} {' '.join((folder / 'host-key-1.pub').read_text().split()[:2])}\n")

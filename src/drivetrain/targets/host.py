@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import base64
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -269,7 +268,3 @@ def _write(path: Path, message: dict[str, Any]) -> None:
             file.truncate(offset)
         file.seek(offset)  # two commands that follow a run write the same bytes
         file.write(data)
-
-
-def digest_of(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()

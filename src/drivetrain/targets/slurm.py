@@ -196,12 +196,13 @@ class SlurmTarget(Target):
         ]
 
     def _prepare(self, submission: Submission, notice: Callable[[str], None]) -> None:
-        """Brings code and environment to where the jobs run, and removes the mark of an earlier stop."""
+        """Brings code and environment to where the jobs run, and removes the marks of an earlier job."""
         if self.shares_files:
             unpack_code(submission)
         else:
             prepare_host(self.host, submission, self.settings.dir, self.settings.python, self.settings.torch, notice)
-        self.host.call("delete", path=f"{self._job_folder(submission)}/stop")
+        for name in ("stop", "stop.failures"):
+            self.host.call("delete", path=f"{self._job_folder(submission)}/{name}")
         self.host.call("write", path=f"{self._run_dir(submission)}/logs/output.log", text="", append=True)
 
     def _slurm(self, words: Sequence[str], secrets: Mapping[str, str] | None = None) -> str:

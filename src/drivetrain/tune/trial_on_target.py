@@ -91,6 +91,8 @@ def start_on_target(trials: list[RunningTrial]) -> None:
         assert isinstance(trial, TrialOnTarget)
         record = read_record(trial.run)
         if record is None or not record.handle:
+            if record is not None:
+                record.path.unlink()  # of a submission that was killed before the target accepted it
             new.append(trial)
         elif (record := submit.refresh(record)).is_active:
             trial.begin(record)
