@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from drivetrain.outcomes import Outcome, Problem
+from drivetrain.targets.consent import Cost
 from drivetrain.targets.record import Record
 from drivetrain.targets.submission import Submission
 
@@ -108,6 +109,10 @@ class Target(ABC):
     def render(self, submission: Submission) -> Rendering:
         """Returns the files and commands that `submit` will write and run."""
 
+    def cost(self, submission: Submission) -> Cost | None:
+        """Returns what the machines that `submit` starts cost; None: it starts none that cost money."""
+        return None
+
     # --- actions ---
 
     @abstractmethod
@@ -156,6 +161,10 @@ class Target(ABC):
             yield ""
             time.sleep(POLL_SECONDS)
         yield ""
+
+    def details(self, record: Record) -> Iterator[str]:
+        """Yields further lines for `status`, such as the machines of the run and what they report."""
+        return iter(())
 
     @abstractmethod
     def pull(self, record: Record) -> None:

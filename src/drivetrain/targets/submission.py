@@ -17,6 +17,7 @@ from drivetrain.outcomes import Problem
 from drivetrain.recipe import Recipe, recipe_words
 from drivetrain.runs import Run
 from drivetrain.targets.archive import Archive, make_archive
+from drivetrain.targets.consent import Consent
 from drivetrain.targets.environment import EnvironmentLock
 from drivetrain.task_ref import BUILT_IN, TaskRef
 
@@ -46,6 +47,8 @@ class Submission:
     """Names of environment variables."""
     token: str = ""
     """The secret with which the machines of the run find each other; never written."""
+    consent: Consent | None = None
+    """The user's consent to the cost of the machines that the target starts for the run."""
 
     @property
     def port(self) -> int:
