@@ -21,6 +21,7 @@ from drivetrain.targets.record import Record
 from drivetrain.targets.slurm_script import SlurmJob, script
 from drivetrain.targets.ssh import checked_address, host_checks, prepare_host
 from drivetrain.targets.submission import Submission
+from drivetrain.targets.transfer import send_run
 
 CPUS_PER_GPU = 4
 MIRROR_SECONDS = 0.4
@@ -194,6 +195,16 @@ class SlurmTarget(Target):
             {"id": number, "run_dir": self._run_dir(s), "job": self._job_folder(s), "waits": True, "label": f"{self.name} (job {number})"}
             for number, s in zip(numbers, submissions, strict=True)
         ]
+
+    def bring_run(self, submission: Submission, notice: Callable[[str], None]) -> bool:
+        return (
+            super().bring_run(submission, notice)
+            if self.shares_files
+            else send_run(self.host, submission, self._run_dir(submission), notice)
+        )
+
+    def has_left(self, record: Record) -> bool:
+        return self.settings.host not in (None, record.facts["settings"]["host"])
 
     def _prepare(self, submission: Submission, notice: Callable[[str], None]) -> None:
         """Brings code and environment to where the jobs run, and removes the marks of an earlier job."""
