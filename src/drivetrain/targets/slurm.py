@@ -63,7 +63,7 @@ class SlurmSettings(TargetSettings):
     grace: int = 120
     """Seconds before the time limit at which the run saves and is queued again."""
     retries: int = 3
-    """How often a run is queued again after a lost machine, a hang or a lack of memory; after preemption always."""
+    """How often a run is queued again after a lost machine, a hang or a lack of memory; after preemption as long as it saves something new."""
     sbatch: list[str] = field(default_factory=list)
     """Further options, such as --exclusive: each becomes an #SBATCH line."""
     prologue: list[str] = field(default_factory=list)
@@ -114,6 +114,7 @@ class SlurmTarget(Target):
             nodes=request.nodes, gpus=gpus, cpus=settings.cpus or (CPUS_PER_GPU * gpus or request.procs or 1), seconds=self._seconds(first),
             grace=settings.grace, options={name: getattr(settings, name) for name in ("partition", "account", "qos", "constraint", "mem", "gres")},
             extra=settings.sbatch, prologue=settings.prologue, variables=self._variables(), port=first.port, retries=settings.retries,
+            run_dirs=[self._run_dir(s) for s in submissions],
             stop_files=[f"{self._job_folder(s)}/stop" for s in submissions], outputs=[self._output(s) for s in submissions],
         )  # fmt: skip
         path = f"{self._job_folder(first)}/job.sh"
@@ -212,7 +213,7 @@ class SlurmTarget(Target):
             unpack_code(submission)
         else:
             prepare_host(self.host, submission, self.settings.dir, self.settings.python, self.settings.torch, notice)
-        for name in ("stop", "stop.failures"):
+        for name in ("stop", "stop.failures", "stop.requeues"):
             self.host.call("delete", path=f"{self._job_folder(submission)}/{name}")
         self.host.call("write", path=f"{self._run_dir(submission)}/logs/output.log", text="", append=True)
 
