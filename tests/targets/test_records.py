@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 import time
@@ -23,7 +25,7 @@ from drivetrain.targets.errors import Unsure
 from drivetrain.targets.host import ReachableHost, SshHost, _write_part
 from drivetrain.targets.record import Record, read_record
 from drivetrain.task_ref import BUILT_IN, TaskRef, find_task
-from tests.command import expect_error, run_ok, write_task
+from tests.command import expect_error, run_drivetrain, run_ok, write_task
 
 FAST = ("plan.threads=1", "plan.compile=off")
 
@@ -175,12 +177,28 @@ def test_a_host_is_no_option_of_ssh(host: str, folder: Path) -> None:
     assert not Path("x").exists()
 
 
-def test_files_that_others_can_write_are_not_used(folder: Path) -> None:
-    file = Path("drivetrain.yaml")
+def test_files_that_others_can_write_are_not_used_and_the_user_is_told(folder: Path) -> None:
+    file = folder / "drivetrain.yaml"
     file.write_text("targets: {box: {kind: local}}\n")
     assert "box" in run_ok("train", "digits", "--on", "box", "--dry-run", "--name", "box")
     file.chmod(0o666)
-    assert "there is no target 'box'" in expect_error("train", "digits", "--on", "box", "--dry-run")
+    notice = f"drivetrain: {file} is not used, because every user can write it: chmod o-w {shlex.quote(str(file))}\n"
+    failed = run_drivetrain("train", "digits", "--on", "box", "--dry-run")
+    assert "there is no target 'box'" in failed.stderr and failed.stderr.count(notice) == 1
+    for words in (("targets", "--json"), ("doctor", "--on", "local", "--json")):
+        done = run_drivetrain(*words)
+        assert done.stderr == notice and json.loads(done.stdout), words
+    subprocess.run(["sh", "-c", notice.rpartition(": ")[2]], check=True)
+    assert '"box"' in run_ok("targets", "--json")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to another user")
+def test_a_file_of_another_user_is_not_used_and_the_user_is_told(folder: Path) -> None:
+    Path("drivetrain.yaml").write_text("targets: {box: {kind: local}}\n")
+    os.chown("drivetrain.yaml", 4711, -1)
+    done = run_drivetrain("targets", "--json")
+    assert "it belongs to another user, whose commands would run: if you trust it: sudo chown 0 " in done.stderr
+    assert '"box"' not in done.stdout
 
 
 def test_the_command_for_a_login_shell_survives_it() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 import stat
+import sys
 import typing
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from drivetrain.targets.docker import DockerTarget
 from drivetrain.targets.local import LocalTarget
 from drivetrain.targets.slurm import SlurmTarget
 from drivetrain.targets.ssh import SshTarget
+from drivetrain.terminal import one_line
 
 PROJECT_FILE = "drivetrain.yaml"
 KINDS: dict[str, type[Target]] = {kind.kind: kind for kind in (LocalTarget, DockerTarget, SshTarget, SlurmTarget)}
@@ -37,9 +41,21 @@ def config_files() -> list[Path]:
 
 
 def _is_trusted(path: Path) -> bool:
-    """Whether only this user, the user's groups or root can have written a file: its options and lines are run."""
+    """Whether only this user, the user's groups or root can have written a file: its options and lines are run. If not, says so on stderr."""
     status = path.stat()
-    return status.st_uid in (0, os.geteuid()) and not status.st_mode & stat.S_IWOTH
+    if status.st_uid not in (0, os.geteuid()):
+        fix = f"if you trust it: sudo chown {os.geteuid()} {shlex.quote(str(path))}"
+        _report_once(f"{path} is not used, because it belongs to another user, whose commands would run: {fix}")
+        return False
+    if status.st_mode & stat.S_IWOTH:
+        _report_once(f"{path} is not used, because every user can write it: chmod o-w {shlex.quote(str(path))}")
+        return False
+    return True
+
+
+@cache
+def _report_once(text: str) -> None:
+    print(f"drivetrain: {one_line(text)}", file=sys.stderr)
 
 
 def find_target(name: str) -> Target:
