@@ -72,6 +72,26 @@ def test_stop_saves_and_resume_is_exact(slurm: Cluster, folder: Path) -> None:
     assert losses("stopped") == losses("reference")
 
 
+def test_a_submission_that_was_killed_before_its_record_is_found_again(slurm: Cluster, folder: Path) -> None:
+    """The record is as it was before sbatch answered."""
+    write_task(change=SLOW)
+    train = ("train", "small.py", "steps=800", *FAST, "--on", "slurm", "--name", "killed")
+    run_ok(*train)
+    record = Path("runs/killed/target.json")
+    written = json.loads(record.read_text())
+    for words in (("status", "killed"), train, ("stop", "killed")):
+        record.write_text(json.dumps(written | {"handle": {}, "phase": "submitting"}))
+        if words[0] == "train":
+            assert "on slurm already" in run_ok(*words)
+        elif words[0] == "status":
+            assert "on slurm" in run_ok(*words)
+        else:
+            run_ok(*words)
+        assert json.loads(record.read_text())["handle"] == written["handle"]
+        assert slurm.run("squeue", "-h", "-t", "pending,running,completing", "-o", "%j").split().count("killed") <= 1
+    wait_until(lambda: not slurm.run("squeue", "-h", "-o", "%i").strip(), "the end of the job")
+
+
 def test_scancel_by_somebody_else_is_told(slurm: Cluster, folder: Path) -> None:
     write_task(change=SLOW)
     run_ok("train", "small.py", "steps=800", *FAST, "--on", "slurm", "--name", "cancelled")

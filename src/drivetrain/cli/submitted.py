@@ -31,6 +31,7 @@ def train_on(name: str, recipes: Sequence[Recipe], request: Request, wait: bool,
         return 0
     run_name = submit.given_name(recipes, request)
     record = find_recorded(run_name) if run_name else None
+    record = submit.adopt(record) if record is not None and not record.handle else record
     if record is None or not (record.handle or is_run(record.run.path)):  # nothing has begun
         if record is not None:
             record.path.unlink()

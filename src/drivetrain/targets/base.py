@@ -134,6 +134,10 @@ class Target(ABC):
         """Whether the run executed on machines that are no machines of this target any more."""
         return False
 
+    def find_job(self, record: Record) -> dict[str, Any]:
+        """Returns the handle of an active job that a command submitted, but could not record; {} if there is none."""
+        return {}
+
     @abstractmethod
     def state(self, record: Record) -> JobState:
         """Asks the system how the run's job is doing."""

@@ -122,13 +122,19 @@ class SlurmTarget(Target):
         if len(submissions) > 1:  # each element turns to its own file as soon as it runs
             output = f"{self._job_folder(first).replace('%', '%%')}/array-%a.log"
         folder = () if self.shares_files else (f"--chdir={self._layout(first).folder}",)
-        words = (f"--output={output}", *folder, path)
+        words = (f"--output={output}", *folder, *self._comment(submissions), path)
         variables = {"DRIVETRAIN_TOKEN": "$DRIVETRAIN_TOKEN"} if first.token else {}
         commands = (
             RenderedCommand(("sbatch", "--test-only", *words)),
             RenderedCommand(("sbatch", "--parsable", *words), variables=variables),
         )
         return Rendering((RenderedFile(path, script(job)),), commands)
+
+    def _comment(self, submissions: Sequence[Submission]) -> list[str]:
+        """Returns the option with which `find_job` recognises a run's job; none for an array, or if the user sets the comment."""
+        if len(submissions) > 1 or any(option.startswith("--comment") for option in self.settings.sbatch):
+            return []
+        return [f"--comment={job_comment(submissions[0].project, submissions[0].name)}"]
 
     def _gpus(self, submission: Submission) -> int:
         request = submission.request
@@ -192,10 +198,22 @@ class SlurmTarget(Target):
         self._slurm(test.words)  # otherwise a job that no machine can ever take waits forever
         job = self._slurm(command.words, secret_values(submissions[0])).partition(";")[0]  # JOB;CLUSTER
         numbers = [job] if len(submissions) == 1 else [f"{job}_{number}" for number in range(len(submissions))]
-        return [
-            {"id": number, "run_dir": self._run_dir(s), "job": self._job_folder(s), "waits": True, "label": f"{self.name} (job {number})"}
-            for number, s in zip(numbers, submissions, strict=True)
-        ]
+        return [self._handle(number, self._run_dir(s), self._job_folder(s)) for number, s in zip(numbers, submissions, strict=True)]
+
+    def _handle(self, number: str, run_dir: str, job_folder: str) -> dict[str, Any]:
+        return {"id": number, "run_dir": run_dir, "job": job_folder, "waits": True, "label": f"{self.name} (job {number})"}
+
+    def find_job(self, record: Record) -> dict[str, Any]:
+        comment = job_comment(record.facts["project"], record.facts["name"])
+        jobs = [line.partition("|") for line in self._slurm(["squeue", "--noheader", "--me", "--format=%i|%k"]).splitlines()]
+        number = next((number for number, _, text in jobs if text == comment), None)
+        if number is None:
+            return {}
+        if self.shares_files:
+            run_dir = str(record.run.path.absolute())
+            return self._handle(number, run_dir, f"{run_dir}/job")
+        layout = Layout(self.settings.dir.rstrip("/"), record.facts["project"], record.facts["name"])
+        return self._handle(number, layout.run_dir, layout.job())
 
     def bring_run(self, submission: Submission, notice: Callable[[str], None]) -> bool:
         return (
@@ -327,6 +345,11 @@ class SlurmTarget(Target):
 
     def _sinfo(self) -> list[str]:
         return ["sinfo", "--noheader", *([f"--partition={self.settings.partition}"] if self.settings.partition else [])]
+
+
+def job_comment(project: str, name: str) -> str:
+    """Returns the comment of a run's job, which no other run has."""
+    return f"drivetrain:{project}/{name}"
 
 
 def _num_gpus(gres: str) -> int:

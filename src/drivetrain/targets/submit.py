@@ -233,8 +233,15 @@ def _started(record: Record) -> Record:
     return record
 
 
+def adopt(record: Record) -> Record:
+    """Returns the record with the job that a command submitted and, because it was killed, did not record; the same record if there is none."""
+    handle = target_of(record).find_job(record)
+    return _started_record(record, handle) if handle else record
+
+
 def refresh(record: Record) -> Record:
     """Asks the target how the run is doing and copies its small files here; when it has ended, all of it."""
+    record = record if record.handle else adopt(record)
     if not record.handle or record.is_complete:
         return record
     target = target_of(record)
@@ -290,10 +297,11 @@ def pull(record: Record) -> Record:
 
 def stop(record: Record, seconds: float) -> Record:
     """Stops a run: it saves, and `resume` continues it. What does not end within `seconds` is killed."""
-    target_of(_started(record)).stop(record, seconds)
+    record = _started(record if record.handle else adopt(record))
+    target_of(record).stop(record, seconds)
     return refresh(record)
 
 
 __all__ = [
-    "begin_record", "continue_same", "dry_run", "find_target", "follow", "named_or_new", "prepare", "pull", "refresh", "refresh_or_leave", "resubmit", "stop", "submit", "submit_array", "target_of",
+    "adopt", "begin_record", "continue_same", "dry_run", "find_target", "follow", "named_or_new", "prepare", "pull", "refresh", "refresh_or_leave", "resubmit", "stop", "submit", "submit_array", "target_of",
 ]  # fmt: skip
