@@ -9,16 +9,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from drivetrain.outcomes import Outcome, Problem, outcome_of_code
+from drivetrain.outcomes import Outcome, Problem
 from drivetrain.runs import is_run
 from drivetrain.targets.archive import package_archive
-from drivetrain.targets.base import STOP_SECONDS, Check, JobState, Phase, RenderedCommand, RenderedFile, Rendering, Target, TargetSettings
+from drivetrain.targets.base import STOP_SECONDS, Check, JobState, RenderedCommand, RenderedFile, Rendering, Target, TargetSettings
 from drivetrain.targets.errors import SLURM, explain
 from drivetrain.targets.host import ReachableHost, SshHost, copy
 from drivetrain.targets.layout import DEFAULT_BASE, Layout
 from drivetrain.targets.local import code_folder, folder_checks, secret_values, unpack_code
 from drivetrain.targets.record import Record
 from drivetrain.targets.slurm_script import SlurmJob, script
+from drivetrain.targets.slurm_states import IMPOSSIBLE, end_of, phase_of, state_of_accounting
 from drivetrain.targets.ssh import checked_address, host_checks, prepare_host
 from drivetrain.targets.submission import Submission
 from drivetrain.targets.transfer import send_run
@@ -26,18 +27,6 @@ from drivetrain.targets.transfer import send_run
 CPUS_PER_GPU = 4
 MIRROR_SECONDS = 0.4
 POLL_SECONDS = 1.0
-WAITING = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
-ACTIVE = {"RUNNING", "COMPLETING", "CONFIGURING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED", "RESIZING"}
-ENDINGS = {
-    "CANCELLED": "it was cancelled", "TIMEOUT": "its time limit passed", "NODE_FAIL": "a machine was lost", "PREEMPTED": "a job of higher"
-    " priority took its place", "OUT_OF_MEMORY": "it used more memory than it had asked for: raise mem: in the target", "BOOT_FAIL": "a machine did not start",
-    "DEADLINE": "its deadline passed",
-}  # fmt: skip
-IMPOSSIBLE = {
-    "PartitionNodeLimit": "the partition allows fewer machines", "PartitionTimeLimit": "the partition allows less time: give --time-limit",
-    "BadConstraints": "no machine has what it asks for", "AssocGrpGRES": "your account may not use so many GPUs",
-    "QOSMaxGRESPerUser": "your qos allows fewer GPUs", "ReqNodeNotAvail": "the machines it needs are down or reserved",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,19 +249,18 @@ class SlurmTarget(Target):
         if not text:
             return self._state_of_old_job(record)
         state, _, reason = text.splitlines()[0].partition("|")
-        if phase := _phase(state):
+        if phase := phase_of(state):
             hint = IMPOSSIBLE.get(reason, "")
             return JobState(phase, None, f"waits: {reason}{f' ({hint})' if hint else ''}" if phase == "queued" and reason != "None" else "")
         match = re.search(r"\bExitCode=(\d+):(\d+)", self._slurm(["scontrol", "show", "job", "--oneliner", job]))
-        return _ended(state, match[1] if match else None)
+        return end_of(state, match[1] if match else None)
 
     def _state_of_old_job(self, record: Record) -> JobState:
         """Returns the end of a job that Slurm's controller has forgotten: from the accounting, else from the run itself."""
         try:
             text = self._slurm(["sacct", "-X", "-n", "-P", f"--jobs={record.handle['id']}", "--format=State,ExitCode"])
             if text:
-                state, _, code = text.splitlines()[-1].partition("|")
-                return _ended(state.partition(" ")[0], code.partition(":")[0])
+                return state_of_accounting(text)
         except Problem:
             pass  # this cluster keeps no accounts
         outcome = record.run.read()["outcome"] if is_run(record.run.path) else ""
@@ -355,20 +343,3 @@ def job_comment(project: str, name: str) -> str:
 def _num_gpus(gres: str) -> int:
     """Returns the number of GPUs in Slurm's text for generic resources, such as gpu:a100:4(S:0-1)."""
     return sum(int(match[1]) for match in re.finditer(r"\bgpu(?::[^:,(]+)?:(\d+)", gres))
-
-
-def _phase(state: str) -> Phase | None:
-    """Returns the phase of a state of Slurm; None for a job that has ended."""
-    if state in WAITING:
-        return "queued"
-    return "running" if state in ACTIVE else None
-
-
-def _ended(state: str, code: str | None) -> JobState:
-    if state == "COMPLETED":
-        return JobState("ended", 0)
-    number = int(code) if code and code.isdigit() and int(code) else None
-    reason = ENDINGS.get(state, "")
-    if number is not None and not reason:
-        reason = f"it ended with code {number} ({outcome_of_code(number)})"
-    return JobState("ended", number if number is not None else Outcome.INFRA.code, reason or f"it ended as {state.lower()}")
