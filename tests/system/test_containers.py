@@ -153,7 +153,7 @@ def test_a_crash_gives_its_exit_code(project: Path, engine: Containers) -> None:
 
 
 def test_doctor(project: Path, engine: Containers) -> None:
-    checks = {check["what"]: check for check in json.loads(run_ok("doctor", "--on", "box", "--json", **variables(engine)))}
+    checks = {check["subject"]: check for check in json.loads(run_ok("doctor", "--on", "box", "--json", **variables(engine)))}
     assert checks["image"]["verdict"] == "ok"
     assert checks["reach"]["evidence"].startswith("docker ")
 

@@ -145,7 +145,7 @@ def test_doctor_and_targets(slurm: Cluster, folder: Path) -> None:
     output = run_ok("doctor", "--on", "cluster")
     assert "3 of 3 can take jobs" in output and "3 machines have 2 or more" in output
     write_target(gpus=4)
-    checks = {check["what"]: check for check in json.loads(run_drivetrain("doctor", "--on", "cluster", "--json").stdout)}
+    checks = {check["subject"]: check for check in json.loads(run_drivetrain("doctor", "--on", "cluster", "--json").stdout)}
     assert checks["GPUs"]["verdict"] == "fault" and "ask for fewer" in checks["GPUs"]["fix"]
 
 

@@ -149,8 +149,8 @@ def test_a_job_that_runs_is_not_removed_and_stop_ends_a_pause(folder: Path) -> N
 @pytest.mark.parametrize(
     "message",
     [
-        {"file": "../x.log", "offset": 0, "data": ""}, {"file": "/etc/x.log", "offset": 0, "data": ""}, {"file": "target.json", "whole": ""},
-        {"file": "a/b/c/d.log", "offset": 0, "data": ""}, {"file": "model/x.safetensors", "whole": ""}, {"file": "x.log", "offset": "a", "data": ""},
+        {"file": "../x.log", "offset": 0, "data": ""}, {"file": "/etc/x.log", "offset": 0, "data": ""}, {"file": "target.json", "content": ""},
+        {"file": "a/b/c/d.log", "offset": 0, "data": ""}, {"file": "model/x.safetensors", "content": ""}, {"file": "x.log", "offset": "a", "data": ""},
         {"file": "x.log"},
     ],
 )  # fmt: skip

@@ -25,9 +25,9 @@ def run(verb: str, words: list[str]) -> int:
     if args.json:
         show(json.dumps([check._asdict() for check in checks]))
     else:
-        width = max(len(check.what) for check in checks)
+        width = max(len(check.subject) for check in checks)
         for check in checks:
-            show(f"{check.verdict:<8} {check.what:<{width}}  {one_line(check.evidence)}")
+            show(f"{check.verdict:<8} {check.subject:<{width}}  {one_line(check.evidence)}")
             if check.fix:
                 show(f"{'':<8} {'':<{width}}  fix: {one_line(check.fix)}")
     return Outcome.INFRA.code if any(check.verdict == "fault" for check in checks) else 0

@@ -67,8 +67,8 @@ def resume_on(record: Record, request: Request, target_name: str | None, wait: b
 
 
 def _report(record: Record, screen: Screen) -> None:
-    place = record.handle.get("place") or record.target
-    screen.line("run", f"{record.run.name}   {record.phase} on {place}   {next_verbs(record)}")
+    label = record.handle.get("label") or record.target
+    screen.line("run", f"{record.run.name}   {record.phase} on {label}   {next_verbs(record)}")
 
 
 def next_verbs(record: Record) -> str:

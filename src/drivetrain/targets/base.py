@@ -53,7 +53,8 @@ class JobState(NamedTuple):
 class Check(NamedTuple):
     """One line of `drivetrain doctor`."""
 
-    what: str
+    subject: str
+    """What is checked."""
     verdict: Literal["ok", "warning", "fault"]
     evidence: str
     fix: str = ""

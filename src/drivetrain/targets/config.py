@@ -44,36 +44,36 @@ def _is_trusted(path: Path) -> bool:
 
 def find_target(name: str) -> Target:
     """Returns the target of this name; each kind is also a target with its defaults."""
-    found = _entries()
-    if name not in found:
+    entries = _entries()
+    if name not in entries:
         if name in KINDS:
             return make_target(name, name, {}, Path(name))
         files = " and ".join(map(str, config_files())) or f"{PROJECT_FILE} or {user_file()}"
         raise Problem(
-            f"there is no target {brief(name)}{nearest(name, [*found, *KINDS])} (kinds: {', '.join(KINDS)}; your own: in {files})"
+            f"there is no target {brief(name)}{nearest(name, [*entries, *KINDS])} (kinds: {', '.join(KINDS)}; your own: in {files})"
         )
-    path, entry = found[name]
+    path, entry = entries[name]
     return _target_of_entry(name, entry, path)
 
 
 def all_targets() -> list[Target]:
     """Returns the targets of the files, then the kinds that no target of the same name hides."""
-    found = _entries()
-    targets = [_target_of_entry(name, entry, path) for name, (path, entry) in found.items()]
-    return targets + [make_target(kind, kind, {}, Path(kind)) for kind in KINDS if kind not in found and kind != "ssh"]
+    entries = _entries()
+    targets = [_target_of_entry(name, entry, path) for name, (path, entry) in entries.items()]
+    return targets + [make_target(kind, kind, {}, Path(kind)) for kind in KINDS if kind not in entries and kind != "ssh"]
 
 
 def _entries() -> dict[str, tuple[Path, Any]]:
     """Returns name -> (file, entry)."""
-    found: dict[str, tuple[Path, Any]] = {}
+    by_name: dict[str, tuple[Path, Any]] = {}
     for path in config_files():
         content = parse_yaml(read_text(path, "the targets"), path)
         entries = content.get("targets", {}) if isinstance(content, dict) else None
         if not isinstance(entries, dict):
             raise Problem(f"{path} has no targets: write `targets:`, below it `NAME:`, and below that `kind: ssh`")
         for name, entry in entries.items():
-            found.setdefault(check_name(name, f"{path}: the target"), (path, entry))
-    return found
+            by_name.setdefault(check_name(name, f"{path}: the target"), (path, entry))
+    return by_name
 
 
 def _target_of_entry(name: str, entry: Any, path: Path) -> Target:

@@ -133,7 +133,7 @@ class DockerTarget(Target):
             engine.try_run("rm", "--volumes", name)  # it was created, but could not be started
             raise
         identity = answer.splitlines()[-1].strip()
-        return {"engine": engine.program, "container": identity, "name": name, "offset": offset, "place": f"{self.name} ({name})"}
+        return {"engine": engine.program, "container": identity, "name": name, "offset": offset, "label": f"{self.name} ({name})"}
 
     def _check_image(self, engine: Engine, image: str, notice: Callable[[str], None]) -> None:
         """Raises Problem if there is no image; notes an image of another version, and one that must be pulled."""

@@ -257,9 +257,9 @@ def _write_part(folder: Path, message: dict[str, Any]) -> str:
 
 def _write(path: Path, message: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    if "whole" in message:
+    if "content" in message:
         temporary = path.with_name(f".{path.name}-{os.getpid()}")
-        temporary.write_bytes(base64.b64decode(message["whole"]))
+        temporary.write_bytes(base64.b64decode(message["content"]))
         os.replace(temporary, path)
         return
     data, offset = base64.b64decode(message["data"]), int(message["offset"])

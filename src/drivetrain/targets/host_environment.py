@@ -48,9 +48,9 @@ def _gpus() -> list[dict[str, str]]:
 def missing(base: str, archives: list[str], environment: str) -> dict[str, Any]:
     """Returns which archives and environment this machine does not have yet."""
     root = folder(base)
-    for kept in (root, root / "code", root / "environments"):
-        if kept.exists() and kept.stat().st_uid != os.geteuid():
-            raise Failure(f"{kept} belongs to another user, whose programs would run: set dir: in the target to a folder of yours")
+    for path in (root, root / "code", root / "environments"):
+        if path.exists() and path.stat().st_uid != os.geteuid():
+            raise Failure(f"{path} belongs to another user, whose programs would run: set dir: in the target to a folder of yours")
     absent = [digest for digest in archives if not (root / "code" / digest).is_dir()]
     ready = not environment or (root / "environments" / environment / "ready").is_file()
     return {"archives": absent, "environment": not ready}

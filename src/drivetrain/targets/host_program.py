@@ -33,7 +33,7 @@ from drivetrain.targets.host_library import (
     FIRST_RETRYABLE_CODE,
     GROWING,
     JOB_VARIABLE,
-    KEPT,
+    OWN_FOLDERS,
     POLL_SECONDS,
     REPLACED,
     RETRY_SECONDS,
@@ -198,7 +198,7 @@ def mirror(run: str, have: dict[str, list[Any]], jobs: list[str], follow: bool) 
                 if path.suffix in GROWING:
                     sent[name] = _send_growth(path, name, *sent.get(name, (0, "")))
                 elif stamps.get(name) != (stamp := path.stat().st_mtime):
-                    reply(file=name, whole=base64.b64encode(path.read_bytes()).decode())
+                    reply(file=name, content=base64.b64encode(path.read_bytes()).decode())
                     stamps[name] = stamp
         if not follow or "running" not in phases:
             return {"phases": phases}
@@ -275,9 +275,9 @@ def remove(base: str) -> dict[str, Any]:
     if running:
         raise Failure(f"{', '.join(sorted(str(path.relative_to(root)) for path in running)[:3])} still runs there: stop it first")
     size = 0
-    for kept in (root / name for name in KEPT):
-        size += sum(file.lstat().st_size for file in kept.glob("**/*") if file.is_file())
-        shutil.rmtree(kept, ignore_errors=True)
+    for path in (root / name for name in OWN_FOLDERS):
+        size += sum(file.lstat().st_size for file in path.glob("**/*") if file.is_file())
+        shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError):  # the folder is missing, or has files of others
         root.rmdir()
     return {"bytes": size}

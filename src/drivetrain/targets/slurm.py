@@ -191,7 +191,7 @@ class SlurmTarget(Target):
         job = self._slurm(command.words, secret_values(submissions[0])).partition(";")[0]  # JOB;CLUSTER
         numbers = [job] if len(submissions) == 1 else [f"{job}_{number}" for number in range(len(submissions))]
         return [
-            {"id": number, "run_dir": self._run_dir(s), "job": self._job_folder(s), "waits": True, "place": f"{self.name} (job {number})"}
+            {"id": number, "run_dir": self._run_dir(s), "job": self._job_folder(s), "waits": True, "label": f"{self.name} (job {number})"}
             for number, s in zip(numbers, submissions, strict=True)
         ]
 

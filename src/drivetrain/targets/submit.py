@@ -166,8 +166,8 @@ def resubmit(record: Record, changes: Sequence[str], flags: Request, notice: Cal
         raise Problem(f"{record.run.path / CODE} was changed: it is not the code that the run began with")
     if changes and facts["task"] == RECIPE:
         raise Problem(f"{record.run.name} has stages: their settings cannot change in a run on a target")
-    given = {name: getattr(flags, name) for name in FLAGS if getattr(flags, name) != getattr(Request(), name)}
-    request = Request(**facts["request"] | {"settings": (*facts["words"], *facts["changes"], *changes)} | given)
+    changed_flags = {name: getattr(flags, name) for name in FLAGS if getattr(flags, name) != getattr(Request(), name)}
+    request = Request(**facts["request"] | {"settings": (*facts["words"], *facts["changes"], *changes)} | changed_flags)
     if runs.is_run(record.run.path) and request.nodes == 1:
         request = replace(request, verb="resume", settings=tuple(changes))  # with the settings that the run has recorded
     token = secrets.token_urlsafe(32) if request.nodes > 1 else ""
