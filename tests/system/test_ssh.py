@@ -112,6 +112,36 @@ def test_stop_ends_every_process_and_resume_is_exact(two_boxes: Boxes, folder: P
     assert losses("stopped") == losses("reference")
 
 
+def test_a_run_follows_its_target_to_other_machines(two_boxes: Boxes, folder: Path) -> None:
+    """After `down`, on another host, and on another host when the first one is lost: it continues with what was copied here."""
+    write_task(change=SLOW)
+    two_boxes.write_target(hosts=["box1"])
+    two_boxes.run("train", "small.py", "steps=10", *FAST, "--on", "boxes", "--wait", "--name", "moved")
+    two_boxes.run("down", "boxes", "--yes")
+    assert "finished on boxes" in two_boxes.run("status", "moved")
+    output = two_boxes.run("resume", "moved", "steps=20", "--wait")
+    assert "box1: sending moved (step 10, " in output and "it has nothing of it there" in output
+    assert "resume  from step 10" in output
+    two_boxes.write_target(hosts=["box2"])
+    output = two_boxes.run("resume", "moved", "steps=30", "--wait")
+    assert "box2: sending moved (step 20, " in output
+    two_boxes.run("resume", "moved", "steps=1000")
+    wait_until(lambda: step("moved") >= 35 or not two_boxes.run("status", "moved"), "steps")
+    two_boxes.servers[1].cut_cable()
+    try:
+        two_boxes.write_target(hosts=["box1"])
+        output = two_boxes.run("resume", "moved", "steps=45", "--wait")
+    finally:
+        two_boxes.servers[1].mend_cable()
+    assert "its machines do not answer, and boxes has others now" in output
+    assert "box1: sending moved (step 30, " in output and "it has step 20 there" in output
+    assert [row["step"] for row in Run("runs/moved").rows()] == list(range(1, 46))
+    for pid in two_boxes.servers[1].processes():
+        if "supervise" in Path(f"/proc/{pid}/cmdline").read_text():
+            os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: no_process_left(two_boxes), "the end of every process", 30)
+
+
 def test_a_supervisor_that_is_killed_takes_its_processes_along(two_boxes: Boxes, folder: Path) -> None:
     write_task(change=SLOW)
     two_boxes.write_target(hosts=["box1"])

@@ -22,6 +22,7 @@ EXPECTED = {
     "ssh-key-readable": "chmod 600 /home/me/keys/id",
     "ssh-no-python": "install one, or set python: /path/to/python3 in the target",
     "ssh-closed": "the connection broke: try again; what runs there goes on",
+    "rsync-no-folder": "the run's folder is not there any more",
     "rsync-disk-full": "the disk is full: make room there",
     "rsync-missing": "there is no rsync: install it there",
     "slurm-partition": "Slurm has no partition nix: sinfo lists them",

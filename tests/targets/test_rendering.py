@@ -108,16 +108,27 @@ def run_script(text: str, array_index: str = "0") -> list[list[str]]:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(WILD.filter(lambda text: not text.startswith("~/")), min_size=1, max_size=4), WILD)
 def test_no_shell_interprets_a_slurm_script(words: list[str], stop_file: str) -> None:
-    job = SlurmJob(name="x", commands=[["python", *words]], stop_files=["/nowhere/" + stop_file], variables={"A": words[0]})
+    job = SlurmJob(
+        name="x",
+        commands=[["python", *words]],
+        run_dirs=["/nowhere/" + stop_file],
+        stop_files=["/nowhere/" + stop_file],
+        variables={"A": words[0]},
+    )
     assert run_script(script(job)) == [["--kill-on-bad-exit=0", "python", *words]]
     several = SlurmJob(
-        name="x", nodes=2, commands=[["other"], ["python", *words]], stop_files=["/a", "/nowhere/" + stop_file], outputs=["/dev/stdout"] * 2
+        name="x",
+        nodes=2,
+        commands=[["other"], ["python", *words]],
+        run_dirs=["/a", "/nowhere/" + stop_file],
+        stop_files=["/a", "/nowhere/" + stop_file],
+        outputs=["/dev/stdout"] * 2,
     )
     assert run_script(script(several), "1") == [["--kill-on-bad-exit=0", "python", *words, "--rendezvous", "10.0.0.7:29500"]]
 
 
 def test_the_home_folder_is_found_where_the_script_runs() -> None:
-    job = SlurmJob(name="x", commands=[["~/a b/python", "x=~/y"]], stop_files=["~/stop"])
+    job = SlurmJob(name="x", commands=[["~/a b/python", "x=~/y"]], run_dirs=["~/run"], stop_files=["~/stop"])
     assert run_script("HOME=/home/me\n" + script(job)) == [["--kill-on-bad-exit=0", "/home/me/a b/python", "x=~/y"]]
 
 
@@ -148,13 +159,13 @@ def test_job_names_are_plain(text: str) -> None:
 @pytest.mark.parametrize("value", ["a b", "x\ny", "$(touch /tmp/x)", "a;b", "'", '"', "`id`", "a\\b", ""])
 def test_an_sbatch_value_is_one_word(value: str) -> None:
     with pytest.raises(Problem, match="no value for sbatch"):
-        script(SlurmJob(name="x", commands=[["true"]], stop_files=["/a"], options={"partition": value}))
+        script(SlurmJob(name="x", commands=[["true"]], run_dirs=["/a"], stop_files=["/a"], options={"partition": value}))
 
 
 @pytest.mark.parametrize("line", ["exclusive", "--x\nrm -rf /", "", "$(id)"])
 def test_an_sbatch_line_is_one_option(line: str) -> None:
     with pytest.raises(Problem, match="is no option"):
-        script(SlurmJob(name="x", commands=[["true"]], stop_files=["/a"], extra=[line]))
+        script(SlurmJob(name="x", commands=[["true"]], run_dirs=["/a"], stop_files=["/a"], extra=[line]))
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(1, "00:01:00"), (61.5, "00:01:02"), (4 * 3600, "04:00:00"), (90_061, "1-01:01:01")])
@@ -182,7 +193,7 @@ def test_time_limits(seconds: float, text: str) -> None:
 )
 def test_which_outcomes_are_queued_again(code: int, failures: int, is_queued_again: bool, tmp_path: Path) -> None:
     stop_file = tmp_path / "stop"
-    text = script(SlurmJob(name="x", commands=[["true"]], stop_files=[str(stop_file)]))
+    text = script(SlurmJob(name="x", commands=[["true"]], run_dirs=[str(tmp_path)], stop_files=[str(stop_file)]))
     stand_ins = f"srun() {{ return {code}; }}; scontrol() {{ echo scontrol $*; }}; SLURM_JOB_ID=7\n"
     Path(f"{stop_file}.failures").write_text("201\n" * failures)
     done = subprocess.run(["bash", "-c", stand_ins + text], capture_output=True, text=True)
@@ -191,6 +202,29 @@ def test_which_outcomes_are_queued_again(code: int, failures: int, is_queued_aga
     stop_file.touch()
     stopped = subprocess.run(["bash", "-c", stand_ins + text], capture_output=True, text=True)
     assert (stopped.stdout, stopped.returncode) == ("", 200 if code == 138 else code), "drivetrain stop asked for the end"
+
+
+@pytest.mark.parametrize("parent", ["checkpoints", "2-b/checkpoints"])
+def test_a_run_that_is_preempted_before_it_can_save_is_given_up(parent: str, tmp_path: Path) -> None:
+    """It is queued again three times in a row; each new checkpoint begins the count again."""
+    checkpoints = tmp_path / "a run" / parent
+    checkpoints.mkdir(parents=True)
+    text = script(SlurmJob(name="x", commands=[["true"]], run_dirs=[str(tmp_path / "a run")], stop_files=[str(tmp_path / "stop")]))
+
+    def end() -> subprocess.CompletedProcess[str]:
+        stand_ins = "srun() { return 200; }; scontrol() { echo scontrol $*; }; SLURM_JOB_ID=7\n"
+        return subprocess.run(["bash", "-c", stand_ins + text], capture_output=True, text=True)
+
+    for step in (None, 9, 10, 100):
+        if step is not None:
+            (checkpoints / f"step-{step:08d}").mkdir()
+        for _ in range(3 if step == 100 else 2):
+            done = end()
+            assert "scontrol requeue 7" in done.stdout and done.returncode == 0
+    (checkpoints / ".step-00000200").mkdir()  # a save that was interrupted
+    done = end()
+    assert "3 times in a row it saved nothing new: give it more time" in done.stdout
+    assert (done.returncode, done.stderr, done.stdout.count("\n")) == (200, "", 1)
 
 
 # --- guides ------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def train_on(name: str, recipes: Sequence[Recipe], request: Request, wait: bool,
         record = submit.submit(target, submit.prepare(target, recipes, request, submit.named_or_new(recipes, request)), screen.notice)
         _report(record, screen)
         return wait_for(record, screen) if wait else 0
-    record = submit.refresh(record)
+    record = submit.refresh_or_leave(record, screen.notice)
     offset = 0
     if record.is_active:
         screen.line("run", f"{record.run.name} is {record.phase} on {record.target} already   {next_verbs(record)}")
@@ -55,7 +55,7 @@ def resume_on(record: Record, request: Request, target_name: str | None, wait: b
     """Submits a run again: it continues from its last checkpoint."""
     from drivetrain.targets import submit
 
-    record = submit.refresh(record)
+    record = submit.refresh_or_leave(record, screen.notice)
     if record.is_active:
         raise Problem(f"{record.run.name} is {record.phase} on {record.target}: drivetrain logs -f {record.run.name}, or stop it first")
     if target_name not in (None, record.target):

@@ -13,6 +13,7 @@ from drivetrain.outcomes import Outcome, Problem
 from drivetrain.targets.consent import Cost
 from drivetrain.targets.record import Record
 from drivetrain.targets.submission import Submission
+from drivetrain.targets.transfer import has_checkpoint
 
 Phase = Literal["queued", "running", "ended", "lost"]
 POLL_SECONDS = 0.2
@@ -123,6 +124,15 @@ class Target(ABC):
     def known_handle(self, submission: Submission) -> dict[str, Any]:
         """Returns the handle, if it is known before the run starts: then a submission that is killed half-way loses nothing."""
         return {}
+
+    def bring_run(self, submission: Submission, notice: Callable[[str], None]) -> bool:
+        """Brings a run that is submitted again to where it executes, if its newest checkpoint is only here. Returns whether the run has a
+        checkpoint to continue from, as far as that is known."""
+        return not self.shares_files or has_checkpoint(submission)
+
+    def has_left(self, record: Record) -> bool:
+        """Whether the run executed on machines that are no machines of this target any more."""
+        return False
 
     @abstractmethod
     def state(self, record: Record) -> JobState:

@@ -13,6 +13,10 @@ class Unsure(Problem):
     """A connection broke: whether the request was carried out is not known."""
 
 
+class FolderMissing(Problem):
+    """The folder to copy from is not on the machine."""
+
+
 class Explanation(NamedTuple):
     pattern: str
     """A regular expression for what the program prints."""
@@ -21,6 +25,7 @@ class Explanation(NamedTuple):
 
 
 CONNECTION_BROKE = "the connection broke"
+NO_FOLDER = "the run's folder is not there"
 SSH = [
     Explanation(r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key for \S+ has changed", "{host}: its host key has changed: somebody may listen in, or it was installed"
                 " again. If you know that it was, remove the old key: ssh-keygen -R {host}"),
@@ -34,6 +39,7 @@ SSH = [
     Explanation(r"drivetrain: no Python 3.11", "{host}: it has no Python 3.11 or later: install one, or set python: /path/to/python3 in the target"),
     Explanation(r"No space left on device|Disk quota exceeded", "{host}: the disk is full: make room there, or set dir: in the target"),
     Explanation(r"remote command not found|rsync: (?:command )?not found", "{host}: there is no rsync: install it there"),
+    Explanation(r"change_dir \"[^\"]*\" failed: No such file", "{host}: the run's folder is not there any more: what was copied before is in runs/ here"),
     Explanation(r"(?:closed|reset) by (?:remote host|peer|UNKNOWN)|Broken pipe|client_loop|Timeout, server", "{host}: the connection broke: try again; what runs there goes on"),
 ]  # fmt: skip
 SLURM = [
@@ -85,6 +91,8 @@ def explain(host: str, output: str, code: int, known: list[Explanation] | None =
             text = one_line(explanation.text.format(*groups, host=host, **values))
             if CONNECTION_BROKE in text:
                 return Unsure(text, outcome)
+            if NO_FOLDER in text:
+                return FolderMissing(text, outcome)
             return Problem(text, Outcome.INFRA if "controller does not answer" in text else outcome)
     lines = [line for line in output.splitlines() if line.strip()] or [f"it ended with code {code}"]
     text = f"{host}: {one_line(lines[-1])[:300]}"

@@ -24,7 +24,7 @@ from drivetrain.targets.errors import explain
 from drivetrain.targets.host_library import GROWING, REPLACED
 from drivetrain.targets.host_program import tail_digest
 
-PARTS = ("host_library.py", "host_environment.py", "host_program.py")
+PARTS = ("host_library.py", "host_environment.py", "host_checkpoints.py", "host_program.py")
 """The files of the program, in the order in which they are joined."""
 MAX_DEPTH = 3  # of a file that is mirrored: STAGE/logs/FILE
 PYTHONS = ("python3.14", "python3.13", "python3.12", "python3.11", "python3")
@@ -41,8 +41,12 @@ FIND_PYTHON = (
 """Starts the program, which comes first on stdin, with the first Python that is new enough. It is one line without apostrophes, so that
 any login shell hands it on as it is."""
 CONNECT_SECONDS = 10
-PULL = ("rsync", "-a", "--no-links", "--no-devices", "--no-specials", "--partial", "-s", "--exclude=/target.json", "--exclude=/code.tar.gz")
-"""Copies files and folders only: the other machine can neither place a link here nor change the run's record."""
+RSYNC = ("rsync", "-a", "--no-links", "--no-devices", "--no-specials", "--partial", "-s")
+"""Copies files and folders only: the other machine cannot place a link here."""
+NOT_PULLED = ("--exclude=/target.json", "--exclude=/code.tar.gz")
+"""The other machine cannot change the run's record."""
+REPLACE_ALL = "--ignore-times"
+"""Also files of the same size that were written within the same second."""
 ADDRESS = re.compile(r"(?!-)[\w.@:%\[\]-]+")
 MAX_SOCKET_FOLDER = 45  # bytes; a socket's path has at most 108, of which ssh needs 60
 
@@ -126,7 +130,11 @@ class ReachableHost:
 
     def copy_from(self, there: str, here: Path) -> list[str]:
         """Returns the command that copies a folder's content from the machine."""
-        return [*PULL, f"{there}/", f"{here}/"]
+        return [*RSYNC, *NOT_PULLED, f"{there}/", f"{here}/"]
+
+    def copy_to(self, here: Path, there: str, filters: Sequence[str]) -> list[str]:
+        """Returns the command that copies a folder's content to the machine; `filters` are options of rsync."""
+        return [*RSYNC, REPLACE_ALL, *filters, f"{here}/", f"{there}/"]
 
 
 @dataclass(frozen=True)
@@ -165,7 +173,10 @@ class SshHost(ReachableHost):
         return names[0] if names else self.address.rpartition("@")[2]
 
     def copy_from(self, there: str, here: Path) -> list[str]:
-        return [*PULL, "-e", shlex.join(self.ssh), f"{self.address}:{_from_home(there)}/", f"{here}/"]
+        return [*RSYNC, *NOT_PULLED, "-e", shlex.join(self.ssh), f"{self.address}:{_from_home(there)}/", f"{here}/"]
+
+    def copy_to(self, here: Path, there: str, filters: Sequence[str]) -> list[str]:
+        return [*RSYNC, REPLACE_ALL, *filters, "-e", shlex.join(self.ssh), f"{here.absolute()}/", f"{self.address}:{_from_home(there)}/"]
 
 
 def _from_home(path: str) -> str:

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from drivetrain.targets.host_checkpoints import position_of
 from drivetrain.targets.host_environment import build, facts, missing, store
 from drivetrain.targets.host_library import (
     CHUNK_BYTES,
@@ -285,7 +286,7 @@ def remove(base: str) -> dict[str, Any]:
 
 VERBS: dict[str, Callable[..., dict[str, Any]]] = {
     function.__name__: function
-    for function in (facts, missing, store, build, start, job_state, stop, mirror, write, delete, execute, remove)
+    for function in (facts, missing, store, build, start, job_state, position_of, stop, mirror, write, delete, execute, remove)
 }
 
 

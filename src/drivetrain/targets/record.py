@@ -57,6 +57,11 @@ class Record:
     def is_active(self) -> bool:
         return self.phase in ACTIVE
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run has ended with an exit code and was copied here: there is nothing more to ask for."""
+        return self.phase == "ended" and bool(self.facts["pulled"])
+
     def write(self) -> Record:
         runs.write_atomic(self.path, json.dumps({"format": FORMAT} | self.facts, indent=1) + "\n")
         return self

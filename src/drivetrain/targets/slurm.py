@@ -21,6 +21,7 @@ from drivetrain.targets.record import Record
 from drivetrain.targets.slurm_script import SlurmJob, script
 from drivetrain.targets.ssh import checked_address, host_checks, prepare_host
 from drivetrain.targets.submission import Submission
+from drivetrain.targets.transfer import send_run
 
 CPUS_PER_GPU = 4
 MIRROR_SECONDS = 0.4
@@ -62,7 +63,7 @@ class SlurmSettings(TargetSettings):
     grace: int = 120
     """Seconds before the time limit at which the run saves and is queued again."""
     retries: int = 3
-    """How often a run is queued again after a lost machine, a hang or a lack of memory; after preemption always."""
+    """How often a run is queued again after a lost machine, a hang or a lack of memory; after preemption as long as it saves something new."""
     sbatch: list[str] = field(default_factory=list)
     """Further options, such as --exclusive: each becomes an #SBATCH line."""
     prologue: list[str] = field(default_factory=list)
@@ -113,6 +114,7 @@ class SlurmTarget(Target):
             nodes=request.nodes, gpus=gpus, cpus=settings.cpus or (CPUS_PER_GPU * gpus or request.procs or 1), seconds=self._seconds(first),
             grace=settings.grace, options={name: getattr(settings, name) for name in ("partition", "account", "qos", "constraint", "mem", "gres")},
             extra=settings.sbatch, prologue=settings.prologue, variables=self._variables(), port=first.port, retries=settings.retries,
+            run_dirs=[self._run_dir(s) for s in submissions],
             stop_files=[f"{self._job_folder(s)}/stop" for s in submissions], outputs=[self._output(s) for s in submissions],
         )  # fmt: skip
         path = f"{self._job_folder(first)}/job.sh"
@@ -195,13 +197,23 @@ class SlurmTarget(Target):
             for number, s in zip(numbers, submissions, strict=True)
         ]
 
+    def bring_run(self, submission: Submission, notice: Callable[[str], None]) -> bool:
+        return (
+            super().bring_run(submission, notice)
+            if self.shares_files
+            else send_run(self.host, submission, self._run_dir(submission), notice)
+        )
+
+    def has_left(self, record: Record) -> bool:
+        return self.settings.host not in (None, record.facts["settings"]["host"])
+
     def _prepare(self, submission: Submission, notice: Callable[[str], None]) -> None:
         """Brings code and environment to where the jobs run, and removes the marks of an earlier job."""
         if self.shares_files:
             unpack_code(submission)
         else:
             prepare_host(self.host, submission, self.settings.dir, self.settings.python, self.settings.torch, notice)
-        for name in ("stop", "stop.failures"):
+        for name in ("stop", "stop.failures", "stop.requeues"):
             self.host.call("delete", path=f"{self._job_folder(submission)}/{name}")
         self.host.call("write", path=f"{self._run_dir(submission)}/logs/output.log", text="", append=True)
 

@@ -13,6 +13,8 @@ from drivetrain.outcomes import Outcome, Problem
 from drivetrain.targets.record import JOB_VARIABLE
 
 MAX_NAME = 64
+MAX_IDLE_REQUEUES = 3
+"""A preempted run that has been queued again so often in a row without a new checkpoint is given up."""
 VALUE = re.compile(r"[^\s\"'`$\\;<>]+")
 """A value in an #SBATCH line: one word, without quotation marks."""
 
@@ -43,6 +45,8 @@ class SlurmJob:
     retries: int = 3
     stop_files: Sequence[str] = ()
     """A run with this file is not queued again; one for each command."""
+    run_dirs: Sequence[str] = ()
+    """The run's folder, for each command."""
     outputs: Sequence[str] = ()
     """Where each element of an array writes what it prints."""
 
@@ -119,10 +123,10 @@ def _prologue(job: SlurmJob) -> str:
 
 
 def _commands(job: SlurmJob) -> str:
-    """Returns the lines that set `command` and `stop_file`."""
+    """Returns the lines that set `command`, `run_dir` and `stop_file`."""
     settings = [
-        [f"command=({' '.join(map(quoted, command))})", f"stop_file={quoted(stop_file)}"]
-        for command, stop_file in zip(job.commands, job.stop_files, strict=True)
+        [f"command=({' '.join(map(quoted, command))})", f"run_dir={quoted(run_dir)}", f"stop_file={quoted(stop_file)}"]
+        for command, run_dir, stop_file in zip(job.commands, job.run_dirs, job.stop_files, strict=True)
     ]
     for assignments, stop_file in zip(settings, job.stop_files, strict=True):
         assignments.append(f"export {JOB_VARIABLE}={quoted(stop_file.rpartition('/')[0])}")
@@ -147,12 +151,30 @@ def _step(job: SlurmJob) -> str:
     return 'srun --kill-on-bad-exit=0 "${command[@]}"\ncode=$?'
 
 
+def _idle_requeues() -> list[str]:
+    """Returns the lines that give up a run which is preempted again and again before it can save."""
+    return [
+        'requeues="$stop_file.requeues"   # the newest checkpoint, once for each time in a row that the job was queued again with it',
+        f'if [ $code -eq {Outcome.PREEMPTED.code} ] && [ ! -e "$stop_file" ]; then',
+        '    newest=$(cd -- "$run_dir" 2>/dev/null && ls -d checkpoints/step-* [0-9]*-*/checkpoints/step-* 2>/dev/null | sort -V | tail -n 1)',
+        '    if [ "$(tail -n 1 "$requeues" 2>/dev/null)" != "$newest" ]; then rm -f "$requeues"; fi',
+        '    echo "$newest" >>"$requeues"',
+        f'    if [ "$(wc -l <"$requeues")" -gt {MAX_IDLE_REQUEUES} ]; then',
+        f'        echo "drivetrain: ended with code $code: not queued again, because {MAX_IDLE_REQUEUES} times in a row it saved nothing new:'
+        ' give it more time (--time-limit), or a smaller grace: in the target"',
+        "        exit $code",
+        "    fi",
+        "fi",
+    ]
+
+
 def _requeue(job: SlurmJob) -> str:
     preempted, first = Outcome.PREEMPTED.code, Outcome.INFRA.code
     return "\n".join([
         f"# Exit codes from {preempted} up can be retried: {preempted} preempted, {first} machine lost, 202 hang, 203 out of memory.",
         f"if [ $code -eq {128 + signal.SIGUSR1} ]; then code={preempted}; fi   # the signal came before the run could answer it",
         'failures="$stop_file.failures"',
+        *_idle_requeues(),
         'if [ ! -e "$stop_file" ]; then',
         f"    if [ $code -gt {preempted} ]; then echo $code >>\"$failures\"; fi",
         f'    if [ $code -eq {preempted} ] || {{ [ $code -gt {preempted} ] && [ "$(wc -l <"$failures")" -le {job.retries} ]; }}; then',

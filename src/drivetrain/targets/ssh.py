@@ -18,6 +18,7 @@ from drivetrain.targets.layout import DEFAULT_BASE, Layout
 from drivetrain.targets.local import RETRIES, job_state, request_command, secret_values
 from drivetrain.targets.record import Record
 from drivetrain.targets.submission import Submission
+from drivetrain.targets.transfer import send_run
 
 RECONNECT_SECONDS = 2.0
 MIN_FREE_BYTES = 2 << 30  # an environment with torch for a CPU
@@ -101,6 +102,12 @@ class SshTarget(Target):
             self._end_started(hosts, submission)
             raise
         return self.known_handle(submission)
+
+    def bring_run(self, submission: Submission, notice: Callable[[str], None]) -> bool:
+        return send_run(self.hosts(submission.request.nodes)[0], submission, self.layout(submission).run_dir, notice)
+
+    def has_left(self, record: Record) -> bool:
+        return not set(record.handle["hosts"]) & set(self.settings.hosts)
 
     def _end_started(self, hosts: list[SshHost], submission: Submission) -> None:
         """Ends what runs on some machines after others refused the run."""

@@ -13,14 +13,14 @@ from typing import Any
 
 from drivetrain import runs
 from drivetrain.launch.request import Request
-from drivetrain.outcomes import Problem
+from drivetrain.outcomes import Outcome, Problem
 from drivetrain.recipe import Recipe
 from drivetrain.runs import RUNS, Run
 from drivetrain.targets.archive import Archive
 from drivetrain.targets.base import POLL_SECONDS, JobState, Rendering, Target
 from drivetrain.targets.config import KINDS, find_target, make_target
 from drivetrain.targets.environment import EnvironmentLock, lock_environment
-from drivetrain.targets.errors import Unsure
+from drivetrain.targets.errors import FolderMissing, Unsure
 from drivetrain.targets.record import RECORD, Record
 from drivetrain.targets.submission import RECIPE, Submission, make_code, new_project, present_secrets
 
@@ -183,6 +183,9 @@ def resubmit(record: Record, changes: Sequence[str], flags: Request, notice: Cal
         names,
         token,
     )
+    is_finished = runs.is_run(record.run.path) and record.run.is_finished
+    if not target.bring_run(submission, notice) and not is_finished:
+        notice(f"{record.run.name} has no checkpoint, here or on {target.name}: it starts at step 0")
     again = {
         "settings": asdict(target.settings), "handle": target.known_handle(submission), "phase": "submitting", "submitted": time.time(),
         "submissions": facts["submissions"] + 1, "pulled": False, "exit_code": None, "reason": "",
@@ -232,7 +235,7 @@ def _started(record: Record) -> Record:
 
 def refresh(record: Record) -> Record:
     """Asks the target how the run is doing and copies its small files here; when it has ended, all of it."""
-    if not record.handle:
+    if not record.handle or record.is_complete:
         return record
     target = target_of(record)
     state = target.state(record)  # before the files, so that no line of a run that has ended is missed
@@ -241,9 +244,24 @@ def refresh(record: Record) -> Record:
     return _pulled_at_end(target, record.seen(state.phase, state.code, state.reason), state)
 
 
+def refresh_or_leave(record: Record, notice: Callable[[str], None]) -> Record:
+    """Asks as `refresh`, before a run is submitted again. If its machines do not answer, but drivetrain.yaml has others now, the run leaves them."""
+    try:
+        return refresh(record)
+    except Problem as problem:
+        if problem.outcome is not Outcome.INFRA or not _current_target(record).has_left(record):
+            raise
+        reason = f"its machines do not answer, and {record.target} has others now"
+        notice(f"{record.run.name}: {reason}: it continues there with what is here")
+        return record.seen("lost", None, reason)
+
+
 def follow(record: Record) -> Iterator[Record]:
     """Copies the run's small files here until it has ended; yields after each change. At the end pulls the run."""
     target = target_of(_started(record))
+    if record.is_complete:
+        yield record
+        return
     while True:
         for _ in target.mirror(record, follow=True):
             yield record
@@ -257,7 +275,8 @@ def follow(record: Record) -> Iterator[Record]:
 def _pulled_at_end(target: Target, record: Record, state: JobState) -> Record:
     if state.phase not in ("ended", "lost") or record.facts["pulled"]:
         return record
-    target.pull(record)
+    with contextlib.suppress(FolderMissing):  # `down`, or a machine that was installed again: what is here is all there is
+        target.pull(record)
     return record.update(pulled=True)
 
 
@@ -276,5 +295,5 @@ def stop(record: Record, seconds: float) -> Record:
 
 
 __all__ = [
-    "begin_record", "continue_same", "dry_run", "find_target", "follow", "named_or_new", "prepare", "pull", "refresh", "resubmit", "stop", "submit", "submit_array", "target_of",
+    "begin_record", "continue_same", "dry_run", "find_target", "follow", "named_or_new", "prepare", "pull", "refresh", "refresh_or_leave", "resubmit", "stop", "submit", "submit_array", "target_of",
 ]  # fmt: skip
