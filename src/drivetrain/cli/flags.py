@@ -135,3 +135,8 @@ def add_target(parser: Parser) -> None:
         "--on", metavar="TARGET", help="where to run: a target of drivetrain.yaml, or local, docker, slurm, kubernetes (drivetrain targets)"
     )
     parser.add_argument("--wait", action="store_true", help="with --on: show its output until it ends, and end with its exit code")
+    add_yes(parser)
+
+
+def add_yes(parser: Parser) -> None:
+    parser.add_argument("--yes", action="store_true", help="with --on: agree to the price of machines that it starts, without a question")
