@@ -47,7 +47,7 @@ class JobSpec:
         )
 
 
-class JobEnd(NamedTuple):
+class JobEnding(NamedTuple):
     """How a job's own status says that it has ended."""
 
     is_success: bool
@@ -89,12 +89,12 @@ class JobKind(ABC):
         """Returns the API path of the jobs of a namespace, or of one."""
         return f"/apis/{self.api}/namespaces/{namespace}/{self.plural}{f'/{name}' if name else ''}"
 
-    def end(self, job: Mapping[str, Any]) -> JobEnd | None:
+    def end(self, job: Mapping[str, Any]) -> JobEnding | None:
         """Returns how a job has ended; None while it has not."""
         for condition in (job.get("status") or {}).get("conditions") or []:
             if condition.get("status") == "True" and condition.get("type") in self.ends:
                 reason = str(condition.get("message") or condition.get("reason") or "")
-                return JobEnd(self.ends[condition["type"]], reason)
+                return JobEnding(self.ends[condition["type"]], reason)
         return None
 
     def rank(self, pod: Mapping[str, Any]) -> int:
@@ -104,7 +104,7 @@ class JobKind(ABC):
         return next((int(values[key]) for key in self.rank_label if str(values.get(key, "")).isdigit()), 0)
 
 
-class PyTorchJob(JobKind):
+class PyTorchJobKind(JobKind):
     """One Master and N-1 Workers. The operator repeats a pod whose exit code is 128 or more."""
 
     name, api, plural, title, container = "pytorchjob", "kubeflow.org/v1", "pytorchjobs", "PyTorchJob", "pytorch"
@@ -152,7 +152,7 @@ class PyTorchJob(JobKind):
         return 0 if role.lower() == "master" else 1 + super().rank(pod)
 
 
-class TrainJob(JobKind):
+class TrainJobKind(JobKind):
     """The pods of a ClusterTrainingRuntime, with our container in place of its own."""
 
     name, api, plural, title, container = "trainjob", "trainer.kubeflow.org/v1alpha1", "trainjobs", "TrainJob", "node"
@@ -190,4 +190,4 @@ class TrainJob(JobKind):
                 raise Problem(f"{key}: in the target {name}: a TrainJob takes it from its runtime; remove it, or write job: pytorchjob")
 
 
-KINDS: dict[str, JobKind] = {kind.name: kind for kind in (PyTorchJob(), TrainJob())}
+KINDS: dict[str, JobKind] = {kind.name: kind for kind in (PyTorchJobKind(), TrainJobKind())}

@@ -31,7 +31,7 @@ DEFAULT_PORT = "29500"
 FIRST_SIGNAL_CODE = 128
 
 
-class Position(NamedTuple):
+class PodPlace(NamedTuple):
     """Where this pod is in its job."""
 
     rank: int
@@ -40,13 +40,13 @@ class Position(NamedTuple):
     port: str
 
 
-def position(environment: Mapping[str, str]) -> Position:
+def position(environment: Mapping[str, str]) -> PodPlace:
     """Reads what the operator has set: RANK and MASTER_ADDR (PyTorchJob), PET_NODE_RANK and PET_MASTER_ADDR (TrainJob)."""
     rank = int(environment.get("PET_NODE_RANK") or environment.get("RANK") or 0)
     leader = environment.get("PET_MASTER_ADDR") or environment.get("MASTER_ADDR") or ""
     port = environment.get("PET_MASTER_PORT") or environment.get("MASTER_PORT") or DEFAULT_PORT
     # The name of the first pod is known to the cluster's DNS only after the pod has started: the pod itself takes its address.
-    return Position(rank, (environment.get("POD_IP") or leader) if rank == 0 else leader, port)
+    return PodPlace(rank, (environment.get("POD_IP") or leader) if rank == 0 else leader, port)
 
 
 def is_operators(name: str) -> bool:
