@@ -39,10 +39,12 @@ class PodHost(ReachableHost):
     kubectl: Kubectl | None = None
     pod: str = ""
     container: str = ""
+    title: str = ""
+    """How messages name it, if not as the pod."""
 
     @property
     def name(self) -> str:
-        return self.pod
+        return self.title or self.pod
 
     @property
     def is_local(self) -> bool:
@@ -58,9 +60,9 @@ class PodHost(ReachableHost):
 
     def problem(self, output: str, code: int) -> Problem:
         if "no Python 3.11" in output:
-            return Problem(f"{self.pod}: its image has no Python 3.11 or later: build one with drivetrain image build")
+            return Problem(f"{self.name}: its image has no Python 3.11 or later: build one with drivetrain image build")
         if re.search(r"tar: .*(?:Cannot open|Cannot chdir|No such file)", output):
-            return FolderMissing(f"{self.pod}: {NO_FOLDER} any more: what was copied before is in runs/ here", Outcome.INFRA)
+            return FolderMissing(f"{self.name}: {NO_FOLDER} any more: what was copied before is in runs/ here", Outcome.INFRA)
         problem = explain_kubectl(self.cluster.target, output, code)
         return Problem(str(problem), Outcome.INFRA)
 
@@ -174,7 +176,7 @@ def volume(kubectl: Kubectl, image: str, claim: str, settings: Mapping[str, Any]
     kubectl.create(path, pod)
     try:
         _wait_until_running(kubectl, f"{path}/{name}", image, claim)
-        yield PodHost(None, kubectl, name, FILES_CONTAINER)
+        yield PodHost(None, kubectl, name, FILES_CONTAINER, f"the volume {claim}")
     finally:
         with contextlib.suppress(Problem):
             kubectl.delete(f"{path}/{name}")
