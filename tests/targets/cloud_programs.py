@@ -162,7 +162,8 @@ def terraform(words: list[str]) -> int:
 
 
 def state_path(folder: Path) -> Path:
-    bucket = re.search(r'bucket = "([^"]+)"', (folder / "backend_override.tf").read_text())
+    backend = folder / "backend.tf"
+    bucket = re.search(r'bucket = "([^"]+)"', backend.read_text()) if backend.exists() else None
     return ROOT / f"state-{bucket[1]}.json" if bucket else folder / "terraform.tfstate"
 
 

@@ -25,7 +25,7 @@ QUIET = {"CLOUDSDK_CORE_DISABLE_PROMPTS": "1", "TF_IN_AUTOMATION": "1", "TF_INPU
 """Neither program waits for an answer on the terminal."""
 
 
-class Output(NamedTuple):
+class CloudOutput(NamedTuple):
     code: int
     out: str
     err: str
@@ -48,11 +48,11 @@ class Cloud:
         except ValueError:
             raise Problem(f"gcloud {' '.join(words[:3])} printed no JSON: {output.out[:80]!r}", Outcome.INFRA) from None
 
-    def gcloud_text(self, *words: str) -> Output:
+    def gcloud_text(self, *words: str) -> CloudOutput:
         """Runs a command of gcloud whose output is no JSON; the caller judges its exit code."""
         return run_program(["gcloud", *words, f"--project={self.project}", "--quiet"])
 
-    def terraform(self, folder: Path, *words: str, show: Callable[[str], None] | None = None, good: Sequence[int] = (0,)) -> Output:
+    def terraform(self, folder: Path, *words: str, show: Callable[[str], None] | None = None, good: Sequence[int] = (0,)) -> CloudOutput:
         """Runs terraform in a folder; `show` gets each line as it appears. Raises Problem for an exit code that is not in `good`."""
         output = run_program(["terraform", f"-chdir={folder}", *words], show=show, seconds=None)
         if output.code not in good:
@@ -60,7 +60,7 @@ class Cloud:
         return output
 
 
-def run_program(words: Sequence[str], show: Callable[[str], None] | None = None, seconds: float | None = ANSWER_SECONDS) -> Output:
+def run_program(words: Sequence[str], show: Callable[[str], None] | None = None, seconds: float | None = ANSWER_SECONDS) -> CloudOutput:
     """Runs a program to its end; `show` gets the lines of its output as they appear."""
     try:
         process = subprocess.Popen(
@@ -80,7 +80,7 @@ def run_program(words: Sequence[str], show: Callable[[str], None] | None = None,
     except KeyboardInterrupt:
         process.wait()  # the terminal has interrupted it too: terraform writes its state before it ends
         raise
-    return Output(process.returncode, out, err)
+    return CloudOutput(process.returncode, out, err)
 
 
 def _communicate(process: subprocess.Popen[str], show: Callable[[str], None]) -> tuple[str, str]:

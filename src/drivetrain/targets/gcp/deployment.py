@@ -22,7 +22,7 @@ from drivetrain.targets.gcp.failures import plain
 from drivetrain.targets.gcp.machines import LABEL, Machine, from_facts, read_machines, to_facts
 from drivetrain.targets.gcp.plan import Changes, read_plan
 
-VARIABLES, BACKEND, PLAN, MACHINES, KEY = "terraform.tfvars.json", "backend_override.tf", "up.tfplan", "machines.json", "key"
+VARIABLES, BACKEND, PLAN, MACHINES, KEY = "terraform.tfvars.json", "backend.tf", "up.tfplan", "machines.json", "key"
 CONFIGURATION = (".tf", ".sh", ".tftpl", ".py", ".service", ".timer")
 """Files of Terraform's configuration; others that lie beside them, as someone's state, are not copied."""
 CHANGES = 2  # the exit code of `terraform plan -detailed-exitcode` if there is something to do
@@ -116,17 +116,18 @@ class Deployment:
         """Writes Terraform's files; what an older version left is removed."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         source = configuration()
-        files = {path.name: path for path in source.iterdir() if path.is_file() and path.suffix in CONFIGURATION}
+        files = {path.name: path for path in source.iterdir() if path.is_file() and path.suffix in CONFIGURATION and path.name != BACKEND}
         folders = {path.name for path in source.iterdir() if path.is_dir() and not path.name.startswith((".", "test"))}
         for old in self.folder.glob("*.tf"):
-            if old.name not in (*files, BACKEND):
+            if old.name not in files:
                 old.unlink()
         for name, path in files.items():
             shutil.copyfile(path, self.folder / name)
         for name in folders:
             shutil.copytree(source / name, self.folder / name, dirs_exist_ok=True)
         (self.folder / VARIABLES).write_text(json.dumps(variables, indent=1) + "\n")
-        (self.folder / BACKEND).write_text(backend_text(self.bucket, self.name))
+        if self.bucket:
+            (self.folder / BACKEND).write_text(backend_text(self.bucket, self.name))
 
     def has_configuration(self) -> bool:
         return (self.folder / VARIABLES).is_file()
@@ -165,9 +166,7 @@ class Deployment:
 
 
 def backend_text(bucket: str, name: str) -> str:
-    """Returns the file that says where Terraform keeps its state."""
-    if not bucket:
-        return 'terraform {\n  backend "local" {}\n}\n'
+    """Returns the file that says that Terraform keeps its state in a bucket. Without it, the state is in the folder."""
     prefix = f"drivetrain/{name}"
     return f'terraform {{\n  backend "gcs" {{\n    bucket = {json.dumps(bucket)}\n    prefix = {json.dumps(prefix)}\n  }}\n}}\n'
 

@@ -147,10 +147,9 @@ def render_up(up: Up) -> Rendering:
     deployment = up.deployment
     key = deployment.key.with_suffix(".pub")
     variables = up.variables(key.read_text().strip() if key.exists() else "(the key that `up` makes)", is_made=False)
-    files = (
-        RenderedFile(str(deployment.folder / VARIABLES), json.dumps(variables, indent=1)),
-        RenderedFile(str(deployment.folder / BACKEND), backend_text(deployment.bucket, deployment.name)),
-    )
+    files = [RenderedFile(str(deployment.folder / VARIABLES), json.dumps(variables, indent=1))]
+    if deployment.bucket:
+        files.append(RenderedFile(str(deployment.folder / BACKEND), backend_text(deployment.bucket, deployment.name)))
     terraform = ("terraform", f"-chdir={deployment.folder}")
     commands = (
         RenderedCommand((*terraform, "init", "-input=false", "-no-color", "-reconfigure")),
@@ -159,4 +158,4 @@ def render_up(up: Up) -> Rendering:
             (*terraform, "apply", "-input=false", "-no-color", PLAN), request="nothing; it runs only after you agree to the price"
         ),
     )
-    return Rendering(files, commands)
+    return Rendering(tuple(files), commands)
