@@ -68,10 +68,6 @@ class HostsTarget(Target):
     def leader_address(self) -> str:
         """Returns the address at which the machines reach the first one."""
 
-    def has_ended(self, record: Record) -> bool:
-        """Whether the run's machines are known to be stopped or deleted, so that waiting for their connection is useless."""
-        return False
-
     # --- knowledge ---
 
     def layout(self, submission: Submission) -> Layout:
@@ -159,12 +155,16 @@ class HostsTarget(Target):
             except ConnectionError as error:
                 if not follow or time.monotonic() > deadline:
                     raise Problem(str(error), Outcome.INFRA) from None
-                if self.has_ended(record):
+                if self.is_gone(record):
                     return
                 time.sleep(RECONNECT_SECONDS)
         for host in others:  # their processes' logs
             for name in host.mirror(record.handle["run_dir"], record.run.path, [], False):
                 yield name
+
+    def is_gone(self, record: Record) -> bool:
+        """Whether the machines do not exist any more, so that nobody need wait for them."""
+        return False
 
     def pull(self, record: Record) -> None:
         first, *others = self.recorded_hosts(record)

@@ -19,7 +19,7 @@ from drivetrain.runs import RUNS, Run
 from drivetrain.targets.archive import Archive
 from drivetrain.targets.base import POLL_SECONDS, JobState, Rendering, Target
 from drivetrain.targets.config import KINDS, find_target, make_target
-from drivetrain.targets.consent import Agree, Consent, total_cost
+from drivetrain.targets.consent import Agree, Consent
 from drivetrain.targets.environment import EnvironmentLock, lock_environment
 from drivetrain.targets.errors import FolderMissing, Unsure
 from drivetrain.targets.record import RECORD, Record
@@ -96,8 +96,8 @@ def planned_name(recipes: Sequence[Recipe], request: Request) -> Run:
 
 def consent_to(target: Target, submissions: Sequence[Submission], agree: Agree) -> Consent | None:
     """Asks the user once for the cost of the machines that the target starts for runs; None: it starts none that cost money."""
-    costs = [cost for submission in submissions if (cost := target.cost(submission)) is not None]
-    return agree(f"start machines on {target.name}", total_cost(costs)) if costs else None
+    cost = target.cost_together(submissions)
+    return agree(f"start machines on {target.name}", cost) if cost is not None else None
 
 
 def submit(target: Target, submission: Submission, agree: Agree, notice: Callable[[str], None]) -> Record:

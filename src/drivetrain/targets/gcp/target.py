@@ -123,7 +123,7 @@ class GcpTarget(HostsTarget):
                 return JobState("lost", None, f"{reason}: drivetrain up {self.name}, then drivetrain resume {record.run.name}")
             raise
 
-    def has_ended(self, record: Record) -> bool:
+    def is_gone(self, record: Record) -> bool:
         if time.monotonic() < self._next_look:
             return False
         self._next_look = time.monotonic() + LOOK_SECONDS
