@@ -11,7 +11,7 @@ resource "google_billing_budget" "deployment" {
   display_name    = "drivetrain (${var.project_id}, ${var.deployment})"
 
   budget_filter {
-    projects = ["projects/${var.project_id}"]
+    projects = ["projects/${google_storage_bucket.models.project_number}"] # Google answers with the number, also where the ID is asked for
     labels   = local.labels
   }
 
