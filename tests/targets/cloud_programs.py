@@ -86,7 +86,8 @@ def gcloud(words: list[str]) -> int:
     elif plain[:2] == ["auth", "application-default"]:
         print("planted-access-token")
     else:
-        print(json.dumps(read("answers.json", {}).get(" ".join(plain[:3]), [])))
+        answers = read("answers.json", {})
+        print(json.dumps(next((answer for words, answer in answers.items() if " ".join(plain).startswith(words)), [])))
     return 0
 
 
@@ -147,11 +148,10 @@ def serial_console(name: str, start: int) -> int:
 
 
 def terraform(words: list[str]) -> int:
-    folder = Path(words[0].removeprefix("-chdir="))
-    verb, rest = words[1], words[2:]
-    if verb == "version":
+    if words == ["version"]:
         print("Terraform v1.11.4\non linux_amd64")
         return 0
+    folder, verb, rest = Path(words[0].removeprefix("-chdir=")), words[1], words[2:]
     if verb == "init":
         assert list(folder.glob("*.tf")), "terraform init in a folder without configuration"
         (folder / ".terraform").mkdir(exist_ok=True)

@@ -21,6 +21,8 @@ EXPECTED = {
     "ssh-key-unknown": "connect once by hand (ssh box) and compare the key",
     "ssh-key-readable": "chmod 600 /home/me/keys/id",
     "ssh-no-python": "install one, or set python: /path/to/python3 in the target",
+    "ssh-proxy-refused": "ask the project's owner for the role IAP-secured Tunnel User (roles/iap.tunnelResourceAccessor)",
+    "ssh-proxy-no-machine": "it does not answer behind Google's Identity-Aware Proxy: is it running?",
     "ssh-closed": "the connection broke: try again; what runs there goes on",
     "rsync-no-folder": "the run's folder is not there any more",
     "rsync-disk-full": "the disk is full: make room there",

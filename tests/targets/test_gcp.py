@@ -241,6 +241,49 @@ def test_two_commands_do_not_change_the_machines_at_once(cloud: StandInCloud) ->
         assert "another command changes the machines" in cloud.run("up", "gcp", "--yes", code=201)
 
 
+@pytest.mark.parametrize(("command", "output", "expected", "code"), [
+    ("gcloud compute instances list", "gcloud-reauthentication", "the login to Google Cloud has expired: gcloud auth login", 2),
+    ("terraform init", "terraform-registry", "Terraform cannot load Google's provider", 201),
+    ("terraform plan", "terraform-api-off", "gcloud services enable compute.googleapis.com --project=demo-project", 2),
+    ("terraform apply", "terraform-quota", "the quota CPUS_PER_VM_FAMILY of the project demo-project is 176.0", 2),
+    ("terraform apply", "terraform-capacity", "us-central1-a has no machine of this kind at present: try again later, or set zone: to another one with nvidia-tesla-t4:"
+     " us-central1-c, us-east1-d, europe-west1-b", 201),
+])  # fmt: skip
+def test_a_failure_of_a_program_is_one_line(cloud: StandInCloud, command: str, output: str, expected: str, code: int) -> None:
+    zones = [
+        {"zone": f"https://www.googleapis.com/compute/v1/projects/p/zones/{zone}"}
+        for zone in ("europe-west1-b", "us-east1-d", "us-central1-a", "us-central1-c")
+    ]
+    (cloud.folder / "answers.json").write_text(json.dumps({"compute accelerator-types list": zones}))
+    cloud.inject(fail={command: {"err": PROGRAMS.with_name("outputs").joinpath(f"{output}.txt").read_text()}})
+    done = run_drivetrain("up", "gcp", "--yes", **cloud.variables)
+    assert done.returncode == code
+    assert expected in done.stderr and done.stderr.count("\n") == 1
+    assert ("what was made so far may cost money" in done.stdout) == ("apply" in command)
+    cloud.inject()
+    assert "gcp is up" in cloud.run("up", "gcp", "--yes")
+
+
+def test_doctor(cloud: StandInCloud) -> None:
+    quotas = {"compute project-info describe": {"quotas": [{"metric": "GPUS_ALL_REGIONS", "limit": 0.0, "usage": 0.0}]},
+              "compute regions describe": {"quotas": [{"metric": "NVIDIA_T4_GPUS", "limit": 4.0, "usage": 1.0}]},
+              "services list": [], "projects describe demo-project": {"lifecycleState": "ACTIVE"}}  # fmt: skip
+    (cloud.folder / "answers.json").write_text(json.dumps(quotas))
+    output = cloud.run("doctor", "--on", "gcp", code=201)
+    assert "not up (2 x n1-standard-4 with 1 nvidia-tesla-t4" in output
+    assert "Terraform v1.11.4" in output and "gcloud: me@example.com" in output
+    assert "fix: gcloud services enable compute.googleapis.com --project=demo-project" in output
+    assert "planted-access-token" not in output
+    (cloud.folder / "answers.json").write_text(json.dumps(quotas | {"services list": [{"config": {}}]}))
+    output = cloud.run("doctor", "--on", "gcp", code=201)
+    assert "ok       quota NVIDIA_T4_GPUS    1 of 4 used in us-central1, 2 wanted" in output
+    assert "fault    quota GPUS_ALL_REGIONS  0 of 0 used in all regions, 2 wanted" in output
+    cloud.run("up", "gcp", "--yes")
+    assert "dt-master-gcp: GPU" in cloud.run("doctor", "--on", "gcp", code=201)
+    cloud.inject(fail={"gcloud projects describe": {"err": PROGRAMS.with_name("outputs").joinpath("gcloud-no-login.txt").read_text()}})
+    assert "fix: gcloud auth login && gcloud auth application-default login" in cloud.run("doctor", "--on", "gcp", code=201)
+
+
 # --- waiting for the driver --------------------------------------------------------------------
 
 CONSOLE = [
@@ -305,6 +348,23 @@ def wait_for(text: str, cloud: StandInCloud, *words: str) -> str:
         assert time.monotonic() < deadline, output
         time.sleep(1)
     return output
+
+
+def test_down_spares_an_active_run_and_pulls_one_that_has_ended(cloud: StandInCloud) -> None:
+    write_task("slow.py", ("def augment(self, batch, rand):", "def augment(self, batch, rand):\n        import time; time.sleep(0.3)"))
+    cloud.write_target(nodes=1, device="cpu")
+    cloud.run("up", "gcp", "--yes")
+    settings = ("plan.threads=1", "plan.compile=off")
+    cloud.run("train", "slow.py", *settings, "epochs=100", "--on", "gcp", "--name", "active")
+    assert "active is running on gcp: drivetrain stop active first, or --force" in cloud.run("down", "gcp", "--yes", code=2)
+    Path("runs/active").rename("elsewhere")  # as a run of another folder
+    assert "still runs there: stop it first" in cloud.run("down", "gcp", "--yes", code=201)
+    Path("elsewhere").rename("runs/active")
+    cloud.run("stop", "active")
+    cloud.run("train", "slow.py", *settings, "steps=2", "--on", "gcp", "--name", "ended")
+    wait_for("done", cloud, "logs", "ended")
+    cloud.run("down", "gcp", "--yes")
+    assert Path("runs/ended/model/model.safetensors").exists() and not cloud.resources
 
 
 def test_a_preempted_run_resumes_exactly(cloud: StandInCloud) -> None:

@@ -31,6 +31,10 @@ SSH = [
                 " again. If you know that it was, remove the old key: ssh-keygen -R {host}"),
     Explanation(r"Host key verification failed|No \w+ host key is known", "{host}: its host key is not known: connect once by hand (ssh {host}) and compare the key"),
     Explanation(r"Load key \"([^\"]+)\": bad permissions|Bad owner or permissions on (\S+)", "{host}: ssh refuses the file {0}{1}, because others can read or write it: chmod 600 {0}{1}"),
+    Explanation(r"4033: 'not authorized'", "{host}: Google's Identity-Aware Proxy refuses your account: ask the project's owner for the role IAP-secured Tunnel User"
+                " (roles/iap.tunnelResourceAccessor), or set ssh_source_ranges: in the target"),
+    Explanation(r"4003: 'failed to connect to backend'|4047: 'Failed to lookup instance'", "{host}: it does not answer behind Google's Identity-Aware Proxy: is it running?"
+                " (drivetrain doctor --on TARGET)"),
     Explanation(r"Permission denied \(([^)]*)\)", "{host}: it refused the login ({0}): check the user and the key with `ssh {host}`; with a"
                 " passphrase, add the key to your agent: ssh-add"),
     Explanation(r"Could not resolve hostname (\S+?):", "{host}: there is no machine of this name: correct hosts: in the target, or add it to ~/.ssh/config"),

@@ -30,6 +30,8 @@ CAPACITY = re.compile(
     r"ZONE_RESOURCE_POOL_EXHAUSTED|does not have enough resources available to fulfill the request|(?:VM instance|Machine type \S+) is currently unavailable in the"
 )
 CAPACITY_ZONE = re.compile(r"zones/([a-z0-9-]+)|unavailable in the ([a-z0-9-]+) zone")
+REFUSED = re.compile(r"\n\s*\n((?:(?!\n\s*\n).)+)\n\s*\n\s*This was checked by the validation rule", re.DOTALL)
+"""The paragraph in which Terraform says why a variable's value cannot be."""
 LOGIN = "gcloud auth login && gcloud auth application-default login"
 FAILURES = [
     CloudFailure(r"Quota '([A-Z0-9_]+)' exceeded\. Limit: ([\d.]+) (?:in region )?(\w[\w-]*)", "the quota {0} of the project {project} is {1} ({2}): ask for more at"
@@ -63,7 +65,6 @@ FAILURES = [
     CloudFailure(r"[Cc]ould not find image or family (\S+?)[. ]|Error resolving image name '([^']+)'|'projects/\S+?/global/images/(?:family/)?([\w-]+)' was not found|[Ff]ailed to pull image \"?(\S+?)\"?[: ]",
                  "the image {0}{1}{2}{3} cannot be read: correct its name, and check that the project may read it"),
     CloudFailure(r"acceleratorTypes/([\w-]+)' was not found|does not exist in zone (\S+?)[. ]", "the zone has no {0}{1}: gcloud compute accelerator-types list shows the zones of each GPU"),
-    CloudFailure(r"Error: Invalid value for variable.*?╵? ?(?:var\.\S+ is \S+ )?([A-Z][^│╵]{10,240}?\.) This was checked", "Terraform refuses a setting of the target: {0}"),
     CloudFailure(r"Failed to query available provider packages|registry\.terraform\.io", "Terraform cannot load Google's provider: is the network up? (registry.terraform.io)", Outcome.INFRA),
     CloudFailure(r"no such host|dial tcp|Could not resolve host|Failed to establish a new connection|NewConnectionError|Unable to find the server at|network is unreachable|TLS handshake timeout",
                  "Google Cloud cannot be reached: is the network up?", Outcome.INFRA),
@@ -74,6 +75,8 @@ FAILURES = [
 def explain_cloud(program: str, output: str, code: int, project: str, folder: Path | None = None) -> Problem:
     """Returns the problem that a program's output tells; for output that is not known, its first error."""
     text = plain(output)
+    if refused := REFUSED.search(output.replace("│", " ")):
+        return Problem(f"Terraform refuses a setting of the target: {plain(refused[1])}")
     if CAPACITY.search(text):
         match = CAPACITY_ZONE.search(text)
         zone = (match[1] or match[2]) if match else ""

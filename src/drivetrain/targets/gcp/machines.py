@@ -61,10 +61,11 @@ def read_time(text: object) -> float | None:
 
 def read_machines(rows: Sequence[Mapping[str, Any]]) -> list[Machine]:
     """Returns the machines, the master first and the workers by number."""
-    return sorted((read_machine(row) for row in rows), key=lambda machine: _order(machine.name))
+    return sorted((read_machine(row) for row in rows), key=lambda machine: order_of(machine.name))
 
 
-def _order(name: str) -> tuple[bool, int, str]:
+def order_of(name: str) -> tuple[bool, int, str]:
+    """Returns the sort key of a machine's name: the master comes first, then the workers by number."""
     number = WORKER.match(name)
     return (not name.startswith("dt-master"), int(number[1] or 1) if number else 0, name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -127,7 +128,9 @@ class GcpTarget(HostsTarget):
         if time.monotonic() < self._next_look:
             return False
         self._next_look = time.monotonic() + LOOK_SECONDS
-        return bool(self._why_record_stopped(record))
+        with contextlib.suppress(Problem):  # if Google Cloud does not answer, nothing is known
+            return bool(self._why_record_stopped(record))
+        return False
 
     def mirror(self, record: Record, follow: bool) -> Iterator[str]:
         try:
