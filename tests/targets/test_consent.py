@@ -61,6 +61,10 @@ def test_nothing_starts_without_consent(answer: str | None, message: str, folder
     assert "$   3.67 an hour   1 x a2-highgpu-1g" in shown
     assert seen == []
     assert not Path("runs").exists()
+    Path("runs/one").mkdir(parents=True)  # as the command does for a run without a name
+    with pytest.raises(Problem, match=message):
+        start(asking(shown, answer))
+    assert not Path("runs/one").exists()
 
 
 @pytest.mark.parametrize(("answer", "is_agreed"), [("y", False), (None, True)])

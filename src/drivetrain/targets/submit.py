@@ -102,7 +102,12 @@ def consent_to(target: Target, submissions: Sequence[Submission], agree: Agree) 
 
 def submit(target: Target, submission: Submission, agree: Agree, notice: Callable[[str], None]) -> Record:
     """Starts a new run on a target and writes its record."""
-    consent = consent_to(target, [submission], agree)
+    try:
+        consent = consent_to(target, [submission], agree)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            submission.run.path.rmdir()  # the empty folder of a new run
+        raise
     return submit_array(target, [replace(submission, consent=consent)], notice)[0]
 
 

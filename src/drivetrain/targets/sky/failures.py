@@ -22,14 +22,14 @@ STOP = (
     "{0} cannot stop such machines: set down_when_idle: true in the target; idle machines are then removed with their disks, so follow the"
     " run or pull it in time"
 )
+FEATURE = re.compile(r"features are not supported by (\w+):\s*\n\s*Feature +Reason *\n\s*([\w-]+)")
+"""A cloud, and what it does not have."""
 FAILURES = [
     SkyFailure(r"Could not connect to SkyPilot API server at (\S+?)\.? ", "sky's API server does not answer at {0}: start it with `sky api start`, or"
                " log in to yours with `sky api login`", Outcome.INFRA),
     SkyFailure(r"ApiServerAuthenticationError|Authentication required for SkyPilot API server", "sky's API server asks who you are: `sky api login`"),
     SkyFailure(r"NoCloudAccessError|Cloud access is not set up|No enabled clouds?", "sky may use no cloud: set up the credentials of one; `sky check` tells what is missing"),
     SkyFailure(r"Max retries exceeded with url: \S*skypilot-catalog|Failed to fetch \S+ catalog", "sky cannot download its price lists: is the network up? (sky check)", Outcome.INFRA),
-    SkyFailure(r"features are not supported by (\w+):[\s\S]*\bmulti-node\b", "{0} has no clusters of several machines: leave out --nodes, or set another infra: in the target"),
-    SkyFailure(r"features are not supported by (\w+):[\s\S]*\b(?:auto-?)?stop\b", STOP),
     SkyFailure(r"max_cost=\$([\d.]+)/hr", "no cloud has such machines for ${0} an hour each any more, the price that you agreed to: repeat the command to see today's price"),
     SkyFailure(r"Catalog does not contain any instances satisfying|No resource satisfying|No launchable resource", "no cloud that sky may use has such machines: correct gpus:, infra:,"
                " cpus: or instance_type: in the target (sky gpus list)"),
@@ -50,9 +50,22 @@ FAILURES = [
 def sky_problem(output: str, code: int) -> Problem:
     """Returns the problem that sky's output tells; for output that is not known, its last line."""
     text = ANSI.sub("", output)
+    if lacks := dict.fromkeys(FEATURE.findall(text)):
+        return _missing_features(list(lacks))
     for failure in FAILURES:
         if match := re.search(failure.pattern, text):
             group = next((group for group in match.groups() if group), "")
             return Problem(one_line(failure.text.format(group)), failure.outcome)
     lines = [line for line in text.splitlines() if line.strip()] or [f"it ended with code {code}"]
     return Problem(f"sky: {one_line(lines[-1])[:300]}", Outcome.INFRA)
+
+
+def _missing_features(lacks: list[tuple[str, str]]) -> Problem:
+    """Returns the problem that each cloud lacks a feature which the task file asks for."""
+    without_stop = [cloud for cloud, feature in lacks if feature in ("stop", "autostop", "auto-stop")]
+    if len(without_stop) == len(lacks):
+        return Problem(STOP.format(" and ".join(without_stop)))
+    names = "; ".join(f"{cloud} has no {feature}" for cloud, feature in lacks)
+    return Problem(
+        one_line(f"no cloud that sky may use has all that the target asks for ({names}): set another infra:, or change --nodes or spot:")
+    )
