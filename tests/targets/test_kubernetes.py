@@ -333,6 +333,7 @@ EXPLAINED = {
     "context": "your kubeconfig has no context nope: kubectl config get-contexts",
     "exists": "choose another --name",
     "forbidden": "you (bob) may not create configmaps: ask the cluster's administrator",
+    "forbidden-get": "you (nobody) may not get pytorchjobs: ask the cluster's administrator",
     "forbidden-list": "you (bob) may not list pods",
     "kubeconfig-broken": "the kubeconfig /home/me/.kube/config cannot be read",
     "namespace": "kubectl create namespace nope, or correct namespace: in the target",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.outcomes import Outcome, Problem
+from drivetrain.targets.errors import FolderMissing
 from drivetrain.targets.host import ReachableHost
 from drivetrain.targets.kubernetes import names
 from drivetrain.targets.kubernetes.failures import explain_kubectl, explain_pod
@@ -76,6 +77,8 @@ class PodHost(ReachableHost):
         code = process.wait()
         # tar ends with 1 if a file grew while it was read
         if code > 1 or not is_whole:
+            if "No such file or directory" in errors and there in errors:
+                raise FolderMissing(f"{self.pod}: there is no {there}", Outcome.INFRA)
             raise self.problem(errors, code)
 
     def send_folder(self, here: Path, there: str, filters: Sequence[str]) -> None:

@@ -101,6 +101,13 @@ def state_of(
     return JobState("queued", None, _waiting_reason(kind, job, pods, events, target))
 
 
+def has_started(job: Mapping[str, Any] | None, pods: Sequence[PodState]) -> bool:
+    """Whether a container of a run has ever started: then its volume may have files of it."""
+    conditions = ((job or {}).get("status") or {}).get("conditions") or []
+    was_running = any(condition.get("type") in ("Running", "Restarting") for condition in conditions)
+    return was_running or any(pod.is_ready or pod.restarts or pod.code is not None for pod in pods)
+
+
 def _ended(is_success: bool, reason: str, pods: Sequence[PodState], target: str) -> JobState:
     if is_success:
         return JobState("ended", 0)

@@ -22,7 +22,7 @@ from drivetrain.targets.kubernetes.pod_template import RUNS, fits_config_map
 from drivetrain.targets.kubernetes.pods import PodHost, on_each
 from drivetrain.targets.kubernetes.rendering import KubernetesRendering
 from drivetrain.targets.kubernetes.settings import KubernetesSettings
-from drivetrain.targets.kubernetes.states import PodState, event_line, events_of, pod_states, state_of
+from drivetrain.targets.kubernetes.states import PodState, event_line, events_of, has_started, pod_states, state_of
 from drivetrain.targets.layout import Layout
 from drivetrain.targets.local import job_state, secret_values
 from drivetrain.targets.record import Record
@@ -31,6 +31,7 @@ from drivetrain.targets.transfer import has_checkpoint, send_run
 
 ENDED = "kubernetes.json"
 """The file of a run's job folder here that keeps how its job ended: the cluster may have deleted it."""
+NEVER_STARTED = "it was stopped before a pod of it had started"
 DELETE_SECONDS = 60.0
 POLL_SECONDS = 1.0
 NUM_EVENTS = 5
@@ -256,18 +257,21 @@ class KubernetesTarget(Target):
         kind, kubectl, name = self._recorded(record)
         if self.state(record).phase not in ("queued", "running"):
             return
-        hosts = self._hosts(record, self.pods(record))
+        states = self.pods(record)
+        is_new = not has_started(kubectl.find(kind.path(kubectl.namespace, name)), states)
+        hosts = self._hosts(record, states)
         codes = on_each([host for host, _ in hosts], lambda host: _stop_pod(host, dict(hosts)[host], seconds)) if hosts else []
         with contextlib.suppress(FolderMissing):
             self._fetch(record, [host for host, _ in hosts])
-        _write_ended(
-            record, JobState("ended", next((code for code in codes if code is not None), EXIT_CODES[Outcome.PREEMPTED]), "it was stopped")
-        )
+        code = next((code for code in codes if code is not None), EXIT_CODES[Outcome.PREEMPTED])
+        _write_ended(record, JobState("ended", code, NEVER_STARTED if is_new else "it was stopped"))
         self._delete_job(kind, kubectl, name, seconds + DELETE_SECONDS)
 
     def pull(self, record: Record) -> None:
         """Copies the run from its pods; if they have ended, from its volume, else what they have printed."""
         state = self.state(record)
+        if state.reason == NEVER_STARTED:
+            raise FolderMissing(f"{record.run.name}: {NEVER_STARTED}: there is nothing to copy")
         states = [] if _read_ended(record) is not None else self.pods(record)
         hosts = self._hosts(record, states)
         if hosts:
