@@ -39,6 +39,44 @@ def test_syntax(name: str) -> None:
         assert done.returncode == 0, done.stdout
 
 
+def test_units_of_systemd(cpu_machine: StandInMachine) -> None:
+    cpu_machine.start()
+    units = cpu_machine.folder / "etc/systemd/system"
+    assert (units / "session-.scope.d/drivetrain.conf").read_text() == "[Unit]\nBefore=google-shutdown-scripts.service\n"
+    service, timer = units / "drivetrain-idle.service", units / "drivetrain-idle.timer"
+    assert "ExecStart=/usr/local/sbin/drivetrain-idle\n" in service.read_text()
+    if shutil.which("systemd-analyze"):
+        service.write_text(
+            service.read_text().replace("/usr/local/sbin/drivetrain-idle", "/bin/true")
+        )  # the program is not on this machine
+        done = subprocess.run(["systemd-analyze", "verify", service, timer], capture_output=True, text=True)
+        assert done.returncode == 0 and "drivetrain" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["drivetrain", "train"], True),
+        (["python3", "-m", "drivetrain", "train"], True),
+        (["/opt/venv/bin/python", "/opt/venv/bin/drivetrain", "train"], True),
+        (["/opt/venv/bin/python", "/opt/venv/bin/torchrun", "--nproc-per-node", "2", "-m", "drivetrain", "train"], True),
+        (["vim", "drivetrain"], False),
+        (["python3", "-m", "http.server"], False),
+        (["tail", "-f", "/home/me/drivetrain"], False),
+        (["python3", "-m"], False),
+    ],
+)
+def test_what_is_a_command_of_drivetrain(cpu_machine: StandInMachine, words: list[str], expected: bool) -> None:
+    folder = cpu_machine.folder / "proc/77"
+    folder.mkdir()
+    (folder / "cmdline").write_bytes(b"".join(word.encode() + b"\0" for word in words))
+    (folder / "environ").write_bytes(b"HOME=/root\0NOTE=DRIVETRAIN_JOB=x\0")
+    (folder / "status").write_text("Name:\tx\nPPid:\t1\n")
+    program = cpu_machine.scripts["idle"].partition("# A timer runs this")[0] + "leading_processes"
+    found = subprocess.run(["bash", "-c", program], env=cpu_machine.environment(), capture_output=True, text=True).stdout
+    assert found.split() == (["77"] if expected else [])
+
+
 # --- start-up ----------------------------------------------------------------------------------
 
 
@@ -74,6 +112,7 @@ def test_later_starts_change_nothing(gpu_machine: StandInMachine) -> None:
     assert gpu_machine.changes()[len(before) :] == [
         "systemctl daemon-reload",
         "systemctl enable --now drivetrain-idle.timer",
+        "systemctl daemon-reload",
         "usermod -aG docker me",
     ]
 
@@ -135,7 +174,7 @@ def test_idle_shutdown_can_be_off(tmp_path: Path) -> None:
     assert machine.start() == 0
     assert not any("drivetrain-idle" in call for call in machine.calls())
     timer = machine.folder / "etc/systemd/system/drivetrain-idle.timer"
-    timer.parent.mkdir(parents=True)
+    timer.parent.mkdir(parents=True, exist_ok=True)
     timer.touch()  # it was on before
     assert machine.start() == 0
     assert "systemctl disable --now drivetrain-idle.timer" in machine.calls() and not timer.exists()

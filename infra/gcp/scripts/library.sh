@@ -15,7 +15,7 @@ progress() {
 
 # Is this process a drivetrain command, or part of a job that drivetrain started here?
 is_drivetrain() {
-    local words
+    local words number
     tr '\0' '\n' 2>/dev/null <"$ROOT/proc/$1/environ" | grep -q '^DRIVETRAIN_JOB=' && return 0
     mapfile -d '' -t words 2>/dev/null <"$ROOT/proc/$1/cmdline" || return 1
     case "${words[0]-}" in
@@ -23,9 +23,10 @@ is_drivetrain() {
         python* | */python*) ;;
         *) return 1 ;;
     esac
-    case "${words[1]-} ${words[2]-}" in
-        */drivetrain\ * | "-m drivetrain") return 0 ;;
-    esac
+    [[ ${words[1]-} == */drivetrain ]] && return 0
+    for ((number = 1; number + 1 < ${#words[@]}; number++)); do # also python torchrun ... -m drivetrain
+        [ "${words[number]}" = -m ] && [ "${words[number + 1]}" = drivetrain ] && return 0
+    done
     return 1
 }
 

@@ -71,6 +71,13 @@ install_idle_timer() {
     systemctl daemon-reload && systemctl enable --now drivetrain-idle.timer
 }
 
+# Processes of SSH sessions get SIGTERM from the system at the same time as save.sh runs: without this, a run's workers would end with its
+# supervisor. The order of stops is the reverse one.
+let_runs_save_first() {
+    local folder=$ROOT/etc/systemd/system/session-.scope.d
+    mkdir -p "$folder" && printf '[Unit]\nBefore=google-shutdown-scripts.service\n' >"$folder/drivetrain.conf" && systemctl daemon-reload
+}
+
 install_packages() {
     dpkg --configure -a || return # the machine may have been stopped in the middle of an installation
     is_installed python3-venv rsync curl ca-certificates gnupg git docker.io && return
@@ -149,6 +156,7 @@ if [ -e "$STATE/failed" ]; then
 fi
 
 step install_idle_timer "shutdown after $IDLE_MINUTES idle minutes (0: never)" # first: a machine that cannot be prepared must not run forever
+step let_runs_save_first "order of the shutdown"
 step install_packages "packages"
 step create_user "user $SSH_USER"
 if [ "$USE_GPU" = true ]; then
