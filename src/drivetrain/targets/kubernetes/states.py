@@ -135,12 +135,6 @@ def _waiting_reason(
     return f"the operator of {kind.title}s has made no pod yet (drivetrain doctor --on {target} shows whether it is there)"
 
 
-def events_of(events: Iterable[Mapping[str, Any]], names: Iterable[str]) -> list[Mapping[str, Any]]:
-    """Returns the events of the objects with these names."""
-    wanted = set(names)
-    return [event for event in events if (event.get("involvedObject") or {}).get("name") in wanted]
-
-
 def event_line(event: Mapping[str, Any]) -> str:
     number = event.get("count") or 1
     times = f" ({number} times)" if number > 1 else ""
