@@ -8,11 +8,13 @@ operator (PyTorchJob) and Trainer (TrainJob, ClusterTrainingRuntime), which vali
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +24,7 @@ import yaml
 from drivetrain.chaos.hosts import hosts
 from drivetrain.outcomes import Problem
 from tests.launching import free_port
-from tests.system.cluster_api import Api, Object
+from tests.system.cluster_api import Api, Object, pods_path
 from tests.system.kubelet import Kubelet
 from tests.system.kubelet_server import KubeletServer
 from tests.system.operator import Operator
@@ -89,6 +91,47 @@ class Cluster:
             path = f"/apis/{group}/{GROUPS[group]}"
             wait_until(lambda path=path: (self.api.find(path) is not None) == is_there, f"{path}: {is_there}", 60)
 
+    def add_claim(self, name: str, namespace: str = "default") -> None:
+        """Makes a PersistentVolumeClaim that is bound: the stand-in kubelets have a folder for it."""
+        path = f"/api/v1/namespaces/{namespace}/persistentvolumeclaims"
+        spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
+        self.api.create(path, {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": name}, "spec": spec})
+        self.api.patch(f"{path}/{name}/status", {"status": {"phase": "Bound", "accessModes": spec["accessModes"]}})
+
+    def remove_objects(self, namespace: str = "default") -> None:
+        """Deletes all jobs and pods, at once, and the config maps and secrets of runs."""
+        for group, kind in (("kubeflow.org", "pytorchjobs"), ("trainer.kubeflow.org", "trainjobs")):
+            for job in self.api.items(f"/apis/{group}/{GROUPS[group]}/namespaces/{namespace}/{kind}"):
+                self.api.delete(f"/apis/{group}/{GROUPS[group]}/namespaces/{namespace}/{kind}/{job['metadata']['name']}")
+        pods = lambda: self.api.items(pods_path(namespace))  # noqa: E731
+        for pod in pods():
+            self.api.delete(pods_path(namespace, pod["metadata"]["name"]), gracePeriodSeconds=0)
+        for kind in ("configmaps", "secrets"):
+            for item in self.api.items(f"/api/v1/namespaces/{namespace}/{kind}", labelSelector="app.kubernetes.io/managed-by"):
+                self.api.delete(f"/api/v1/namespaces/{namespace}/{kind}/{item['metadata']['name']}")
+        wait_until(lambda: not pods(), "the end of all pods", 60)
+
+    @contextlib.contextmanager
+    def changed_schema(self, resource: str, missing: str) -> Iterator[None]:
+        """Makes the operator one of an earlier version: the spec of its resource has one field less."""
+        servers = Api(f"https://127.0.0.1:{self.port + 2}", *certificates(self.folder))
+        path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{resource}"
+        before = servers.get(path)
+        changed = json.loads(json.dumps(before))
+        for version in changed["spec"]["versions"]:
+            del version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"][missing]
+        self._replace(servers, path, changed)
+        try:
+            yield
+        finally:
+            self._replace(servers, path, before)
+
+    @staticmethod
+    def _replace(servers: Api, path: str, definition: Object) -> None:
+        definition["metadata"]["resourceVersion"] = servers.get(path)["metadata"]["resourceVersion"]
+        servers.call("PUT", path, definition)
+        time.sleep(1)  # the server takes a changed schema a moment later
+
     def write_user(self, name: str) -> Path:
         """Returns the kubeconfig of a new user, who may do nothing."""
         folder, config = self.folder, self.folder / f"{name}.kubeconfig"
@@ -115,6 +158,11 @@ class Cluster:
         return config
 
 
+def certificates(folder: Path) -> list[str]:
+    """Returns the administrator's certificate and key, and the authority's certificate."""
+    return [str(folder / name) for name in ("c.crt", "c.key", "ca.crt")]
+
+
 @contextlib.contextmanager
 def cluster(folder: Path) -> Iterator[Cluster]:
     """Starts a cluster with one node without GPUs; skips where that is not possible."""
@@ -123,8 +171,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     try:
         with hosts(NUM_ADDRESSES) as addresses:
             _start_servers(started)
-            certificates = [str(folder / name) for name in ("c.crt", "c.key", "ca.crt")]
-            started.api = Api(f"https://127.0.0.1:{started.port + 1}", *certificates)
+            started.api = Api(f"https://127.0.0.1:{started.port + 1}", *certificates(folder))
             started.install_operators()
             started.api.create("/apis/trainer.kubeflow.org/v1alpha1/clustertrainingruntimes", yaml.safe_load(RUNTIME))
             server = KubeletServer(kubelet_port, folder / "s.crt", folder / "s.key")

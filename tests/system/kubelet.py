@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.system.kubelet_pod import RunningPod
 from tests.system.kubelet_volumes import number_of
 
 GPU = "nvidia.com/gpu"
+SCHEDULER = "default-scheduler"
 RESYNC_SECONDS = 1.0
 
 
@@ -124,37 +126,19 @@ class Kubelet:
 
     def _schedule(self, pod: Object, pods: list[Object]) -> None:
         """Binds a pod to the first node that fits, or writes why there is none."""
-        nodes = self.api.items("/api/v1/nodes")
-        reasons: dict[str, int] = {}
-        path = pods_path(pod["metadata"]["namespace"], pod["metadata"]["name"])
-        for node in nodes:
-            reason = self._unfit(pod, node, pods)
-            if not reason:
-                binding = {
-                    "apiVersion": "v1",
-                    "kind": "Binding",
-                    "metadata": {"name": pod["metadata"]["name"]},
-                    "target": {"kind": "Node", "name": node["metadata"]["name"]},
-                }
-                self.api.call("POST", f"{path}/binding", binding)
-                record_event(
-                    self.api,
-                    pod,
-                    "Pod",
-                    "Scheduled",
-                    f"Successfully assigned {pod['metadata']['name']} to {node['metadata']['name']}",
-                    "default-scheduler",
-                )
-                pod["spec"]["nodeName"] = node["metadata"]["name"]
-                return
-            reasons[reason] = reasons.get(reason, 0) + 1
-        message = (
-            f"0/{len(nodes)} nodes are available: {', '.join(f'{count} {reason}' for reason, count in sorted(reasons.items()))}."
-            if nodes
-            else "no nodes available to schedule pods"
-        )
-        conditions = pod.get("status", {}).get("conditions", ())
-        if not any(condition.get("message") == message for condition in conditions):
+        metadata = pod["metadata"]
+        node, message = self._choose_node(pod, pods)
+        path = pods_path(metadata["namespace"], metadata["name"])
+        if node:
+            target = {"kind": "Node", "name": node}
+            self.api.call(
+                "POST", f"{path}/binding", {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": metadata["name"]}, "target": target}
+            )
+            record_event(
+                self.api, pod, "Pod", "Scheduled", f"Successfully assigned {metadata['namespace']}/{metadata['name']} to {node}", SCHEDULER
+            )
+            pod["spec"]["nodeName"] = node
+        elif not any(condition.get("message") == message for condition in pod.get("status", {}).get("conditions", ())):
             condition = {
                 "type": "PodScheduled",
                 "status": "False",
@@ -163,7 +147,22 @@ class Kubelet:
                 "lastTransitionTime": now(),
             }
             self.api.patch(f"{path}/status", {"status": {"phase": "Pending", "conditions": [condition]}})
-            record_event(self.api, pod, "Pod", "FailedScheduling", message, "default-scheduler", warning=True)
+            record_event(self.api, pod, "Pod", "FailedScheduling", message, SCHEDULER, warning=True)
+
+    def _choose_node(self, pod: Object, pods: list[Object]) -> tuple[str, str]:
+        """Returns the first node that fits; if there is none, "" and the scheduler's words."""
+        for volume in pod["spec"].get("volumes", ()):
+            claim = volume.get("persistentVolumeClaim", {}).get("claimName")
+            if claim and self.api.find(f"/api/v1/namespaces/{pod['metadata']['namespace']}/persistentvolumeclaims/{claim}") is None:
+                return "", f'persistentvolumeclaim "{claim}" not found'
+        nodes, reasons = self.api.items("/api/v1/nodes"), Counter[str]()
+        for node in nodes:
+            if not (reason := self._unfit(pod, node, pods)):
+                return str(node["metadata"]["name"]), ""
+            reasons[reason] += 1
+        if not nodes:
+            return "", "no nodes available to schedule pods"
+        return "", f"0/{len(nodes)} nodes are available: {', '.join(f'{count} {reason}' for reason, count in sorted(reasons.items()))}."
 
     def _unfit(self, pod: Object, node: Object, pods: list[Object]) -> str:
         """Returns why a pod cannot run on a node; "" if it can."""

@@ -38,8 +38,6 @@ def make_volumes(api: Api, pod: Object, folder: Path, claims: Path) -> dict[str,
             made[name] = Mount("", str(_write_keys(api, namespace, volume, folder / name)), read_only=True)
         elif "persistentVolumeClaim" in volume:
             claim = volume["persistentVolumeClaim"]["claimName"]
-            if api.find(f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/{claim}") is None:
-                raise NotReady("FailedScheduling", f'persistentvolumeclaim "{claim}" not found')
             made[name] = Mount("", str(_folder(claims / namespace / claim)))
         elif "hostPath" in volume:
             made[name] = Mount("", volume["hostPath"]["path"])

@@ -32,7 +32,7 @@ from drivetrain.targets.kubernetes.failures import AlreadyExists, NotFound, expl
 from drivetrain.targets.kubernetes.jobs import KINDS
 from drivetrain.targets.kubernetes.kubectl import Kubectl
 from drivetrain.targets.kubernetes.pod import is_operators, position
-from drivetrain.targets.kubernetes.pods import PodHost, is_sent
+from drivetrain.targets.kubernetes.pods import PodHost, files_pod, is_sent
 from drivetrain.targets.kubernetes.rendering import to_yaml
 from drivetrain.targets.kubernetes.settings import LABEL_VALUE, KubernetesSettings
 from drivetrain.targets.kubernetes.states import pod_states, state_of
@@ -175,6 +175,11 @@ def test_the_image_that_was_pushed_last_is_used_by_its_digest() -> None:
     assert (local["image"], local["imagePullPolicy"]) == ("drivetrain:cpu", "Never"), "in a registry it would be a stranger's"
     record_image("cpu", image)
     assert container(made.render(submission()).job)["image"] == f"registry.example:5000/team/train@{digest}"
+
+
+def test_a_pod_on_a_volume_pulls_no_image_of_this_machine() -> None:
+    spec = files_pod(specs.find_image(KubernetesSettings(), "cpu", KINDS["pytorchjob"]), "runs", {})["spec"]
+    assert [(entry["image"], entry["imagePullPolicy"]) for entry in spec["containers"]] == [("drivetrain:cpu", "Never")]
 
 
 def test_a_train_job_needs_an_image_of_a_registry() -> None:
@@ -335,6 +340,7 @@ EXPLAINED = {
     "context": "your kubeconfig has no context nope: kubectl config get-contexts",
     "exists": "choose another --name",
     "forbidden": "you (bob) may not create configmaps: ask the cluster's administrator",
+    "forbidden-get": "you (nobody) may not get pytorchjobs: ask the cluster's administrator",
     "forbidden-list": "you (bob) may not list pods",
     "kubeconfig-broken": "the kubeconfig /home/me/.kube/config cannot be read",
     "namespace": "kubectl create namespace nope, or correct namespace: in the target",

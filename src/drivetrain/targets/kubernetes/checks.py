@@ -12,9 +12,10 @@ from drivetrain.targets.kubernetes import names
 from drivetrain.targets.kubernetes.jobs import KINDS, JobKind
 from drivetrain.targets.kubernetes.kubectl import Kubectl, NotFound
 from drivetrain.targets.kubernetes.settings import KubernetesSettings
+from drivetrain.targets.kubernetes.settings import runtime as parse_runtime
 from drivetrain.targets.kubernetes.states import pod_states
 
-PLUGIN = "kubectl create -f https://raw.githubusercontent.com/NVIDIA/k8s-device-plugin/v0.17.4/deployments/static/nvidia-device-plugin.yml"
+PLUGIN = "kubectl create -f https://raw.githubusercontent.com/NVIDIA/k8s-device-plugin/v0.17.1/deployments/static/nvidia-device-plugin.yml"
 RIGHTS = (
     ("create", "", "secrets", ""), ("create", "", "configmaps", ""), ("delete", "", "secrets", ""), ("list", "", "pods", ""),
     ("get", "", "pods", "log"), ("create", "", "pods", "exec"), ("create", "", "pods", ""), ("list", "", "events", ""),
@@ -126,6 +127,8 @@ def all_checks(kubectl: Kubectl, settings: KubernetesSettings) -> Iterator[Check
     kinds = [kind for kind in KINDS.values() if has_kind(kubectl, kind)]
     wanted = KINDS.get(settings.job) or (kinds[0] if kinds else KINDS["pytorchjob"])
     yield _operator_check(kubectl, wanted, kinds)
+    if wanted.name == "trainjob" and wanted in kinds:
+        yield _runtime_check(kubectl, settings)
     yield _rights_check(kubectl, wanted)
     yield from _node_checks(kubectl, settings)
     yield from _volume_checks(kubectl, settings)
@@ -161,6 +164,21 @@ def _operator_check(kubectl: Kubectl, kind: JobKind, kinds: Sequence[JobKind]) -
     return Check("operator", "ok", f"{kind.title} ({kind.api}), {found[0]['metadata']['name']} runs")
 
 
+def _runtime_check(kubectl: Kubectl, settings: KubernetesSettings) -> Check:
+    """Whether the runtime is there, whose pods a TrainJob takes."""
+    reference = parse_runtime(kubectl.target, settings)
+    place = f"/namespaces/{kubectl.namespace}" if reference["kind"] == "TrainingRuntime" else ""
+    path = f"/apis/{KINDS['trainjob'].api}{place}/{reference['kind'].lower()}s/{reference['name']}"
+    try:
+        kubectl.get(path)
+    except NotFound:
+        fix = "kubectl get clustertrainingruntimes lists what there is: correct runtime: in the target"
+        return Check("runtime", "fault", f"there is no {reference['kind']} {reference['name']}", fix)
+    except Problem as problem:
+        return Check("runtime", "warning", str(problem))
+    return Check("runtime", "ok", f"{reference['kind']} {reference['name']}")
+
+
 def _rights_check(kubectl: Kubectl, kind: JobKind) -> Check:
     group = kind.api.partition("/")[0]
     wanted = [("create", group, kind.plural, ""), ("get", group, kind.plural, ""), ("delete", group, kind.plural, ""), *RIGHTS]
@@ -185,7 +203,7 @@ def _node_checks(kubectl: Kubectl, settings: KubernetesSettings) -> Iterator[Che
     unready = [str(node["metadata"]["name"]) for node in nodes if node not in ready]
     fix = f"kubectl describe node {unready[0]}" if unready else "add a node"
     is_fine = bool(ready) and not unready
-    evidence = f"{len(ready)} of {len(nodes)} are ready{f'; not: {chr(44).join(unready[:3])}' if unready else ''}"
+    evidence = f"{len(ready)} of {len(nodes)} are ready{'; not: ' + ', '.join(unready[:3]) if unready else ''}"
     yield Check("nodes", "ok" if is_fine else "warning" if ready else "fault", evidence, "" if is_fine else fix)
     yield _gpu_check(ready, platform_of(nodes), settings)
 

@@ -34,8 +34,8 @@ KUBECTL = [
     Explanation(r"Unauthorized|must be logged in to the server|the server has asked for the client to provide credentials|token is expired|ExpiredToken|executable (\S+) not found|getting credentials", "the"
                 " cluster refuses your login, or it has expired: log in again (EKS: aws eks update-kubeconfig; GKE: gcloud container clusters get-credentials; AKS: az aks get-credentials; OpenShift: oc login)"),
     Explanation(r"exceeded quota: ([^,\s]+)", "the namespace's quota {0} is used up: ask for less, wait until other jobs end, or ask for a larger quota (kubectl describe quota)"),
-    Explanation(r'(\w[\w./-]*) is forbidden: User "([^"]+)" cannot (\w+) resource "([^"]+)"(?:.*namespace "([^"]+)")?', "you ({1}) may not {2} {3}: ask the cluster's administrator for a role with"
-                " that right (kubectl auth can-i {2} {3})"),
+    Explanation(r'is forbidden: User "([^"]+)" cannot (\w+) resource "([^"]+)"', "you ({0}) may not {1} {2}: ask the cluster's administrator for a role with"
+                " that right (kubectl auth can-i {1} {2})"),
     Explanation(r"violates PodSecurity \"?([^\":]+)", "the namespace allows only pods of the level {0}: ask for another namespace, or for a lower level (pod-security.kubernetes.io/enforce)"),
     Explanation(r"unable to validate against any security context constraint", "OpenShift refuses the pod's group or volumes: set fs_group: 0 in the target"),
     Explanation(r'strict decoding error: unknown field "spec\.runtimePatches', "this cluster's Kubeflow Trainer is older than 2.3 and has no runtimePatches: update it, or set job: pytorchjob in the target"),

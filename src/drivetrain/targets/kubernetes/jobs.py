@@ -111,7 +111,7 @@ class PyTorchJobKind(JobKind):
     pod_label = "training.kubeflow.org/job-name"
     rank_label = ("training.kubeflow.org/replica-index",)
     ends: ClassVar[Mapping[str, bool]] = {"Succeeded": True, "Failed": False}
-    install = "kubectl apply --server-side -k 'github.com/kubeflow/training-operator.git/manifests/overlays/standalone?ref=v1.9.2'"
+    install = "kubectl apply --server-side -k 'github.com/kubeflow/training-operator.git/manifests/overlays/standalone?ref=v1.9.3'"
 
     def render(self, job: JobSpec) -> dict[str, Any]:
         pod = job.pod
@@ -159,7 +159,10 @@ class TrainJobKind(JobKind):
     pod_label = "jobset.sigs.k8s.io/jobset-name"
     rank_label = ("batch.kubernetes.io/job-completion-index",)
     ends: ClassVar[Mapping[str, bool]] = {"Complete": True, "Failed": False}
-    install = "kubectl apply --server-side -k 'https://github.com/kubeflow/trainer.git/manifests/overlays/manager?ref=v2.3.0'"
+    install = " && ".join(
+        f"kubectl apply --server-side -k 'https://github.com/kubeflow/trainer.git/manifests/overlays/{part}?ref=v2.3.0'"
+        for part in ("manager", "runtimes")
+    )
 
     def render(self, job: JobSpec) -> dict[str, Any]:
         pod = job.pod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import IO, Any
@@ -17,7 +17,6 @@ PROGRAM_VARIABLE = "DRIVETRAIN_KUBECTL"
 """Names another program than `kubectl`, such as oc."""
 SECONDS = 30
 CHECKS = "?dryRun=All&fieldValidation=Strict"
-MAX_EVENTS = 200
 
 
 @dataclass(frozen=True)
@@ -115,9 +114,10 @@ class Kubectl:
         answer = self.create("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", review)
         return bool((answer.get("status") or {}).get("allowed"))
 
-    def events(self) -> list[dict[str, Any]]:
-        """Returns the newest events of the namespace, oldest first."""
-        events = self.items(f"/api/v1/namespaces/{self.namespace}/events", limit=str(MAX_EVENTS))
+    def events(self, names: Iterable[str]) -> list[dict[str, Any]]:
+        """Returns the events of the objects with these names, oldest first."""
+        path = f"/api/v1/namespaces/{self.namespace}/events"
+        events = [event for name in names for event in self.items(path, fieldSelector=f"involvedObject.name={name}")]
         return sorted(events, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
 
     # --- commands in pods ---

@@ -10,7 +10,7 @@ import io
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from drivetrain.outcomes import Problem
 from drivetrain.targets.archive import Archive
@@ -24,6 +24,12 @@ CODE_PREFIX = "files"
 MAX_CONFIG_MAP_BYTES = (1 << 20) - (1 << 14)
 POD_PROGRAM = ("python3", "-P", "-m", "drivetrain.targets.kubernetes.pod")
 SET_BY_OPERATOR = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "POD_IP", "POD_OWNER")
+
+
+class Image(NamedTuple):
+    name: str
+    pull_policy: str = ""
+    """"": the cluster's default."""
 
 
 @dataclass(frozen=True, kw_only=True)

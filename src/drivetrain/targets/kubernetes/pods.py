@@ -22,7 +22,7 @@ from drivetrain.targets.host import ReachableHost
 from drivetrain.targets.kubernetes import names
 from drivetrain.targets.kubernetes.failures import explain_kubectl, explain_pod
 from drivetrain.targets.kubernetes.kubectl import Kubectl
-from drivetrain.targets.kubernetes.pod_template import CONTAINER_SECURITY, RUNS
+from drivetrain.targets.kubernetes.pod_template import CONTAINER_SECURITY, RUNS, Image
 from drivetrain.targets.record import RECORD
 
 NOT_PULLED = (RECORD, f".{RECORD}.lock", "code.tar.gz", "job", "lock")
@@ -152,10 +152,10 @@ def on_each(hosts: Sequence[PodHost], action: Any) -> list[Any]:
 # --- a pod that only reads or writes a volume ---------------------------------------------------
 
 
-def files_pod(image: str, claim: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def files_pod(image: Image, claim: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a pod that waits, with a PersistentVolumeClaim at the place where runs have it. `settings`: fields of its spec."""
     container = {
-        "name": FILES_CONTAINER, "image": image, "command": ["python3", "-c", f"import time; time.sleep({FILES_SECONDS})"],
+        "name": FILES_CONTAINER, "image": image.name, **({"imagePullPolicy": image.pull_policy} if image.pull_policy else {}), "command": ["python3", "-c", f"import time; time.sleep({FILES_SECONDS})"],
         "securityContext": CONTAINER_SECURITY, "volumeMounts": [{"name": "files", "mountPath": RUNS}],
     }  # fmt: skip
     volumes = [{"name": "files", "persistentVolumeClaim": {"claimName": claim}}]
@@ -168,14 +168,14 @@ def files_pod(image: str, claim: str, settings: Mapping[str, Any]) -> dict[str, 
 
 
 @contextlib.contextmanager
-def volume(kubectl: Kubectl, image: str, claim: str, settings: Mapping[str, Any]) -> Iterator[PodHost]:
+def volume(kubectl: Kubectl, image: Image, claim: str, settings: Mapping[str, Any]) -> Iterator[PodHost]:
     """Starts a pod on a volume, and deletes it afterwards."""
     pod = files_pod(image, claim, settings)
     path = f"/api/v1/namespaces/{kubectl.namespace}/pods"
     name = pod["metadata"]["name"]
     kubectl.create(path, pod)
     try:
-        _wait_until_running(kubectl, f"{path}/{name}", image, claim)
+        _wait_until_running(kubectl, f"{path}/{name}", image.name, claim)
         yield PodHost(None, kubectl, name, FILES_CONTAINER, f"the volume {claim}")
     finally:
         with contextlib.suppress(Problem):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 from drivetrain.outcomes import Problem
 from drivetrain.targets.docker_command import shm_size
@@ -11,7 +11,7 @@ from drivetrain.targets.image_record import DEFAULT_TAGS, Variant, read_images
 from drivetrain.targets.kubernetes import names
 from drivetrain.targets.kubernetes import settings as parse
 from drivetrain.targets.kubernetes.jobs import JobKind, JobSpec
-from drivetrain.targets.kubernetes.pod_template import CODE, RUNS, PodSpec, config_map, config_map_volume, fits_config_map
+from drivetrain.targets.kubernetes.pod_template import CODE, RUNS, Image, PodSpec, config_map, config_map_volume, fits_config_map
 from drivetrain.targets.kubernetes.rendering import KubernetesRendering
 from drivetrain.targets.kubernetes.settings import KubernetesSettings
 from drivetrain.targets.layout import Layout
@@ -22,11 +22,6 @@ NO_VOLUME = (
     "without runs_volume: in the target, the run is kept in its pods: a lost pod loses it; pods stay {keep} s after its end for `status`,"
     " `logs -f` or `pull` to bring it home"
 )
-
-
-class Image(NamedTuple):
-    name: str
-    pull_policy: str = ""
 
 
 def layout(submission: Submission) -> Layout:

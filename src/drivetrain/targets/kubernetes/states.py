@@ -101,6 +101,13 @@ def state_of(
     return JobState("queued", None, _waiting_reason(kind, job, pods, events, target))
 
 
+def has_started(job: Mapping[str, Any] | None, pods: Sequence[PodState]) -> bool:
+    """Whether a container of a run has ever started: then its volume may have files of it."""
+    conditions = ((job or {}).get("status") or {}).get("conditions") or []
+    was_running = any(condition.get("type") in ("Running", "Restarting") for condition in conditions)
+    return was_running or any(pod.is_ready or pod.restarts or pod.code is not None for pod in pods)
+
+
 def _ended(is_success: bool, reason: str, pods: Sequence[PodState], target: str) -> JobState:
     if is_success:
         return JobState("ended", 0)
@@ -126,12 +133,6 @@ def _waiting_reason(
         if event.get("type") == "Warning":
             return explain_pod(str(event.get("reason") or ""), str(event.get("message") or ""), "of the pod", target)
     return f"the operator of {kind.title}s has made no pod yet (drivetrain doctor --on {target} shows whether it is there)"
-
-
-def events_of(events: Iterable[Mapping[str, Any]], names: Iterable[str]) -> list[Mapping[str, Any]]:
-    """Returns the events of the objects with these names."""
-    wanted = set(names)
-    return [event for event in events if (event.get("involvedObject") or {}).get("name") in wanted]
 
 
 def event_line(event: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from drivetrain.targets.kubernetes.pod_template import RUNS, fits_config_map
 from drivetrain.targets.kubernetes.pods import PodHost, on_each
 from drivetrain.targets.kubernetes.rendering import KubernetesRendering
 from drivetrain.targets.kubernetes.settings import KubernetesSettings
-from drivetrain.targets.kubernetes.states import PodState, event_line, events_of, pod_states, state_of
+from drivetrain.targets.kubernetes.states import PodState, event_line, has_started, pod_states, state_of
 from drivetrain.targets.layout import Layout
 from drivetrain.targets.local import job_state, secret_values
 from drivetrain.targets.record import Record
@@ -31,9 +31,10 @@ from drivetrain.targets.transfer import has_checkpoint, send_run
 
 ENDED = "kubernetes.json"
 """The file of a run's job folder here that keeps how its job ended: the cluster may have deleted it."""
+NEVER_STARTED = "it was stopped before a pod of it had started"
 DELETE_SECONDS = 60.0
 POLL_SECONDS = 1.0
-NUM_EVENTS = 5
+NUM_EVENTS, MAX_PODS = 5, 16  # whose events `status` shows
 GPU_QUERY = ("nvidia-smi", "--query-gpu=index,utilization.gpu,memory.used,memory.total,power.draw", "--format=csv,noheader,nounits")
 
 
@@ -150,7 +151,7 @@ class KubernetesTarget(Target):
 
     def _volume(self, claim: str) -> contextlib.AbstractContextManager[PodHost]:
         settings = self.settings
-        image = specs.find_image(settings, "cpu", KINDS["pytorchjob"]).name
+        image = specs.find_image(settings, "cpu", KINDS["pytorchjob"])
         spec = {
             "serviceAccountName": settings.service_account,
             "imagePullSecrets": [{"name": settings.image_pull_secret}] if settings.image_pull_secret else [],
@@ -204,7 +205,7 @@ class KubernetesTarget(Target):
         if job is None or job["metadata"].get("uid", "") != record.handle["uid"]:
             return state_of(kind, None, [], [], self.name)
         states = pod_states(self._find_pods(kind, kubectl, name), kind, self.name)
-        state = state_of(kind, job, states, events_of(kubectl.events(), [name]) if not states else [], self.name)
+        state = state_of(kind, job, states, kubectl.events([name]) if not states else [], self.name)
         if state.phase == "running" and not self.settings.runs_volume:
             return self._state_in_pod(record, states) or state
         return state
@@ -246,7 +247,7 @@ class KubernetesTarget(Target):
             yield pod.line()
         for host, _ in self._hosts(record, states):
             yield from gpu_lines(host)
-        for event in events_of(kubectl.events(), [name, *(pod.name for pod in states)])[-NUM_EVENTS:]:
+        for event in kubectl.events([name, *(pod.name for pod in states[:MAX_PODS])])[-NUM_EVENTS:]:
             yield event_line(event)
 
     # --- end ---
@@ -256,18 +257,23 @@ class KubernetesTarget(Target):
         kind, kubectl, name = self._recorded(record)
         if self.state(record).phase not in ("queued", "running"):
             return
-        hosts = self._hosts(record, self.pods(record))
+        states = self.pods(record)
+        is_new = not has_started(kubectl.find(kind.path(kubectl.namespace, name)), states)
+        hosts = self._hosts(record, states)
         codes = on_each([host for host, _ in hosts], lambda host: _stop_pod(host, dict(hosts)[host], seconds)) if hosts else []
         with contextlib.suppress(FolderMissing):
             self._fetch(record, [host for host, _ in hosts])
-        _write_ended(
-            record, JobState("ended", next((code for code in codes if code is not None), EXIT_CODES[Outcome.PREEMPTED]), "it was stopped")
-        )
+        code = next((code for code in codes if code is not None), EXIT_CODES[Outcome.PREEMPTED])
+        _write_ended(record, JobState("ended", code, NEVER_STARTED if is_new else "it was stopped"))
         self._delete_job(kind, kubectl, name, seconds + DELETE_SECONDS)
+        with contextlib.suppress(Problem):  # if it does not belong to the job: without the right to patch
+            kubectl.delete(f"/api/v1/namespaces/{kubectl.namespace}/secrets/{names.secret_name(name)}")
 
     def pull(self, record: Record) -> None:
         """Copies the run from its pods; if they have ended, from its volume, else what they have printed."""
         state = self.state(record)
+        if state.reason == NEVER_STARTED:
+            raise FolderMissing(f"{record.run.name}: {NEVER_STARTED}: there is nothing to copy")
         states = [] if _read_ended(record) is not None else self.pods(record)
         hosts = self._hosts(record, states)
         if hosts:

@@ -1,0 +1,290 @@
+"""`--on kubernetes` with real API servers; stand-ins for the operators, the scheduler and the kubelets run the pods (`cluster.py`)."""
+
+from __future__ import annotations
+
+import base64
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from drivetrain.runs import Run
+from tests.command import COMMAND, TASK, environment, expect_error, run_drivetrain, run_ok, write_task
+from tests.system.cluster import Cluster, cluster
+from tests.system.cluster_api import Object
+from tests.waiting import wait_until
+
+FAST = ("plan.threads=1", "plan.compile=off")
+SLOW = ("return F.cross", "import time; time.sleep(0.05 * model.training)\n        return F.cross")
+WITHOUT_DROPOUT = TASK.replace("nn.Dropout(0.2)", "nn.Identity()")  # its masks depend on the number of processes
+SECRET = "planted-secret-" + "x" * 20
+OURS = "app.kubernetes.io/managed-by=drivetrain"
+
+
+@pytest.fixture(scope="module")
+def started_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(tmp_path_factory.mktemp("kubernetes")) as started:
+        started.add_claim("runs")
+        yield started
+
+
+@pytest.fixture
+def lab(started_cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """The cluster, which the user's kubectl reaches; a folder with a task and the target `lab`. Afterwards the cluster is empty again."""
+    monkeypatch.setenv("KUBECONFIG", str(started_cluster.kubeconfig))
+    write_task(change=SLOW)
+    write_target()
+    yield started_cluster
+    started_cluster.remove_objects()
+
+
+def write_target(**settings: object) -> None:
+    entry = {"kind": "kubernetes", "runs_volume": "runs", "device": "cpu", "job": "pytorchjob"} | settings
+    Path("drivetrain.yaml").write_text(yaml.safe_dump({"targets": {"lab": {k: v for k, v in entry.items() if v is not None}}}))
+
+
+def losses(name: str) -> list[float]:
+    return [row["train/loss"] for row in Run(f"runs/{name}").rows() if "train/loss" in row]
+
+
+def step(name: str) -> int:
+    return int(Run(f"runs/{name}").last_row().get("step", 0))
+
+
+def weights(name: str) -> bytes:
+    return Run(f"runs/{name}").model_path.read_bytes()
+
+
+def record(name: str) -> dict[str, Any]:
+    return dict(json.loads(Path(f"runs/{name}/target.json").read_text()))
+
+
+def follow(name: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([*COMMAND, "logs", "-f", name], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def our_objects(cluster: Cluster) -> list[str]:
+    kinds = "pytorchjobs,trainjobs,pods,configmaps,secrets"
+    return [line for line in cluster.kubectl("get", kinds, "-l", OURS, "-o", "name").splitlines() if "/" in line]
+
+
+def pod_names(cluster: Cluster, name: str) -> list[str]:
+    label = {"pytorchjob": "training.kubeflow.org/job-name", "trainjob": "jobset.sigs.k8s.io/jobset-name"}[record(name)["handle"]["kind"]]
+    return sorted(pod["metadata"]["name"] for pod in cluster.pods(**{label: record(name)["handle"]["job"]}))
+
+
+def test_a_pod_without_a_volume_trains_and_its_run_comes_home(lab: Cluster) -> None:
+    write_target(runs_volume=None, keep=120)
+    run_ok("train", "small.py", *FAST, "--name", "here")
+    output = run_ok("train", "small.py", *FAST, "--on", "lab", "--wait", "--name", "there")
+    assert "without runs_volume: in the target, the run is kept in its pods" in output
+    assert losses("there") == losses("here")
+    assert weights("there") == weights("here")
+    assert "finished on lab" in run_ok("status", "there")
+    run = Run("runs/there")
+    assert run.checkpoint_steps() == Run("runs/here").checkpoint_steps()
+    assert "done    " in (run.path / "logs" / "output.log").read_text()
+    assert "already" in run_ok("train", "small.py", *FAST, "--on", "lab", "--name", "there")
+    assert "removed from the namespace default: PyTorchJob there-" in run_ok("down", "lab", "--yes")
+    assert not our_objects(lab)
+    assert "finished on lab" in run_ok("status", "there")
+
+
+def test_killed_pods_cost_no_step_of_two_that_train_as_one(lab: Cluster) -> None:
+    """Also: a secret of the user and the token of the pods are written nowhere."""
+    write_task(change=SLOW, text=WITHOUT_DROPOUT)
+    write_target(secrets=["MY_API_KEY"])
+    train = ("train", "small.py", "steps=100", "save_every=10", *FAST, "--on", "lab", "--nodes", "2", "--name")
+    run_ok(*train, "undisturbed", MY_API_KEY=SECRET)
+    run_ok(*train, "killed", MY_API_KEY=SECRET)
+    follower = follow("killed")
+    output = run_ok("logs", "-f", "undisturbed")
+    assert "2 of 2 machines have joined" in output
+    wait_until(lambda: step("killed") >= 20, "steps", process=follower)
+    facts = lab.kubectl("get", "pytorchjobs,pods,configmaps,events", "-o", "yaml")
+    job = record("killed")["handle"]["job"]
+    for role in ("worker", "master"):
+        before, pod = step("killed"), lab.kubelet.find("default", f"{job}-{role}-0")
+        assert pod is not None
+        pod.containers["pytorch"].signal(signal.SIGKILL)
+        wait_until(lambda pod=pod, role=role: lab.kubelet.find("default", f"{job}-{role}-0") not in (pod, None), "another pod", 60)
+        wait_until(lambda before=before: step("killed") >= min(before + 15, 95), "further steps", process=follower)
+    printed, _ = follower.communicate(timeout=300)
+    assert follower.returncode == 0, printed
+    assert Run("runs/killed").status == "finished"
+    assert [row["step"] for row in Run("runs/killed").rows() if "train/loss" in row] == list(range(1, 101))
+    assert losses("killed") == losses("undisturbed")
+    assert weights("killed") == weights("undisturbed")
+    _assert_no_secret(lab, facts, "undisturbed", "killed")
+
+
+def _assert_no_secret(lab: Cluster, facts: str, *names: str) -> None:
+    """The token is that of the Secrets in the cluster; their values may be nowhere else."""
+    secrets = lab.api.items("/api/v1/namespaces/default/secrets", labelSelector=OURS)
+    assert len(secrets) == 2
+    values = {base64.b64decode(value) for secret in secrets for value in secret["data"].values()}
+    assert SECRET.encode() in values
+    assert len(values) == 3, "the user's secret, and a token for each run"
+    logs = "".join(lab.kubectl("logs", pod) for name in names for pod in pod_names(lab, name))
+    for value in values:
+        assert value.decode() not in facts
+        assert value.decode() not in logs
+        assert not subprocess.run(["grep", "-r", value, ".", str(lab.kubelet.folder / "claims")], capture_output=True).stdout
+
+
+def test_status_logs_stop_and_resume(lab: Cluster) -> None:
+    run_ok("train", "small.py", "steps=150", *FAST, "--name", "reference", "--hang-after", "5min")
+    run_ok("train", "small.py", "steps=150", *FAST, "--on", "lab", "--name", "stopped")
+    follower = follow("stopped")
+    wait_until(lambda: step("stopped") >= 10, "steps", process=follower)
+    shown = run_ok("status", "stopped")
+    (pod,) = pod_names(lab, "stopped")
+    assert "running on lab" in shown
+    assert f"pod 0   {pod}   running   on node-1" in shown
+    assert "Started  " in shown
+    assert "on lab already" in run_ok("train", "small.py", "steps=150", *FAST, "--on", "lab", "--name", "stopped")
+    assert "still runs there: stop it first" in expect_error("down", "lab", "--yes")
+    assert "stopped on lab (preempted)" in run_ok("stop", "stopped")
+    printed, _ = follower.communicate(timeout=120)
+    assert follower.returncode == 0, printed
+    assert step("stopped") < 150
+    assert not pod_names(lab, "stopped")
+    write_task(text="raise SystemExit('this version must not be used')")
+    assert "resume  from step" in run_ok("resume", "stopped", "--wait")
+    assert losses("stopped") == losses("reference")
+    assert weights("stopped") == weights("reference")
+
+
+def test_what_a_pod_waits_for(lab: Cluster) -> None:
+    def reason(name: str, text: str) -> str:
+        return str(wait_until(lambda: text in (shown := run_ok("status", name)) and shown, text, 60))
+
+    write_target(image="registry.example/missing:1")
+    run_ok("train", "small.py", *FAST, "--on", "lab", "--name", "image")
+    assert "the image registry.example/missing:1 cannot be pulled" in reason("image", "cannot be pulled")
+    write_target(gpus=2, device="cuda")
+    run_ok("train", "small.py", *FAST, "--on", "lab", "--name", "gpus")
+    assert "no node has as many free nvidia.com/gpu as a pod asks for" in reason("gpus", "nvidia.com/gpu")
+    write_target(runs_volume="nothing")
+    run_ok("train", "small.py", *FAST, "--on", "lab", "--name", "volume")
+    assert json.loads(run_ok("status", "gpus", "--json"))["status"] == "queued"
+    reason("volume", "there is no PersistentVolumeClaim nothing: create it")
+    run_ok("stop", "image", "gpus", "volume")
+    assert not pod_names(lab, "image") and not pod_names(lab, "gpus")
+
+
+def test_a_crash_is_not_repeated(lab: Cluster) -> None:
+    write_task(text=TASK.replace("return F.cross", "raise ValueError('this task crashes')\n        return F.cross"))
+    done = run_drivetrain("train", "small.py", *FAST, "--on", "lab", "--wait", "--name", "crashed")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "this task crashes" in done.stdout
+    assert record("crashed")["exit_code"] == 1
+    (pod,) = pod_names(lab, "crashed")
+    assert (
+        lab.kubelet.find("default", pod).pod["metadata"]["uid"] == lab.api.get(f"/api/v1/namespaces/default/pods/{pod}")["metadata"]["uid"]
+    )
+
+
+def test_kubectl_applies_what_dry_run_prints(lab: Cluster) -> None:
+    text = run_ok("train", "small.py", "steps=5", *FAST, "--on", "lab", "--name", "by-hand", "--dry-run")
+    assert not Path("runs").exists()
+    lab.kubectl("apply", "-f", "-", stdin=text)
+    (job,) = [item for item in yaml.safe_load_all(text) if item["kind"] == "PyTorchJob"]
+    name = job["metadata"]["name"]
+    conditions = lambda: lab.kubectl("get", "pytorchjob", name, "-o", "jsonpath={.status.conditions[*].type}").split()  # noqa: E731
+    wait_until(lambda: {"Succeeded", "Failed"} & set(conditions()), "the job's end", 120)
+    assert "done    5 steps" in lab.kubectl("logs", f"{name}-master-0")
+    assert "Succeeded" in conditions()
+
+
+def test_train_job(lab: Cluster) -> None:
+    write_task(text=WITHOUT_DROPOUT)
+    write_target(job="trainjob", image="registry.example/drivetrain:cpu")
+    run_ok("train", "small.py", *FAST, "--procs", "2", "--name", "here")
+    output = run_ok("train", "small.py", *FAST, "--on", "lab", "--nodes", "2", "--wait", "--name", "there")
+    assert "2 of 2 machines have joined" in output
+    assert losses("there") == pytest.approx(losses("here"), rel=1e-6)
+    assert "finished on lab" in run_ok("status", "there")
+
+
+def test_a_field_that_the_cluster_does_not_know(lab: Cluster) -> None:
+    """An older Trainer: its schema has no runtimePatches. The API server refuses the job, and nothing of it stays."""
+    write_target(job="trainjob", image="registry.example/drivetrain:cpu", secrets=["MY_API_KEY"])
+    with lab.changed_schema("trainjobs.trainer.kubeflow.org", "runtimePatches"):
+        message = expect_error("train", "small.py", *FAST, "--on", "lab", "--name", "old", MY_API_KEY=SECRET)
+    assert "Trainer is older than 2.3" in message
+    assert not our_objects(lab)
+    assert not Path("runs/old").exists()
+
+
+def test_trials_are_jobs(lab: Cluster) -> None:
+    write_task()
+    search = ("--search", "learning_rate=0.001..0.1,log", "--trials", "2", "--jobs", "2", "--prune", "none", "--metric", "eval/accuracy")
+    result = json.loads(run_ok("tune", "small.py", "epochs=1", *FAST, *search, "--on", "lab", "--json"))
+    assert [trial["state"] for trial in result["trials"]] == ["finished"] * 2
+    jobs = {json.loads(Path(trial["run"], "target.json").read_text())["handle"]["job"] for trial in result["trials"]}
+    assert len(jobs) == 2
+
+
+def test_down_removes_what_this_user_made(lab: Cluster) -> None:
+    others: list[Object] = [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "plain"}, "data": {"a": "b"}},
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": "colleague", "labels": {"app.kubernetes.io/managed-by": "drivetrain", "drivetrain/owner": "colleague"}},
+        },
+    ]
+    lab.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(others))
+    run_ok("train", "small.py", "steps=3", *FAST, "--on", "lab", "--wait", "--name", "over")
+    before = our_objects(lab)
+    assert any(name.startswith("pytorchjob") for name in before) and "configmap/plain" not in before
+    output = run_ok("down", "lab", "--yes")
+    assert "the files in runs stay" in output
+    wait_until(lambda: our_objects(lab) == ["configmap/colleague"], "what is left", 60)
+    lab.kubectl("get", "configmap", "plain")
+    lab.kubectl("delete", "configmap", "plain", "colleague")
+
+
+def checks(code: int) -> dict[str, dict[str, str]]:
+    done = run_drivetrain("doctor", "--on", "lab", "--json")
+    assert done.returncode == code, done.stdout + done.stderr
+    return {check["subject"]: check for check in json.loads(done.stdout)}
+
+
+def test_doctor(lab: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = checks(0)
+    assert found["rights"]["verdict"] == "ok"
+    assert found["GPUs"]["verdict"] == "warning" and "no node of this Kubernetes cluster has nvidia.com/gpu" in found["GPUs"]["evidence"]
+    write_target(gpus=2, device="cuda")
+    assert checks(201)["GPUs"]["verdict"] == "fault"
+    lab.kubelet.add_node("gpu-1", gpus=4, labels={"eks.amazonaws.com/nodegroup": "gpu"})
+    try:
+        found = checks(0)
+        assert found["GPUs"] | {"verdict": "ok", "evidence": "4 nvidia.com/gpu on 1 nodes (4 on one)"} == found["GPUs"]
+        assert "EKS" in found["reach"]["evidence"]
+    finally:
+        lab.kubelet.remove_node("gpu-1")
+    write_target()
+    lab.remove_operators()
+    try:
+        found = checks(201)
+        assert found["operator"]["verdict"] == "fault" and "training-operator" in found["operator"]["fix"]
+        write_target(job="auto")
+        assert "the cluster has neither PyTorchJobs nor TrainJobs" in expect_error("train", "small.py", "--on", "lab", code=201)
+    finally:
+        lab.install_operators()
+
+
+def test_a_user_without_rights(lab: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(lab.write_user("nobody")))
+    found = checks(201)
+    assert found["rights"]["verdict"] == "fault" and "create pytorchjobs" in found["rights"]["evidence"]
+    message = expect_error("train", "small.py", *FAST, "--on", "lab", "--name", "forbidden")
+    assert "you (nobody) may not" in message
+    assert not Path("runs/forbidden").exists()
