@@ -23,6 +23,7 @@ VERBS = {
     "logs": ("logs", "what a run's processes printed"),
     "stop": ("stop", "stop a run: it saves and ends, here or on its target"),
     "pull": ("pull", "copy a run from its target to this machine"),
+    "upload": ("upload", "copy a finished run's model, or what is missing of a run, to a bucket"),
     "targets": ("targets", "where runs can execute (--on), and whether each can be reached"),
     "down": ("targets", "remove what drivetrain keeps on a target"),
     "image": ("image", "build the image of runs in containers (--on docker)"),
