@@ -31,7 +31,7 @@ def test_the_projects_file_wins_and_is_found_from_below(folder: Path, monkeypatc
     monkeypatch.chdir(folder / "below")
     assert find_target("box").settings.hosts == ["project-box"]  # type: ignore[attr-defined]
     assert find_target("other").kind == "local"
-    assert [target.name for target in all_targets()] == ["box", "other", "local", "docker", "slurm"]
+    assert [target.name for target in all_targets()] == ["box", "other", *(kind for kind in KINDS if kind != "ssh")]
 
 
 def test_every_kind_is_a_target_of_its_own_name(folder: Path) -> None:
@@ -43,7 +43,7 @@ def test_every_kind_is_a_target_of_its_own_name(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"kind": "slrum"}, "needs a kind: one of local, docker, ssh, slurm; did you mean slurm?"),
+        ({"kind": "slrum"}, f"needs a kind: one of {', '.join(KINDS)}; did you mean slurm?"),
         ({}, "needs a kind"),
         ({"kind": "slurm", "partion": "gpu"}, "unknown key 'partion'; did you mean partition?"),
         ({"kind": "slurm", "gpus": "many"}, "box.gpus is 'many', not a whole number"),

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from drivetrain.cli.submitted import agree_on
 from drivetrain.launch.request import Request
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.recipe import load
@@ -25,6 +26,7 @@ from drivetrain.targets.errors import Unsure
 from drivetrain.targets.host import ReachableHost, SshHost, _write_part
 from drivetrain.targets.record import Record, read_record
 from drivetrain.task_ref import BUILT_IN, TaskRef, find_task
+from drivetrain.watch.screen import Screen
 from tests.command import expect_error, run_drivetrain, run_ok, write_task
 
 FAST = ("plan.threads=1", "plan.compile=off")
@@ -95,7 +97,7 @@ def test_a_broken_connection_keeps_the_record(problem: Problem, is_kept: bool, f
     target = find_target("local")
     submission = submit.prepare(target, load("small.py", [], {}), Request(name="one"), Run("runs/one"))
     with pytest.raises(Problem):
-        submit.submit(target, submission, print)
+        submit.submit(target, submission, agree_on(False, Screen(quiet=True)), print)
     assert Path("runs/one/target.json").exists() == is_kept
 
 

@@ -64,8 +64,12 @@ def target_of(kind: str) -> Target:
 
 
 def rendered_text(kind: str, shape: str) -> str:
-    """Returns what --dry-run prints, without what differs between machines and versions."""
-    text = target_of(kind).render(submission(SHAPES[shape])).text()
+    """Returns what --dry-run prints."""
+    return replace_machine_texts(target_of(kind).render(submission(SHAPES[shape])).text())
+
+
+def replace_machine_texts(text: str) -> str:
+    """Replaces what differs between machines and versions."""
     for original, replacement in (
         (shlex.quote(sys.executable), "PYTHON"),
         (sys.executable, "PYTHON"), (FIND_PYTHON, "FIND_PYTHON"), (FIND_PYTHON.replace("'", "'\"'\"'"), "FIND_PYTHON"),

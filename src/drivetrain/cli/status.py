@@ -13,6 +13,7 @@ from drivetrain.cli.flags import Parser
 from drivetrain.cli.runs import evaluation_metrics, format_metric
 from drivetrain.cli.submitted import refreshed
 from drivetrain.launch.report import bottleneck
+from drivetrain.outcomes import Problem
 from drivetrain.runs import Run, rows_backwards
 from drivetrain.targets.record import Record
 from drivetrain.terminal import one_line, show
@@ -44,7 +45,22 @@ def run(verb: str, words: list[str]) -> int:
         return 0
     for label, text in _lines(facts, info["recipe"]["identity"]["task"]):
         print(f"{label:<13}{one_line(text)}".rstrip())
+    _print_details(record)
     return 0
+
+
+def _print_details(record: Record | None) -> None:
+    """Prints what the target says of an active run's machines."""
+    if record is None or not record.is_active or not record.handle:
+        return
+    from drivetrain.targets import submit
+
+    try:
+        lines = list(submit.target_of(record).details(record))
+    except Problem as problem:
+        lines = [str(problem)]
+    for line in lines:
+        show(f"{'':<13}{one_line(line)}".rstrip())
 
 
 def _target_facts(record: Record) -> dict[str, Any]:
@@ -68,6 +84,7 @@ def _print_waiting(record: Record, as_json: bool) -> int:
     if not record.is_active and output.is_file():
         lines = output.read_text(errors="replace").splitlines()[-3:]
         show("\n".join(f"{'':<13}{one_line(line)}" for line in lines))
+    _print_details(record)
     return 0
 
 

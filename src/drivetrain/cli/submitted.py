@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drivetrain.outcomes import EXIT_CODES, Outcome, Problem
 from drivetrain.runs import is_run
+from drivetrain.targets.consent import Agree, ask_consent
 from drivetrain.targets.record import Record, find_recorded, read_record
 from drivetrain.terminal import one_line, show
 
@@ -18,7 +20,12 @@ if TYPE_CHECKING:
     from drivetrain.watch.screen import Screen
 
 
-def train_on(name: str, recipes: Sequence[Recipe], request: Request, wait: bool, screen: Screen) -> int:
+def agree_on(yes: bool, screen: Screen) -> Agree:
+    """Returns how this command asks for consent to a cost. `yes`: the user has agreed already."""
+    return partial(ask_consent, show=screen.put, ask=input if sys.stdin.isatty() else None, is_agreed=yes)
+
+
+def train_on(name: str, recipes: Sequence[Recipe], request: Request, wait: bool, agree: Agree, screen: Screen) -> int:
     """Submits a training to a target; with `wait`, follows it and returns its exit code."""
     from drivetrain.targets import submit
     from drivetrain.targets.config import find_target
@@ -35,7 +42,8 @@ def train_on(name: str, recipes: Sequence[Recipe], request: Request, wait: bool,
     if record is None or not (record.handle or is_run(record.run.path)):  # nothing has begun
         if record is not None:
             record.path.unlink()
-        record = submit.submit(target, submit.prepare(target, recipes, request, submit.named_or_new(recipes, request)), screen.notice)
+        submission = submit.prepare(target, recipes, request, submit.named_or_new(recipes, request))
+        record = submit.submit(target, submission, agree, screen.notice)
         _report(record, screen)
         return wait_for(record, screen) if wait else 0
     record = submit.refresh_or_leave(record, screen.notice)
@@ -47,12 +55,12 @@ def train_on(name: str, recipes: Sequence[Recipe], request: Request, wait: bool,
         return 0
     else:
         offset = output_size(record)
-        record = submit.continue_same(record, submit.prepare(target, recipes, request, record.run), target, screen.notice)
+        record = submit.continue_same(record, submit.prepare(target, recipes, request, record.run), target, agree, screen.notice)
         _report(record, screen)
     return wait_for(record, screen, offset) if wait else 0
 
 
-def resume_on(record: Record, request: Request, target_name: str | None, wait: bool, screen: Screen) -> int:
+def resume_on(record: Record, request: Request, target_name: str | None, wait: bool, agree: Agree, screen: Screen) -> int:
     """Submits a run again: it continues from its last checkpoint."""
     from drivetrain.targets import submit
 
@@ -62,7 +70,7 @@ def resume_on(record: Record, request: Request, target_name: str | None, wait: b
     if target_name not in (None, record.target):
         raise Problem(f"{record.run.name} is on {record.target}: drivetrain resume {record.run.name} continues it there")
     offset = output_size(record)
-    record = submit.resubmit(record, request.settings, request, screen.notice)
+    record = submit.resubmit(record, request.settings, request, agree, screen.notice)
     _report(record, screen)
     return wait_for(record, screen, offset) if wait else 0
 

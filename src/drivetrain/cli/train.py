@@ -21,7 +21,7 @@ from drivetrain.cli.flags import (
     add_target,
     bucket_address,
 )
-from drivetrain.cli.submitted import resume_on, train_on
+from drivetrain.cli.submitted import agree_on, resume_on, train_on
 from drivetrain.describe import task_settings
 from drivetrain.recipe import Recipe, is_recipe_file, load, read_file
 from drivetrain.settings import Setting
@@ -85,10 +85,10 @@ def run(verb: str, words: list[str]) -> int:
         return 0
 
     args = parser(verb).parse(words)
-    place = Place(args.on, args.wait)
+    place = Place(args.on, args.wait, args.yes)
     request = request_of(verb, args)
     if verb == "train" and place.on is not None:
-        return _submit(request, place.on, place.wait)
+        return _submit(request, place.on, place)
 
     from drivetrain.launch import start
     from drivetrain.watch.screen import Screen
@@ -98,14 +98,14 @@ def run(verb: str, words: list[str]) -> int:
         return _resume(request, place, screen) if verb == "resume" else _train(request, screen)
 
 
-def _submit(request: Request, target: str, wait: bool) -> int:
+def _submit(request: Request, target: str, place: Place) -> int:
     """Trains on a target. Imports no more than that needs."""
     from drivetrain.launch.plan_file import apply_plan_file
     from drivetrain.watch.screen import Screen
 
     screen = Screen(quiet=request.quiet)
     recipes, request = apply_plan_file(load(request.target, list(request.settings)), request, screen)
-    return train_on(target, recipes, request, wait, screen)
+    return train_on(target, recipes, request, place.wait, agree_on(place.yes, screen), screen)
 
 
 class Place(NamedTuple):
@@ -114,6 +114,8 @@ class Place(NamedTuple):
     on: str | None
     """A target's name; None: on this machine, in the foreground."""
     wait: bool
+    yes: bool
+    """Whether the user agrees to the price of what is started there."""
 
 
 def _train(request: Request, screen: Screen) -> int:
@@ -154,7 +156,7 @@ def read_request(words: list[str]) -> Request:
 def request_of(verb: str, args: argparse.Namespace) -> Request:
     from drivetrain.launch.request import Request
 
-    values = {name: value for name, value in vars(args).items() if name not in ("on", "wait")}
+    values = {name: value for name, value in vars(args).items() if name not in ("on", "wait", "yes")}
     low, high = values.pop("nodes")
     if is_url(values.get("run_dir") or ""):
         values["bucket"] = values["run_dir"]
@@ -179,7 +181,7 @@ def _resume(request: Request, place: Place, screen: Screen) -> int:
         request = resume_request(request, screen)
     record = find_recorded(request.target)
     if record is not None and not is_inside(record.run):
-        return resume_on(record, request, place.on, place.wait, screen)
+        return resume_on(record, request, place.on, place.wait, agree_on(place.yes, screen), screen)
     run = runs.find(request.target)
     request = with_bucket_of(run, request)
     recipe = recorded_recipe(run, request.settings)

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from drivetrain.cli.flags import MAX_PROCS, Parser, add_run_folder, whole_number
+from drivetrain.cli.flags import MAX_PROCS, Parser, add_run_folder, add_yes, whole_number
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.terminal import show
 
@@ -33,12 +33,14 @@ def run(verb: str, words: list[str]) -> int:
         return 0
     args = parser(verb).parse(words)
 
+    from drivetrain.cli.submitted import agree_on
     from drivetrain.tune.search import Search, SearchRequest
+    from drivetrain.watch.screen import Screen
 
     recipe, values = _load_recipe(args), dict(vars(args))
-    target, as_json = values.pop("target"), values.pop("json")
+    target, as_json, yes = values.pop("target"), values.pop("json"), values.pop("yes")
     request = SearchRequest(words=values.pop("settings"), **values | {"quiet": args.quiet or as_json})
-    result = Search(recipe, request).run()
+    result = Search(recipe, request, agree_on(yes, Screen(quiet=request.quiet))).run()
     if as_json:
         print(json.dumps(result))
     if result["status"] != "finished":
@@ -81,6 +83,7 @@ def parser(verb: str) -> Parser:
     parser.add_argument("--device", choices=["cuda", "cpu", "mps"], help="where to train (default: GPUs if there are any)")
     parser.add_argument("--gpus", metavar="0,1", help="the GPUs to use, shared out among the jobs")
     parser.add_argument("--on", metavar="TARGET", help="where each trial runs, as for train (Slurm: as an array)")
+    add_yes(parser)
     add_run_folder(parser, "study")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("-q", "--quiet", action="store_true", help="print errors only")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from drivetrain.outcomes import Outcome, Problem
-from drivetrain.targets.consent import Cost
+from drivetrain.targets.consent import Cost, total_cost
 from drivetrain.targets.record import Record
 from drivetrain.targets.submission import Submission
 from drivetrain.targets.transfer import has_checkpoint
@@ -114,6 +114,11 @@ class Target(ABC):
     def cost(self, submission: Submission) -> Cost | None:
         """Returns what the machines that `submit` starts cost; None: it starts none that cost money."""
         return None
+
+    def cost_together(self, submissions: Sequence[Submission]) -> Cost | None:
+        """Returns what the machines of runs that execute at the same time cost."""
+        costs = [cost for submission in submissions if (cost := self.cost(submission)) is not None]
+        return total_cost(costs) if costs else None
 
     # --- actions ---
 

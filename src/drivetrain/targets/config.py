@@ -21,13 +21,17 @@ from drivetrain.settings_reader.live import field_docs
 from drivetrain.structured import parse_yaml, read_text
 from drivetrain.targets.base import Target
 from drivetrain.targets.docker import DockerTarget
+from drivetrain.targets.kubernetes.target import KubernetesTarget
 from drivetrain.targets.local import LocalTarget
+from drivetrain.targets.sky.target import SkyTarget
 from drivetrain.targets.slurm import SlurmTarget
 from drivetrain.targets.ssh import SshTarget
 from drivetrain.terminal import one_line
 
 PROJECT_FILE = "drivetrain.yaml"
-KINDS: dict[str, type[Target]] = {kind.kind: kind for kind in (LocalTarget, DockerTarget, SshTarget, SlurmTarget)}
+KINDS: dict[str, type[Target]] = {
+    kind.kind: kind for kind in (LocalTarget, DockerTarget, SshTarget, SlurmTarget, KubernetesTarget, SkyTarget)
+}
 
 
 def user_file() -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,6 +48,16 @@ class Cost:
         return f"at most ${self.max_hours * self.hourly:,.2f} in {self.max_hours:,.1f} hours"
 
 
+def total_cost(costs: Sequence[Cost]) -> Cost:
+    """Returns the cost of several runs at a time."""
+    limits = [cost.max_hours for cost in costs if cost.max_hours is not None]
+    return Cost(
+        prices=tuple(price for cost in costs for price in cost.prices),
+        source="; ".join(dict.fromkeys(cost.source for cost in costs)),
+        max_hours=max(limits) if len(limits) == len(costs) else None,
+    )
+
+
 class Consent:
     """Proof that the user agreed to a cost."""
 
@@ -55,6 +65,10 @@ class Consent:
         if key is not _MADE_BY_ASKING:
             raise TypeError("only ask_consent makes a Consent")
         self.cost = cost
+
+
+Agree = Callable[[str, Cost], Consent]
+"""Asks the user whether an action may cost so much; raises Problem if not."""
 
 
 def ask_consent(action: str, cost: Cost, show: Callable[[str], None], ask: Callable[[str], str] | None, is_agreed: bool = False) -> Consent:

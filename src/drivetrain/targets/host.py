@@ -89,8 +89,12 @@ class ReachableHost:
         code = process.wait()
         reader.join()
         if result is None:
-            raise explain(self.name, b"".join(errors).decode(errors="replace"), code)
+            raise self.problem(b"".join(errors).decode(errors="replace"), code)
         return result
+
+    def problem(self, output: str, code: int) -> Problem:
+        """Returns what is wrong, and the fix, from the output of a command that gave no answer."""
+        return explain(self.name, output, code)
 
     def _result(self, message: dict[str, Any]) -> dict[str, Any] | None:
         if "error" in message:
@@ -119,7 +123,7 @@ class ReachableHost:
                     yield _write_part(to, message)
                 elif self._result(message) is not None:
                     return
-            problem = explain(self.name, process.stderr.read().decode(errors="replace"), process.wait())
+            problem = self.problem(process.stderr.read().decode(errors="replace"), process.wait())
             raise ConnectionError(str(problem))
         finally:
             process.stdin.close()
@@ -135,6 +139,10 @@ class ReachableHost:
     def copy_to(self, here: Path, there: str, filters: Sequence[str]) -> list[str]:
         """Returns the command that copies a folder's content to the machine; `filters` are options of rsync."""
         return [*RSYNC, REPLACE_ALL, *filters, f"{here}/", f"{there}/"]
+
+    def send_folder(self, here: Path, there: str, filters: Sequence[str]) -> None:
+        """Copies a folder's content to the machine; `filters` are options of rsync."""
+        copy(self.copy_to(here, there, filters), self)
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,13 @@ def start(
         assert process.stdin is not None
         process.stdin.write(json.dumps(secrets).encode())
         process.stdin.close()
-        write_json(path / "process.json", {"pid": process.pid, "started": _start_time(process.pid)})
+        record_process(path, process.pid)
     return {"pid": process.pid}
+
+
+def record_process(path: Path, pid: int) -> None:
+    """Notes which process supervises a job."""
+    write_json(path / "process.json", {"pid": pid, "started": _start_time(pid)})
 
 
 def _expanded(text: str) -> str:
@@ -138,9 +143,8 @@ def _kill_processes(job: Path) -> int:
     return killed
 
 
-def supervise(path: Path) -> None:
-    """Runs a job's command, repeats it while its outcome can be retried, and records its end."""
-    secrets = json.loads(sys.stdin.read())
+def supervise(path: Path, secrets: dict[str, str]) -> int:
+    """Runs a job's command, repeats it while its outcome can be retried, and records its end; returns its exit code."""
     job, child, attempts = read_json(path / "job.json"), None, 0
 
     def on_signal(number: int, frame: Any) -> None:
@@ -173,6 +177,7 @@ def supervise(path: Path) -> None:
         print(f"drivetrain: it ended with code {code}, which can be retried: attempt {attempts + 1} of {job['retries'] + 1}", flush=True)
         time.sleep(RETRY_SECONDS)
     write_json(path / "exit.json", {"code": code, "attempts": attempts, "ended": time.time()})
+    return code
 
 
 def _end_with_parent() -> None:
@@ -304,6 +309,6 @@ def answer(request: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["supervise"]:
-        supervise(Path(sys.argv[2]))
+        supervise(Path(sys.argv[2]), json.loads(sys.stdin.read()))
     else:
         answer(json.loads(sys.stdin.buffer.readline()))

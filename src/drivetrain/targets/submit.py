@@ -19,6 +19,7 @@ from drivetrain.runs import RUNS, Run
 from drivetrain.targets.archive import Archive
 from drivetrain.targets.base import POLL_SECONDS, JobState, Rendering, Target
 from drivetrain.targets.config import KINDS, find_target, make_target
+from drivetrain.targets.consent import Agree, Consent
 from drivetrain.targets.environment import EnvironmentLock, lock_environment
 from drivetrain.targets.errors import FolderMissing, Unsure
 from drivetrain.targets.record import RECORD, Record
@@ -93,9 +94,16 @@ def planned_name(recipes: Sequence[Recipe], request: Request) -> Run:
     return Run(RUNS / (given_name(recipes, request) or f"{recipes[0].task.label}-NNN"))
 
 
-def submit(target: Target, submission: Submission, notice: Callable[[str], None]) -> Record:
+def consent_to(target: Target, submissions: Sequence[Submission], agree: Agree) -> Consent | None:
+    """Asks the user once for the cost of the machines that the target starts for runs; None: it starts none that cost money."""
+    cost = target.cost_together(submissions)
+    return agree(f"start machines on {target.name}", cost) if cost is not None else None
+
+
+def submit(target: Target, submission: Submission, agree: Agree, notice: Callable[[str], None]) -> Record:
     """Starts a new run on a target and writes its record."""
-    return submit_array(target, [submission], notice)[0]
+    consent = consent_to(target, [submission], agree)
+    return submit_array(target, [replace(submission, consent=consent)], notice)[0]
 
 
 def submit_array(target: Target, submissions: list[Submission], notice: Callable[[str], None]) -> list[Record]:
@@ -142,7 +150,7 @@ def _claim(run: Run) -> None:
         raise Problem(f"{run.name} is being submitted by another command: wait for it, or choose another --name") from None
 
 
-def continue_same(record: Record, submission: Submission, target: Target, notice: Callable[[str], None]) -> Record:
+def continue_same(record: Record, submission: Submission, target: Target, agree: Agree, notice: Callable[[str], None]) -> Record:
     """Submits a run again for a command that repeats its first one; raises Problem if the code or the settings differ."""
     if record.target != target.name:
         raise Problem(f"{record.run.name} is on {record.target}, not on {target.name}: choose another --name")
@@ -155,10 +163,10 @@ def continue_same(record: Record, submission: Submission, target: Target, notice
             f"{record.run.name} began with {' '.join(record.facts['words']) or 'the default settings'}: choose another --name,"
             f" or drivetrain resume {record.run.name} key=value for what may change"
         )
-    return resubmit(record, (), Request(), notice)
+    return resubmit(record, (), Request(), agree, notice)
 
 
-def resubmit(record: Record, changes: Sequence[str], flags: Request, notice: Callable[[str], None]) -> Record:
+def resubmit(record: Record, changes: Sequence[str], flags: Request, agree: Agree, notice: Callable[[str], None]) -> Record:
     """Submits a run again: it continues from its last checkpoint. Of `flags` those count that are not defaults."""
     target, facts = _current_target(record), record.facts
     code = Archive((record.run.path / CODE).read_bytes()) if facts["code"] else None
@@ -183,6 +191,7 @@ def resubmit(record: Record, changes: Sequence[str], flags: Request, notice: Cal
         names,
         token,
     )
+    submission = replace(submission, consent=consent_to(target, [submission], agree))
     is_finished = runs.is_run(record.run.path) and record.run.is_finished
     if not target.bring_run(submission, notice) and not is_finished:
         notice(f"{record.run.name} has no checkpoint, here or on {target.name}: it starts at step 0")
@@ -303,5 +312,5 @@ def stop(record: Record, seconds: float) -> Record:
 
 
 __all__ = [
-    "adopt", "begin_record", "continue_same", "dry_run", "find_target", "follow", "named_or_new", "prepare", "pull", "refresh", "refresh_or_leave", "resubmit", "stop", "submit", "submit_array", "target_of",
+    "adopt", "begin_record", "consent_to", "continue_same", "dry_run", "find_target", "follow", "named_or_new", "prepare", "pull", "refresh", "refresh_or_leave", "resubmit", "stop", "submit", "submit_array", "target_of",
 ]  # fmt: skip

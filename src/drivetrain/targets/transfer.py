@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from drivetrain.targets.host import ReachableHost, copy
+from drivetrain.targets.host import ReachableHost
 from drivetrain.targets.host_checkpoints import Position, position_of
 from drivetrain.targets.submission import Submission
 
@@ -33,7 +33,7 @@ def send_run(host: ReachableHost, submission: Submission, run_dir: str, notice: 
         notice(f"{host.name}: sending {submission.run.name} ({_position_text(position_here)}, {size:,.0f} MB); it has {present} there")
         host.call("write", path=f"{run_dir}/logs/output.log", text="", append=True)  # with the folders above it
         filters = [*(LOGS_OF_OTHERS if submission.request.nodes > 1 else ()), *(f"--exclude={pattern}" for pattern in NOT_SENT)]
-        copy(host.copy_to(submission.run.path, run_dir, filters), host)
+        host.send_folder(submission.run.path, run_dir, filters)
     return max(position_here, position_there) > Position()
 
 

@@ -18,6 +18,7 @@ from drivetrain.outcomes import Problem
 from drivetrain.plan.choose import choose
 from drivetrain.recipe import Recipe, split_words
 from drivetrain.targets.config import find_target
+from drivetrain.targets.consent import Agree
 from drivetrain.tune import folder as folders
 from drivetrain.tune import pictures, population
 from drivetrain.tune.folder import Goal, StudyFolder
@@ -25,7 +26,7 @@ from drivetrain.tune.population import NoPopulation, PopulationContext, Populati
 from drivetrain.tune.space import make_space, short
 from drivetrain.tune.study import Study, need_optuna
 from drivetrain.tune.table import Table, format_value
-from drivetrain.tune.trial_on_target import JOBS, start_on_target, trial_maker
+from drivetrain.tune.trial_on_target import JOBS, consent_to_trials, start_on_target, trial_maker
 from drivetrain.tune.tuner import Tuner, TunerSettings, with_early_evaluations
 from drivetrain.watch.screen import Screen
 
@@ -58,11 +59,12 @@ class SearchRequest:
 class Search:
     """A search of the settings of a recipe's task."""
 
-    def __init__(self, recipe: Recipe, request: SearchRequest) -> None:
+    def __init__(self, recipe: Recipe, request: SearchRequest, agree: Agree) -> None:
+        """`agree` is asked before a target starts machines that cost money."""
         need_optuna()
         if request.run_dir and request.name:
             raise Problem("--run-dir and --name both set the study's folder: give one of them")
-        self.request = request
+        self.request, self.agree = request, agree
         self.space = make_space(
             task_settings(recipe.task),
             tune_facts(recipe.task).search,
@@ -124,7 +126,8 @@ class Search:
         """Trains until there are enough trials, as populations or as ordinary runs; returns False if it was stopped earlier."""
         machine, settings = self.machine, TunerSettings(self.recipe, self.goal, self.request.trials, self.slots)
         if self.target is not None:
-            settings = replace(settings, make_trial=trial_maker(self.target, self.recipe), start=start_on_target)
+            consent = consent_to_trials(self.target, self.recipe, self.slots, self.folder.path, self.agree)
+            settings = replace(settings, make_trial=trial_maker(self.target, self.recipe, consent), start=start_on_target)
         if self.size:
             context = PopulationContext(
                 self.size, machine.gpus[:1],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from drivetrain.launch.request import Request
@@ -12,6 +13,7 @@ from drivetrain.recipe import Recipe, make, split_words
 from drivetrain.runs import Run
 from drivetrain.targets import submit
 from drivetrain.targets.base import STOP_SECONDS, Target
+from drivetrain.targets.consent import Agree, Consent, Cost
 from drivetrain.targets.record import Record, read_record
 from drivetrain.targets.submission import Submission
 from drivetrain.tune.study import Proposal
@@ -24,9 +26,11 @@ JOBS = {"slurm": 4}
 class TrialOnTarget(RunningTrial):
     """A trial that runs on a target. A thread follows it."""
 
-    def __init__(self, proposal: Proposal, run: Run, request: Request, best: str, target: Target, recipe: Recipe) -> None:
+    def __init__(
+        self, proposal: Proposal, run: Run, request: Request, best: str, target: Target, recipe: Recipe, consent: Consent | None
+    ) -> None:
         super().__init__(proposal, run, request, best)
-        self.target, self.task = target, recipe.task
+        self.target, self.task, self.consent = target, recipe.task, consent
         self.record: Record | None = None
         self._code: int | None = None
         self._problem: Problem | None = None
@@ -37,7 +41,13 @@ class TrialOnTarget(RunningTrial):
 
     def submission(self) -> Submission:
         recipe = make(self.task, {}, split_words(list(self.request.settings)), {})
-        return submit.prepare(self.target, [recipe], Request(device=self.request.device, procs=self.request.procs), self.run)
+        return replace(_prepare(self.target, recipe, self.request, self.run), consent=self.consent)
+
+    def agree(self, action: str, cost: Cost) -> Consent:
+        """Returns the consent that the user gave for all trials."""
+        if self.consent is None:
+            raise Problem(f"{action}: there was no price when the search began; repeat the command")
+        return self.consent
 
     def begin(self, record: Record) -> None:
         """Follows the run, which has been submitted."""
@@ -97,7 +107,7 @@ def start_on_target(trials: list[RunningTrial]) -> None:
         elif (record := submit.refresh(record)).is_active:
             trial.begin(record)
         else:
-            trial.begin(submit.resubmit(record, (), Request(), _ignore))
+            trial.begin(submit.resubmit(record, (), Request(), trial.agree, _ignore))
     if new:
         for trial, record in zip(new, submit.submit_array(new[0].target, [trial.submission() for trial in new], _ignore), strict=True):
             trial.begin(record)
@@ -107,8 +117,18 @@ def _ignore(text: str) -> None:
     """Progress of a submission, for which a table of trials has no line."""
 
 
-def trial_maker(target: Target, recipe: Recipe) -> Callable[[Proposal, Run, Request, str], RunningTrial]:
+def _prepare(target: Target, recipe: Recipe, request: Request, run: Run) -> Submission:
+    return submit.prepare(target, [recipe], Request(device=request.device, procs=request.procs), run)
+
+
+def consent_to_trials(target: Target, recipe: Recipe, slots: list[Request], folder: Path, agree: Agree) -> Consent | None:
+    """Asks the user once for the cost of all trials that run at a time."""
+    trials = [_prepare(target, recipe, slot, Run(folder / "trials" / str(number))) for number, slot in enumerate(slots)]
+    return submit.consent_to(target, trials, agree)
+
+
+def trial_maker(target: Target, recipe: Recipe, consent: Consent | None) -> Callable[[Proposal, Run, Request, str], RunningTrial]:
     def make_trial(proposal: Proposal, run: Run, request: Request, best: str) -> RunningTrial:
-        return TrialOnTarget(proposal, run, request, best, target, recipe)
+        return TrialOnTarget(proposal, run, request, best, target, recipe, consent)
 
     return make_trial
