@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-STATE = Path(os.environ["SKY_STAND_IN"])
+STATE = Path(os.environ.get("SKY_STAND_IN", "/nowhere"))
 OUTPUTS = Path(__file__).with_name("outputs")
 
 

@@ -69,7 +69,7 @@ def rendered_text(shape: str) -> str:
     values, request = SHAPES[shape]
     target = sky_target(python="/opt/python", **values)
     text = replace_machine_texts(target.render(submission(request)).text())
-    for original, replacement in ((machines_module._quoted(private_cache("sky-keys")), "KEYS"), (str(private_cache("sky")), "TASKS")):
+    for original, replacement in ((str(private_cache("sky-keys")), "KEYS"), (str(private_cache("sky")), "TASKS")):
         text = text.replace(original, replacement)
     return text.replace(cluster_prefix("sky"), "CLUSTER").replace(os.path.expanduser("~/.sky"), "HOME/.sky")
 
@@ -413,6 +413,15 @@ def test_doctor_shows_version_clouds_price_and_clusters(state: Path) -> None:
     assert launches(state) == []
 
 
+def test_doctor_shows_the_failure_of_a_question(state: Path) -> None:
+    (state / "dryrun.fail").write_text((OUTPUTS / "sky-no-such-gpu.txt").read_text())
+    verdict, text, fix = evidence(sky_target())["price"]
+    assert (verdict, text) == ("fault", "no cloud that sky may use has such machines") and "sky gpus list" in fix
+    (state / "check.fail").write_text((OUTPUTS / "sky-no-server.txt").read_text())
+    verdict, text, fix = evidence(sky_target())["clouds"]
+    assert verdict == "fault" and text.startswith("sky's API server does not answer at http") and "sky api start" in fix
+
+
 def test_doctor_names_what_is_missing(state: Path) -> None:
     (state / "no-cloud").touch()
     assert evidence(sky_target())["clouds"] == (
@@ -466,7 +475,6 @@ def test_unknown_output_is_shown() -> None:
     ("dryrun", lambda target: target.cost(submission(Request()))),
     ("launch", lambda target: target.bring_run(replace(submission(Request()), consent=consent()), print)),
     ("status", lambda target: target.down()),
-    ("check", lambda target: list(target.checks())),
 ])  # fmt: skip
 def test_each_call_explains_its_failure(verb: str, action: Callable[[SkyTarget], Any], state: Path) -> None:
     (state / f"{verb}.fail").write_text((OUTPUTS / "sky-quota-aws.txt").read_text())
@@ -497,7 +505,7 @@ def test_a_host_key_file_per_machine() -> None:
     target = sky_target(**GPU)
     first, second = target.machines(submission(Request(nodes=2))).hosts()
     assert (first.address, second.address) == (cluster_name("sky", 2), f"{cluster_name('sky', 2)}-worker1")
-    assert any(word.startswith("UserKnownHostsFile=") and word.endswith("/%n") for word in first.ssh)
+    assert any(word.startswith("UserKnownHostsFile=") and word.endswith('/%n"') for word in first.ssh)
     assert first.ssh.index("StrictHostKeyChecking=accept-new") < first.ssh.index("StrictHostKeyChecking=yes"), "ssh takes the first one"
 
 

@@ -135,6 +135,7 @@ def _lines(facts: dict[str, Any], task: str) -> Iterator[tuple[str, str]]:
     yield "run", f"{facts['name']}   {task}   {facts['status']}{place}"
     if facts["message"].strip():
         yield "", facts["message"].strip().splitlines()[-1]
+    yield from _loss_lines(facts)
     yield "plan", f"{plan['world_size']} process(es) on {plan['device']}, {plan['precision']}, global batch {plan['global_batch']}"
     yield from _progress_lines(facts)
     yield "checkpoints", f"{', '.join(f'{s:,}' for s in facts['checkpoints']) or 'none'}   ({format_disk_size(facts['bytes'])} in all)"
@@ -142,6 +143,13 @@ def _lines(facts: dict[str, Any], task: str) -> Iterator[tuple[str, str]]:
         yield "", _event_line(event)
     if facts["status"] not in ("finished", "running"):
         yield "go on with", f"drivetrain resume {facts['name']}"
+
+
+def _loss_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields why an unfinished run was lost with its machines."""
+    target = facts.get("target") or {}
+    if target.get("phase") == "lost" and target.get("reason") and facts["status"] != "finished":
+        yield "", target["reason"]
 
 
 def _progress_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:

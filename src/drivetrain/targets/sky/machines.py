@@ -30,7 +30,7 @@ class SkyMachines(SshTarget):
 
     def __init__(self, name: str, settings: SkySettings, cluster: str, hosts: list[str], leader_address: str | None = None) -> None:
         options = [
-            "-F", str(ssh_file(cluster)), "-o", "StrictHostKeyChecking=accept-new", "-o", f"UserKnownHostsFile={_quoted(_keys_folder())}/%n",
+            "-F", str(ssh_file(cluster)), "-o", "StrictHostKeyChecking=accept-new", "-o", keys_option(),
             "-o", "LogLevel=ERROR",
         ]  # fmt: skip
         ssh = SshSettings(
@@ -92,6 +92,6 @@ def _keys_folder() -> Path:
     return private_cache("sky-keys")
 
 
-def _quoted(folder: Path) -> str:
-    """Returns a folder for UserKnownHostsFile, where % begins a token and a space separates files."""
-    return str(folder).replace("%", "%%").replace(" ", "\\ ")
+def keys_option() -> str:
+    """Returns the option with a file of host keys for each machine: behind docker, all machines have the address localhost."""
+    return f'UserKnownHostsFile="{str(_keys_folder()).replace("%", "%%")}/%n"'

@@ -165,12 +165,17 @@ class SkyTarget(Target):
         return f"SkyPilot {self.sky.version()}; {self.settings.gpus or self.settings.instance_type or 'no GPU'} at {self.settings.infra or 'the cheapest cloud'}"
 
     def checks(self) -> Iterator[Check]:
-        clouds = self.sky.clouds()
+        try:
+            clouds = self.sky.clouds()
+            clusters = self._clusters()
+        except Problem as problem:
+            yield _fault("clouds", problem)
+            return
         fix = "" if clouds else "set up the credentials of a cloud: `sky check` tells what is missing"
         yield Check("clouds", "ok" if clouds else "fault", ", ".join(clouds) or "sky may use none", fix)
         if clouds:
             yield self._price_check()
-        for cluster in self._clusters():
+        for cluster in clusters:
             if is_of_target(cluster.name, self.name):
                 yield Check("cluster", "ok", f"{cluster.name}: {cluster.status}, {cluster.nodes} x {cluster.resources}")
             else:
@@ -185,8 +190,7 @@ class SkyTarget(Target):
         try:
             cost = self._cost(self.settings.nodes or 1)
         except Problem as problem:
-            text, _, fix = str(problem).partition(": ")
-            return Check("price", "fault", text, fix)
+            return _fault("price", problem)
         return Check("price", "ok", f"${cost.hourly:.2f} an hour for {cost.prices[0].item} ({cost.source})")
 
     def _clusters(self) -> list[SkyCluster]:
@@ -207,6 +211,11 @@ class SkyTarget(Target):
             forget_keys([host for name in mine for host in host_names(name, _nodes_of(name))])
         removed = f"removed {', '.join(mine)} with their disks" if mine else "sky has no cluster of this folder and target"
         return removed + (f"; of other folders or targets: {', '.join(others)} (sky down NAME)" if others else "")
+
+
+def _fault(subject: str, problem: Problem) -> Check:
+    text, _, fix = str(problem).partition(": ")
+    return Check(subject, "fault", text, fix)
 
 
 def _nodes_of(cluster: str) -> int:
