@@ -32,8 +32,8 @@ from drivetrain.runs import FORMAT, Run, parse_row, sha256_of, write_atomic
 Report = Callable[[str], None]
 
 
-class Position(NamedTuple):
-    """How far a run has come. A later one is greater."""
+class Extent(NamedTuple):
+    """How far the copy of a run goes. A later one is greater."""
 
     stage: int = -1
     """The number of the stage; 0: it has no stages; -1: there is no run."""
@@ -151,17 +151,17 @@ def _best_step(checkpoint: Path) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def _remote_position(store: Store, names: dict[str, int], stage: str) -> Position:
+def _remote_position(store: Store, names: dict[str, int], stage: str) -> Extent:
     steps = [checkpoint.step for checkpoint in complete_checkpoints(names) if checkpoint.stage == stage]
-    return Position(stage_number(stage), max(steps, default=0), _is_finished(store.read(f"{stage}run.json")))
+    return Extent(stage_number(stage), max(steps, default=0), _is_finished(store.read(f"{stage}run.json")))
 
 
-def _local_position(folder: Path) -> Position:
+def _local_position(folder: Path) -> Extent:
     stages = stages_in(folder)
     if not stages:
-        return Position()
+        return Extent()
     run = Run(folder / stages[-1])
-    return Position(stage_number(stages[-1]), run.last_checkpoint_step, _is_finished(run.json_path.read_bytes()))
+    return Extent(stage_number(stages[-1]), run.last_checkpoint_step, _is_finished(run.json_path.read_bytes()))
 
 
 def _is_finished(content: bytes | None) -> bool:
