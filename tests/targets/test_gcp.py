@@ -22,7 +22,7 @@ from tests.command import COMMAND, environment, run_drivetrain, write_task
 
 PROGRAMS = Path(__file__).with_name("cloud_programs.py")
 PACKAGE = Path(drivetrain.targets.gcp.__file__).parent
-TARGET = {"kind": "gcp", "project": "demo-project", "nodes": 2, "python": sys.executable}
+TARGET = {"kind": "gcp", "project": "demo-project", "deployment": "gcp", "nodes": 2, "python": sys.executable}
 APPLY = ["apply", "-input=false", "-no-color", "up.tfplan"]
 
 
@@ -103,13 +103,23 @@ def test_no_code_starts_machines_without_a_consent() -> None:
         for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
             annotations = {argument.arg: ast.unparse(argument.annotation) for argument in function.args.args if argument.annotation}
             for node in ast.walk(function):
-                if isinstance(node, ast.Attribute) and node.attr == "apply":
-                    callers.append((path.stem, function.name))
-                    assert annotations.get("consent") == "Consent", f"{path.stem}.{function.name} calls apply without a consent that it got"
-    assert sorted(words) == [("deployment", "apply"), ("up", "apply")], "up has the words in render_up, which runs nothing"
-    assert callers == [("up", "_apply")]
+                if (
+                    isinstance(node, ast.Call)
+                    and isinstance(node.func, ast.Attribute)
+                    and node.func.attr in ("apply", "start")
+                    and node.args
+                ):
+                    callers.append((path.stem, function.name, node.func.attr))
+                    assert isinstance(node.args[0], ast.Name) and node.args[0].id == "consent"
+                    assert annotations.get("consent") == "Consent" or "consent = self.agree(" in ast.unparse(function)
+    assert sorted(words) == [("deployment", "apply"), ("deployment", "start"), ("up", "apply")], (
+        "up has the word in render_up, which runs nothing"
+    )
+    assert callers == [("up", "run", "start"), ("up", "_apply", "apply")]
     with pytest.raises(TypeError, match="consent"):
         deployment.Deployment("demo-project", "gcp").apply(None, print)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="consent"):
+        deployment.Deployment("demo-project", "gcp").start(None, [])  # type: ignore[arg-type]
 
 
 def test_up_shows_the_price_and_starts_nothing_without_consent(cloud: StandInCloud) -> None:
@@ -136,6 +146,7 @@ def test_up_and_down(cloud: StandInCloud) -> None:
     num_calls = len(cloud.calls)
     assert "gcp is up" in cloud.run("up", "gcp")
     assert [call[0] for call in cloud.calls[num_calls:]] == ["gcloud", "ssh", "ssh"], "a second `up` only looks"
+    assert "left nothing behind" in cloud.run("down", "gcp", "--orphans"), "what Terraform knows is no orphan"
     assert oct(cloud.state.stat().st_mode)[-3:] == "700"
     assert "removed the machines of gcp" in cloud.run("down", "gcp", "--yes")
     assert not cloud.resources and not cloud.state.exists()
@@ -208,8 +219,10 @@ def test_the_state_may_be_in_a_bucket(cloud: StandInCloud) -> None:
     cloud.write_target(state_bucket="demo-tfstate")
     cloud.run("up", "gcp", "--yes")
     subprocess.run(["rm", "-r", str(cloud.state)], check=True)
+    assert "left nothing behind" in cloud.run("down", "gcp", "--orphans"), "the bucket knows the machines"
     assert "gcp is up" in cloud.run("up", "gcp")
     assert cloud.applied == 1
+    subprocess.run(["rm", "-r", str(cloud.state)], check=True)
     cloud.run("down", "gcp", "--yes")
     assert not cloud.resources
 

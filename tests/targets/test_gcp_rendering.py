@@ -54,7 +54,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def target_of(name: str = "gcp", **values: Any) -> GcpTarget:
-    target = make_target(name, "gcp", {"project": "demo-project", **values}, Path("drivetrain.yaml"))
+    target = make_target(name, "gcp", {"project": "demo-project", "deployment": "gcp", **values}, Path("drivetrain.yaml"))
     assert isinstance(target, GcpTarget)
     return target
 
@@ -117,9 +117,13 @@ def test_a_hostile_name_is_refused_or_plain(text: str) -> None:
 @given(st.text(max_size=60))
 def test_the_name_of_a_target_is_a_label_or_refused(name: str) -> None:
     with contextlib.suppress(Problem):
-        assert set(deployment_name(GcpSettings(), name)) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
+        assert set(deployment_name(GcpSettings(), name, "Maria.J")) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
     with pytest.raises(Problem, match="write `deployment: NAME` in the target"):
-        deployment_name(GcpSettings(), "7 machines")
+        deployment_name(GcpSettings(), "7 machines", "me")
+    assert deployment_name(GcpSettings(), "gcp", "Maria.J") == "gcp-maria-j", (
+        "two users of a project do not take each other's machines for orphans"
+    )
+    assert deployment_name(GcpSettings(), "gcp", "maria-magdalena") == "gcp-maria-magdalen"
 
 
 def test_the_proxy_command_keeps_its_words_apart(home: Path) -> None:

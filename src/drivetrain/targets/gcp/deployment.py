@@ -51,6 +51,8 @@ class Deployment:
     name: str
     bucket: str = ""
     """The bucket of Terraform's state; "": the state is in the folder."""
+    own_key: str = ""
+    """The user's private key for ssh; "": the deployment has one of its own."""
 
     @property
     def cloud(self) -> Cloud:
@@ -97,18 +99,21 @@ class Deployment:
 
     @property
     def key(self) -> Path:
-        return self.folder / KEY
+        return Path(self.own_key).expanduser() if self.own_key else self.folder / KEY
 
     @property
     def known_hosts(self) -> Path:
         return self.folder / "known_hosts"
 
     def public_key(self) -> str:
-        """Returns the public key of the machines' own key pair, which is made once."""
-        if not self.key.exists():
+        """Returns the public key that the machines accept; that of a key pair of their own is made once."""
+        public = self.key.with_name(f"{self.key.name}.pub")
+        if self.own_key and not public.is_file():
+            raise Problem(f"ssh_key: there is no public key {public}: correct ssh_key: in the target, or leave it out")
+        if not public.is_file():
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             run_program(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", f"drivetrain-{self.name}", "-f", str(self.key)])
-        return self.key.with_suffix(".pub").read_text().strip()
+        return public.read_text().strip()
 
     # --- Terraform ---
 
@@ -150,6 +155,13 @@ class Deployment:
             raise TypeError("apply needs the user's consent")
         self.cloud.terraform(self.folder, "apply", "-input=false", "-no-color", PLAN, show=show)
 
+    def start(self, consent: Consent, machines: Sequence[Machine]) -> None:
+        """Starts machines that are stopped. This costs money, so that it takes the user's consent."""
+        if not isinstance(consent, Consent):
+            raise TypeError("start needs the user's consent")
+        for machine in machines:
+            self.cloud.gcloud("compute", "instances", "start", machine.name, f"--zone={machine.zone}")
+
     def known_to_terraform(self) -> set[str] | None:
         """Returns the names of the resources in Terraform's state; None if there is no state to read."""
         if not self.has_configuration():
@@ -180,7 +192,8 @@ def names_in_state(facts: dict[str, Any]) -> set[str]:
         modules += module.get("child_modules") or []
         for resource in module.get("resources") or []:
             if resource.get("mode") != "data":
-                names.add(str((resource.get("values") or {}).get("name", "")))
+                name = str((resource.get("values") or {}).get("name", ""))
+                names.add(name.rpartition("/")[2])  # projects/P/serviceAccounts/EMAIL
     return names - {""}
 
 

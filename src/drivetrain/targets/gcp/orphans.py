@@ -61,7 +61,7 @@ def find_orphans(deployment: Deployment) -> Iterator[Orphan]:
     for kind, row in rows:
         name = name_of(kind, row)
         is_part = kind.noun == "disk" and name in disks_of_machines  # it goes with its machine
-        if owner_of(row) == deployment.name and not is_part and not {name, short_name(name), name.partition("@")[0]} & known:
+        if owner_of(row) == deployment.name and not is_part and name not in known:
             yield Orphan(kind.noun, name, tuple(delete_words(kind, row)))
 
 

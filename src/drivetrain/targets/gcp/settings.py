@@ -10,6 +10,7 @@ from drivetrain.outcomes import Problem
 from drivetrain.targets.ssh import HostSettings
 
 SSH_USER = "drivetrain"
+MAX_NAME = 18  # Google's names of service accounts are short
 LABEL_VALUE = re.compile(r"[a-z](?:[a-z0-9-]{0,16}[a-z0-9])?")
 PROJECT = re.compile(r"(?:[a-z0-9.-]+:)?[a-z][a-z0-9-]{4,28}[a-z0-9]")
 ZONE = re.compile(r"[a-z]+(?:-[a-z]+)+\d+-[a-z]")
@@ -60,19 +61,21 @@ class GcpSettings(HostSettings):
     """Size of each machine's disk, which has the code, environments and runs."""
     ssh_source_ranges: list[str] = field(default_factory=list)
     """Networks that may reach port 22, as 203.0.113.7/32; default: none, and ssh goes through Google's Identity-Aware Proxy."""
+    ssh_key: str = ""
+    """A private key for ssh, with its public key beside it, as ~/.ssh/id_ed25519 (default: one that `up` makes)."""
     deployment: str = ""
-    """The name of these machines in the project, and their label (default: the target's name)."""
+    """The name of these machines in the project, and their label (default: the target's name and yours)."""
     state_bucket: str = ""
-    """A bucket for Terraform's state, so that several computers can use the machines (default: the state stays here)."""
+    """A bucket for Terraform's state, so that several computers can use the machines, with the same ssh_key (default: the state stays here)."""
     budget_amount: int = 0
     """US dollars a month: a budget in Google's billing that warns by mail; needs billing_account."""
     billing_account: str = ""
     """The billing account of the budget, as 012345-567890-ABCDEF."""
 
 
-def deployment_name(settings: GcpSettings, target: str) -> str:
-    """Returns the name of the machines, which is the value of a label and part of names."""
-    name = settings.deployment or re.sub(r"[^a-z0-9]+", "-", target.lower()).strip("-")
+def deployment_name(settings: GcpSettings, target: str, user: str) -> str:
+    """Returns the name of the machines, which is the value of a label and part of names. Two users of a project have different ones."""
+    name = settings.deployment or re.sub(r"[^a-z0-9]+", "-", f"{target}-{user}".lower()).strip("-")[:MAX_NAME].strip("-")
     if not LABEL_VALUE.fullmatch(name):
         raise Problem(
             f"deployment {name!r} is no label of Google Cloud: write `deployment: NAME` in the target, with at most 18 of a-z, 0-9 and -"

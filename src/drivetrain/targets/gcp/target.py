@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -32,6 +33,11 @@ LOOK_SECONDS = 20.0
 KEEPS_FILES = "deleting bucket", "force_destroy"
 
 
+def _refuse(action: str, cost: Cost) -> Consent:
+    """Stands for the user where nothing may be started."""
+    raise Problem(f"{action}: this command starts nothing")
+
+
 class GcpTarget(HostsTarget):
     """Machines of Google Cloud."""
 
@@ -42,8 +48,9 @@ class GcpTarget(HostsTarget):
 
     @cached_property
     def deployment(self) -> Deployment:
-        name = deployment_name(self.settings, self.name)
-        return Deployment(check_project(self.settings.project or default_project()), name, self.settings.state_bucket)
+        name = deployment_name(self.settings, self.name, getpass.getuser())
+        project = check_project(self.settings.project or default_project())
+        return Deployment(project, name, self.settings.state_bucket, self.settings.ssh_key)
 
     # --- which machines ---
 
@@ -190,16 +197,14 @@ class GcpTarget(HostsTarget):
         return f"{self.name} is up: {names_text(machines)} (${hourly:,.2f} an hour{limit})   next: drivetrain train TASK --on {self.name} | down {self.name}"
 
     def render_up(self, max_cost: float | None) -> tuple[Cost, Rendering]:
-        def nobody(action: str, cost: Cost) -> Consent:
-            raise Problem("a dry run starts nothing")
-
         sum_of_user = max_cost if max_cost is not None else self.settings.max_cost
-        return cost_of(self.settings, sum_of_user), render_up(self._up(max_cost, nobody, lambda line: None))
+        return cost_of(self.settings, sum_of_user), render_up(self._up(max_cost, _refuse, lambda line: None))
 
     def prepare_down(self) -> None:
-        """Copies runs that have ended; raises Problem if one is active, or cannot be asked."""
+        """Copies runs that have ended; raises Problem if one is active, or cannot be asked. Runs of machines that are gone are left alone."""
+        present = {machine.id for machine in self.deployment.find_machines()}
         for record in all_records():
-            if record.target == self.name and record.facts["kind"] == self.kind and record.handle and not record.is_complete:
+            if self._is_here(record, present):
                 state = self.state(record)
                 if state.phase in ("queued", "running"):
                     raise Problem(f"{record.run.name} is {state.phase} on {self.name}: drivetrain stop {record.run.name} first, or --force")
@@ -210,10 +215,23 @@ class GcpTarget(HostsTarget):
         if machines and not self._why_stopped(machines):  # runs of other folders and computers: `remove` refuses while one is active
             on_each(self._hosts(machines), lambda host: host.call("remove", base=self.settings.dir))
 
+    def _is_here(self, record: Record, present: set[str]) -> bool:
+        """Whether one of these machines has a run that was not copied completely."""
+        is_own = record.target == self.name and record.facts["kind"] == self.kind and bool(record.handle) and not record.is_complete
+        return is_own and bool(present & {entry["id"] for entry in record.handle["machines"]})
+
+    def _has_state(self) -> bool:
+        """Whether Terraform's state is here or in the bucket; writes the configuration that is needed to read it."""
+        deployment = self.deployment
+        if not deployment.has_configuration() and deployment.bucket:
+            variables = self._up(None, _refuse, lambda line: None).variables(deployment.public_key(), is_made=False)
+            deployment.write_configuration(variables)
+        return deployment.has_configuration()
+
     def down(self) -> str:
         deployment = self.deployment
         with deployment.locked():
-            if not deployment.has_configuration():
+            if not self._has_state():
                 if left := list(orphans.find_orphans(deployment)):
                     raise Problem(
                         f"Terraform's state of {self.name} is not on this computer, but {left[0]} exists: drivetrain down {self.name} --orphans"
@@ -235,7 +253,9 @@ class GcpTarget(HostsTarget):
         return f"removed the machines of {self.name}, with their disks{kept}"
 
     def orphans(self) -> list[Orphan]:
-        return list(orphans.find_orphans(self.deployment))
+        with self.deployment.locked():
+            self._has_state()
+            return list(orphans.find_orphans(self.deployment))
 
     def delete_orphans(self, found: list[Orphan], notice: Callable[[str], None]) -> int:
         return orphans.delete_orphans(self.deployment, found, notice)

@@ -45,9 +45,11 @@ class Up:
             self.deployment.init()
             changes = self.deployment.plan()
             check_changes(changes, existing, self.target)
-            if not changes.is_empty:
+            stopped = [machine for machine in existing if machine.is_stopped]
+            if not changes.is_empty or stopped:
                 consent = self.agree(f"start the machines of {self.target}", cost_of(self.settings, self._sum(variables)))
-                self._apply(consent)
+                self._apply(consent, changes)
+                self.deployment.start(consent, [machine for machine in self.deployment.find_machines() if machine.is_stopped])
             machines = self._running()
             self.deployment.write_machines([])  # none is ready until the wait below ends
             hosts = hosts_of(machines, self.deployment, self.settings.python, bool(self.settings.ssh_source_ranges))
@@ -82,7 +84,9 @@ class Up:
             is_ready(host) for host in hosts_of(machines, self.deployment, self.settings.python, bool(self.settings.ssh_source_ranges))
         )
 
-    def _apply(self, consent: Consent) -> None:
+    def _apply(self, consent: Consent, changes: Changes) -> None:
+        if changes.is_empty:
+            return
         try:
             self.deployment.apply(consent, lambda line: self.notice(progress_line(line)) if progress_line(line) else None)
         except (Problem, KeyboardInterrupt) as error:
@@ -145,7 +149,7 @@ def check_changes(changes: Changes, existing: Sequence[Machine], target: str) ->
 def render_up(up: Up) -> Rendering:
     """Returns what `up --dry-run` prints: the files that it writes and the commands that it runs."""
     deployment = up.deployment
-    key = deployment.key.with_suffix(".pub")
+    key = deployment.key.with_name(f"{deployment.key.name}.pub")
     variables = up.variables(key.read_text().strip() if key.exists() else "(the key that `up` makes)", is_made=False)
     files = [RenderedFile(str(deployment.folder / VARIABLES), json.dumps(variables, indent=1))]
     if deployment.bucket:
