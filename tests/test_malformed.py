@@ -31,8 +31,6 @@ COMMANDS: list[tuple[str, str]] = [
     (f"train small.py --name {'n' * 300}", "has 300 characters: write a name of at most"),
     ("tune small.py --name ../x --search hidden=8|16", "'../x' is no name"),
     ("train small.py --name x --run-dir y", "give one"),
-    ("train small.py --run-dir s3://bucket/run", "s3 addresses are not supported: give a folder of this machine"),
-    ("train small.py --run-dir gs://bucket/run", "gs addresses"),
     ("train small.py --run-dir hdfs:///run", "hdfs addresses"),
     ("train small.py --run-dir https://host/run", "https addresses"),
     ("tune small.py --run-dir s3://bucket/run --search hidden=8|16", "s3 addresses"),

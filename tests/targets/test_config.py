@@ -70,7 +70,7 @@ def test_flags_that_do_not_go_with_a_target(folder: Path) -> None:
     assert "leave out --rendezvous" in expect_error("train", "digits", "--on", "local", "--rendezvous", "a:1")
     assert "not --run-dir" in expect_error("train", "digits", "--on", "local", "--run-dir", "x")
     assert "--smoke tries a task on this machine" in expect_error("train", "digits", "--on", "local", "--smoke")
-    assert "addresses are not supported" in expect_error("train", "digits", "--run-dir", "s3://bucket/run")
+    assert "addresses are not supported" in expect_error("train", "digits", "--run-dir", "hdfs://bucket/run")
     write("drivetrain.yaml", box={"kind": "ssh", "hosts": ["a"], "secrets": ["NOT_SET_ANYWHERE"]})
     assert "NOT_SET_ANYWHERE is not set here" in expect_error("train", "digits", "--on", "box", "--dry-run")
     write("drivetrain.yaml", box={"kind": "ssh", "hosts": ["a"]})

@@ -23,6 +23,7 @@ VERBS = {
     "logs": ("logs", "what a run's processes printed"),
     "stop": ("stop", "stop a run: it saves and ends, here or on its target"),
     "pull": ("pull", "copy a run from its target to this machine"),
+    "upload": ("upload", "copy a finished run's model, or what is missing of a run, to a bucket"),
     "targets": ("targets", "where runs can execute (--on), and whether each can be reached"),
     "up": ("up", "make a target's machines, such as those of gcp; shows the price and asks"),
     "down": ("up", "remove what drivetrain keeps on a target, and the machines that it made"),

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
+from drivetrain.buckets.url import is_url
+from drivetrain.buckets.url import parse as parse_url
 from drivetrain.names import check_folder, check_name
 from drivetrain.outcomes import Problem
 from drivetrain.settings import Length, nearest
@@ -63,9 +65,24 @@ def folder_flag(flag: str) -> Callable[[str], str]:
     return partial(check_folder, label=flag)
 
 
+def bucket_address(flag: str) -> Callable[[str], str]:
+    """Returns a parser for a flag that is an address in a bucket."""
+    return lambda text: str(parse_url(text, flag))
+
+
+def folder_or_bucket(text: str) -> str:
+    """Parses --run-dir of a run: a folder of this machine, or an address in a bucket."""
+    return str(parse_url(text, "--run-dir")) if is_url(text) else check_folder(text, "--run-dir")
+
+
 def add_run_folder(parser: Parser, noun: str) -> None:
     """Adds --run-dir and --name, of which at most one may be given. `noun`: run or study."""
-    parser.add_argument("--run-dir", type=folder_flag("--run-dir"), metavar="DIR", help=f"the {noun}'s own folder")
+    if noun == "run":
+        kind: Callable[[str], str] = folder_or_bucket
+        metavar, help_text = "DIR|URL", "the run's own folder, or its address in a bucket (s3://, gs://, file:///)"
+    else:
+        kind, metavar, help_text = folder_flag("--run-dir"), "DIR", f"the {noun}'s own folder"
+    parser.add_argument("--run-dir", type=kind, metavar=metavar, help=help_text)
     parser.add_argument("--name", type=partial(check_name, label="--name"), metavar="N", help=f"the {noun}'s name: its folder is runs/N")
 
 

@@ -9,7 +9,18 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from drivetrain.cli.flags import Parser, add_common, add_diagnostics, add_fault_tolerance, add_placement, add_run_folder, add_target
+from drivetrain.buckets.layout import folder_of
+from drivetrain.buckets.url import is_url
+from drivetrain.cli.flags import (
+    Parser,
+    add_common,
+    add_diagnostics,
+    add_fault_tolerance,
+    add_placement,
+    add_run_folder,
+    add_target,
+    bucket_address,
+)
 from drivetrain.cli.submitted import agree_on, resume_on, train_on
 from drivetrain.describe import task_settings
 from drivetrain.recipe import Recipe, is_recipe_file, load, read_file
@@ -50,6 +61,12 @@ def parser(verb: str) -> Parser:
             "--plan", metavar="FILE", help="a saved plan (drivetrain plan --json, a run.json), accelerate's YAML or DeepSpeed's JSON"
         )
         add_run_folder(parser, "run")
+        parser.add_argument(
+            "--upload",
+            type=bucket_address("--upload"),
+            metavar="URL",
+            help="upload the finished model and its card to URL/models/RUN/ and URL/models/latest/",
+        )
         parser.add_argument("--dry-run", action="store_true", help="show every setting with its origin and the plan, and stop")
         parser.add_argument(
             "--smoke", action="store_true", help="a few steps on a few samples through train, save, resume and eval; nothing is kept"
@@ -103,6 +120,7 @@ class Place(NamedTuple):
 
 def _train(request: Request, screen: Screen) -> int:
     from drivetrain.launch import start
+    from drivetrain.launch.bucket import upload_after
     from drivetrain.launch.ending import exit_code
     from drivetrain.launch.launchers import detect_launcher, with_accelerate_choices
     from drivetrain.launch.plan_file import apply_plan_file
@@ -123,7 +141,9 @@ def _train(request: Request, screen: Screen) -> int:
     worker = start_worker(launcher, request.hang_after, screen) if launcher is not None else None
     if isinstance(worker, int):  # in the watcher, after the worker's end
         return worker
-    _, ended = start.train_stages(recipes, request, screen, worker)
+    run, ended = start.train_stages(recipes, request, screen, worker)
+    if worker is None or os.environ.get("RANK") == "0":
+        upload_after(run, request, ended, screen)
     return exit_code(ended)
 
 
@@ -138,6 +158,9 @@ def request_of(verb: str, args: argparse.Namespace) -> Request:
 
     values = {name: value for name, value in vars(args).items() if name not in ("on", "wait", "yes")}
     low, high = values.pop("nodes")
+    if is_url(values.get("run_dir") or ""):
+        values["bucket"] = values["run_dir"]
+        values["run_dir"] = str(folder_of(values["bucket"]))
     return Request(
         verb="resume" if verb == "resume" else "train", settings=tuple(values.pop("settings")), nodes=high, min_nodes=None if low == high else low,
         plan_file=values.pop("plan", None), **values,
@@ -147,16 +170,20 @@ def request_of(verb: str, args: argparse.Namespace) -> Request:
 def _resume(request: Request, place: Place, screen: Screen) -> int:
     from drivetrain import runs
     from drivetrain.launch import start
+    from drivetrain.launch.bucket import resume_request, with_bucket_of
     from drivetrain.launch.ending import exit_code, raise_failure
     from drivetrain.launch.launchers import detect_launcher
     from drivetrain.launch.recorded import recorded_recipe
     from drivetrain.launch.watcher import start_worker
     from drivetrain.targets.record import find_recorded, is_inside
 
+    if is_url(request.target):
+        request = resume_request(request, screen)
     record = find_recorded(request.target)
     if record is not None and not is_inside(record.run):
         return resume_on(record, request, place.on, place.wait, agree_on(place.yes, screen), screen)
     run = runs.find(request.target)
+    request = with_bucket_of(run, request)
     recipe = recorded_recipe(run, request.settings)
     launcher = detect_launcher(os.environ)
     worker = start_worker(launcher, request.hang_after, screen) if launcher is not None else None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain import hardware, runs, strict
 from drivetrain.engine.log.observe import Observer, Observers
+from drivetrain.launch.bucket import mirrored
 from drivetrain.launch.ending import finish
 from drivetrain.launch.job import make_train_job
 from drivetrain.launch.machine import LocalMachine, cluster_of
@@ -62,7 +63,15 @@ def train_in_launcher(recipe: Recipe, request: Request, screen: Screen, worker: 
     group = join_group(machine.device, "nccl" if machine.device == "cuda" else "gloo")
     stop = StopFlag()
     stop.install()
-    opened, answer = _open_on_rank_0(recipe, request, machine, world_size, screen, worker) if group.is_main else (None, {})
+    with contextlib.ExitStack() as stack:  # rank 0 copies the run to its bucket until the end
+        return _train_rank(recipe, request, machine, world_size, screen, worker, group, stop, stack)
+
+
+def _train_rank(
+    recipe: Recipe, request: Request, machine: LocalMachine, world_size: int, screen: Screen, worker: LaunchedWorker, group: Group,
+    stop: StopFlag, stack: contextlib.ExitStack,
+) -> tuple[Run, JobEnd]:  # fmt: skip
+    opened, answer = _open_on_rank_0(recipe, request, machine, world_size, screen, worker, stack) if group.is_main else (None, {})
     answer = group.broadcast_object(answer)
     if "problem" in answer:
         raise Problem(answer["problem"] if group.is_main else "see the message of rank 0", Outcome(answer["outcome"]))
@@ -95,11 +104,13 @@ def _machine(request: Request, local_world_size: int) -> LocalMachine:
 
 
 def _open_on_rank_0(
-    recipe: Recipe, request: Request, machine: LocalMachine, world_size: int, screen: Screen, worker: LaunchedWorker
-) -> tuple[OpenedRun | None, dict[str, Any]]:
+    recipe: Recipe, request: Request, machine: LocalMachine, world_size: int, screen: Screen, worker: LaunchedWorker,
+    stack: contextlib.ExitStack,
+) -> tuple[OpenedRun | None, dict[str, Any]]:  # fmt: skip
     """Opens the run and makes the plan. Returns the answer for all ranks: the job, that the run is finished, or the problem."""
     opened: OpenedRun | None = None
     try:
+        stack.enter_context(mirrored(request, screen))
         opened = _open(recipe, request)
         if opened.is_finished:
             report_already_finished(opened.run, screen)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from drivetrain.launch.bucket import mirrored, with_bucket_of
 from drivetrain.launch.ending import finish
 from drivetrain.launch.job import make_train_job
 from drivetrain.launch.machine import LocalMachine, cluster_of, detect_machine
-from drivetrain.launch.opening import OpenedRun, continue_run, locked, open_run, record_start
+from drivetrain.launch.opening import OpenedRun, continue_run, locked, named_run, open_run, record_start
 from drivetrain.launch.planning import make_plan, plan_run
 from drivetrain.launch.report import report_already_finished, report_code, report_start
 from drivetrain.launch.request import Request
@@ -26,6 +27,14 @@ def train_locally(
 ) -> tuple[Run, JobEnd]:
     """Opens the run, makes the plan, trains and records the end. `store_task` writes a task that has no file into the run, and returns
     the recipe with that copy."""
+    request = with_bucket_of(named_run(recipe, request), request)
+    with mirrored(request, screen):
+        return _train_mirrored(recipe, request, machine, screen, store_task)
+
+
+def _train_mirrored(
+    recipe: Recipe, request: Request, machine: LocalMachine, screen: Screen, store_task: Callable[[Run], Recipe] | None
+) -> tuple[Run, JobEnd]:
     opened = open_run(recipe, request)
     if opened.is_finished:
         report_already_finished(opened.run, screen)
@@ -40,6 +49,11 @@ def resume_locally(run: Run, recipe: Recipe, request: Request, screen: Screen) -
     """Continues a run."""
     if request.nodes > 1:
         raise Problem("resume runs on one machine: on several, repeat the train command with its --nodes and --name on each")
+    with mirrored(request, screen):
+        return _resume_mirrored(run, recipe, request, screen)
+
+
+def _resume_mirrored(run: Run, recipe: Recipe, request: Request, screen: Screen) -> tuple[Run, JobEnd]:
     opened = continue_run(recipe, run, run.read())
     if opened.is_finished:
         report_already_finished(run, screen)

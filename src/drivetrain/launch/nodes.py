@@ -8,6 +8,7 @@ from pathlib import Path
 
 from drivetrain import runs
 from drivetrain.launch import rendezvous
+from drivetrain.launch.bucket import mirrored
 from drivetrain.launch.ending import finish
 from drivetrain.launch.job import make_train_job
 from drivetrain.launch.machine import LocalMachine, cluster_of
@@ -73,23 +74,25 @@ def _own_run(name: str, request: Request) -> Run:
 def _lead(leader: Leader, recipe: Recipe, request: Request, machine: LocalMachine, screen: Screen) -> tuple[Run, JobEnd]:
     """Opens the run, leads its attempts, and sends the members its end."""
     ended = JobEnd(Outcome.INFRA, "the leading machine of the run stopped")
-    try:
-        members = leader.wait_for_members()
-        opened = open_run(recipe, request)
-        leader.log_event = opened.run.log_event
-        with locked(opened):
-            if opened.is_finished:
-                report_already_finished(opened.run, screen)
-                ended = JobEnd(Outcome.OK)
-            else:
-                ended, plan = _lead_opened(leader, members, opened, recipe, request, machine, screen)
-                finish(opened, recipe, plan, ended, screen)
-            return opened.run, ended
-    except Problem as problem:
-        ended = JobEnd(problem.outcome, str(problem))
-        raise
-    finally:
-        leader.end_run(ended.outcome, ended.message)
+    with contextlib.ExitStack() as stack:  # a bucket gets the last files when the members have gone
+        try:
+            members = leader.wait_for_members()
+            stack.enter_context(mirrored(request, screen))
+            opened = open_run(recipe, request)
+            leader.log_event = opened.run.log_event
+            with locked(opened):
+                if opened.is_finished:
+                    report_already_finished(opened.run, screen)
+                    ended = JobEnd(Outcome.OK)
+                else:
+                    ended, plan = _lead_opened(leader, members, opened, recipe, request, machine, screen)
+                    finish(opened, recipe, plan, ended, screen)
+                return opened.run, ended
+        except Problem as problem:
+            ended = JobEnd(problem.outcome, str(problem))
+            raise
+        finally:
+            leader.end_run(ended.outcome, ended.message)
 
 
 def _lead_opened(

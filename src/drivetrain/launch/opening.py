@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain import runs
+from drivetrain.buckets.layout import read_link
 from drivetrain.launch.machine import LocalMachine
 from drivetrain.launch.request import Request
 from drivetrain.outcomes import Outcome, Problem
@@ -21,7 +22,7 @@ from drivetrain.recipe import MAY_CHANGE, Recipe
 from drivetrain.runs import Lock, Run
 from drivetrain.task_ref import TaskRef
 
-BEFORE_RUN = ("lock", "task", "logs", "job", "code", "code.tar.gz", "target.json")
+BEFORE_RUN = (".bucket", "lock", "task", "logs", "job", "code", "code.tar.gz", "target.json")
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,8 @@ def _continue_or_create(recipe: Recipe) -> OpenedRun:
     since resume is exact, the result equals that of a new run."""
     identity = json.loads(json.dumps(recipe.identity()))
     for run in reversed(runs.all_runs()):
-        if not run.path.name.startswith(recipe.task.label):
-            continue
+        if not run.path.name.startswith(recipe.task.label) or read_link(run.path):
+            continue  # a run in a bucket is continued only by its name or address
         with contextlib.suppress(Problem, ValueError):
             previous = run.read()
             is_resumable = previous["status"] == "running" or Outcome(previous["outcome"]).retryable

@@ -38,6 +38,10 @@ class Request:
     device: str | None = None
     run_dir: str | None = None
     name: str | None = None
+    bucket: str | None = None
+    """The address of the run in a bucket, which --run-dir gave; `run_dir` is its folder on this machine then."""
+    upload: str | None = None
+    """The address below which the finished model is uploaded."""
     planner: Planner = "auto"
     plan_file: str | None = None
     restarts: int = 3
@@ -105,8 +109,9 @@ class Request:
             "--node-rank": _text(self.node_rank),
             "--gpus": self.gpus,
             "--device": self.device,
-            "--run-dir": self.run_dir,
+            "--run-dir": self.bucket or self.run_dir,
             "--name": self.name,
+            "--upload": self.upload,
             "--planner": None if self.planner == "auto" else self.planner,
             "--plan": self.plan_file,
             "--restarts": None if self.restarts == Request.restarts else str(self.restarts),
