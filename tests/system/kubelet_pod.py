@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from pathlib import Path
@@ -258,9 +257,8 @@ class RunningPod:
             status |= {"podIP": self.host.address, "podIPs": [{"ip": self.host.address}]}
         try:
             self.kubelet.api.patch(pods_path(self.namespace, self.name, "status"), {"metadata": {"uid": self.uid}, "status": status})
-        except (ApiError, OSError) as error:
-            if os.environ.get("DRIVETRAIN_DEBUG_CLUSTER"):
-                print(f"status of {self.name}: {error}")
+        except (ApiError, OSError):
+            pass  # the pod was deleted, and there may be another one of its name
 
     def log(self, container: str) -> tuple[Path, Container] | None:
         """Returns the file of a container's lines, and the container."""

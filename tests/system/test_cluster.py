@@ -14,6 +14,7 @@ from tests.system.cluster import Cluster, cluster
 from tests.waiting import wait_until
 
 IMAGE = "drivetrain:cpu"
+GRACE = 3
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,10 @@ def kubernetes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def pytorch_job(name: str, command: str, workers: int = 0, **container: Any) -> dict[str, Any]:
-    spec = {"containers": [{"name": "pytorch", "image": IMAGE, "command": ["sh", "-c", command], **container}]}
+    spec = {
+        "terminationGracePeriodSeconds": GRACE,
+        "containers": [{"name": "pytorch", "image": IMAGE, "command": ["sh", "-c", command], **container}],
+    }
     replica = {"replicas": 1, "restartPolicy": "ExitCode", "template": {"spec": spec}}
     replicas = {"Master": replica} | ({"Worker": replica | {"replicas": workers}} if workers else {})
     return {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": name}, "spec": {"pytorchReplicaSpecs": replicas}}
@@ -91,7 +95,6 @@ def test_a_deleted_pod_may_save_and_is_killed_after_its_grace_period(kubernetes:
     assert polite is not None and deaf is not None
     assert polite.containers["pytorch"].wait() == 3
     assert b"saved" in polite.containers["pytorch"].log.read_bytes()
-    kubernetes.kubectl("delete", "pod", "deaf-master-0", "--grace-period=1")
     assert deaf.containers["pytorch"].wait() == 137, "process 1 of a container ignores signals for which it has no handler"
 
 
