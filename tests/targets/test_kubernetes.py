@@ -32,12 +32,13 @@ from drivetrain.targets.kubernetes.failures import AlreadyExists, NotFound, expl
 from drivetrain.targets.kubernetes.jobs import KINDS
 from drivetrain.targets.kubernetes.kubectl import Kubectl
 from drivetrain.targets.kubernetes.pod import is_operators, position
-from drivetrain.targets.kubernetes.pods import is_sent
+from drivetrain.targets.kubernetes.pods import PodHost, is_sent
 from drivetrain.targets.kubernetes.rendering import to_yaml
 from drivetrain.targets.kubernetes.settings import LABEL_VALUE, KubernetesSettings
 from drivetrain.targets.kubernetes.states import pod_states, state_of
-from drivetrain.targets.kubernetes.target import KubernetesTarget
+from drivetrain.targets.kubernetes.target import KubernetesTarget, gpu_lines
 from drivetrain.targets.submission import Submission
+from tests.command import expect_error, run_ok
 
 OUTPUTS = Path(__file__).parent / "outputs"
 GOLDEN = Path(__file__).with_name("kubernetes_golden.txt")
@@ -450,6 +451,31 @@ def test_a_pod_that_waits_while_others_run() -> None:
 def test_the_newest_pod_of_a_rank_counts() -> None:
     pods = pod_states([pod(RUNNING, created="2026-02"), pod(ended(201), created="2026-01")], KINDS["pytorchjob"], "k8s")
     assert [entry.line() for entry in pods] == ["pod 0   x-master-0   running   on gpu1   2 restarts"]
+
+
+def test_what_the_gpus_of_a_pod_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the form of `nvidia-smi --format=csv,noheader,nounits`."""
+    host = PodHost(None, Kubectl("k8s", None, "ml"), "x-worker-0", "pytorch")
+    monkeypatch.setattr(Kubectl, "exec", lambda self, pod, container, words: "0, 97, 61203, 81559, 612.43\n1, 0, 4, 81559, [N/A]\n")
+    assert list(gpu_lines(host)) == [
+        "x-worker-0   GPU 0: 97 % busy, 61203 of 81559 MiB, 612.43 W",
+        "x-worker-0   GPU 1: 0 % busy, 4 of 81559 MiB, [N/A] W",
+    ]
+
+    def fail(self: Kubectl, pod: str, container: str, words: tuple[str, ...]) -> str:
+        raise Problem('exec: "nvidia-smi": executable file not found in $PATH')
+
+    monkeypatch.setattr(Kubectl, "exec", fail)
+    assert list(gpu_lines(host)) == []
+
+
+def test_dry_run_without_a_cluster(folder: Path) -> None:
+    words = ("train", "digits", "--on", "kubernetes", "--dry-run")
+    text = run_ok(*words, KUBECONFIG="/nowhere", PATH="/nowhere")
+    assert text.startswith("# a PyTorchJob is shown, because the cluster cannot be asked which kind it has: there is no kubectl")
+    message = expect_error(*words[:-1], "--name", "nothing", PATH="/nowhere")
+    assert message.startswith("drivetrain: there is no kubectl on this machine: install kubectl")
+    assert not Path("runs/nothing").exists()
 
 
 # --- in the pod --------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
-"""`targets` and `down`: where runs can execute, and removing what drivetrain keeps there."""
+"""`targets`: where runs can execute."""
 
 from __future__ import annotations
 
 import json
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +30,6 @@ List where runs can execute (--on NAME), and whether each can be reached. Your o
 
 
 def parser(verb: str) -> Parser:
-    if verb == "down":
-        parser = Parser("drivetrain down", "Remove what drivetrain keeps on a target: code, environments and runs that were not pulled.")
-        parser.add_argument("target", metavar="TARGET", help="a target's name")
-        parser.add_argument("--yes", action="store_true", help="do not ask")
-        return parser
     parser = Parser("drivetrain targets", TARGETS)
     parser.add_argument("kind", nargs="?", metavar="KIND", help="explain the keys of this kind")
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
@@ -46,8 +40,6 @@ def run(verb: str, words: list[str]) -> int:
     from drivetrain.targets.config import all_targets, config_files
 
     args = parser(verb).parse(words)
-    if verb == "down":
-        return _down(args.target, args.yes)
     if args.kind is not None:
         return _explain(args.kind)
     with ThreadPoolExecutor(max_workers=16) as pool:
@@ -80,19 +72,4 @@ def _explain(kind: str) -> int:
     show(f"keys of a target of kind {kind}\n")
     for name, doc in settings_help(kind):
         show(f"  {name:<12} {one_line(doc.replace(chr(10), ' '))}")
-    return 0
-
-
-def _down(name: str, yes: bool) -> int:
-    from drivetrain.targets.config import find_target
-
-    target = find_target(name)
-    if not yes:
-        if not sys.stdin.isatty():
-            raise Problem("removing needs --yes where nobody can be asked")
-        answer = input(f"remove all that drivetrain keeps on {name}, with runs that were not pulled? [y/N] ")
-        if answer.strip().lower() not in ("y", "yes"):
-            show("nothing was removed")
-            return 0
-    show(target.down())
     return 0

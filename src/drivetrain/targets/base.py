@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from drivetrain.outcomes import Outcome, Problem
-from drivetrain.targets.consent import Cost, total_cost
+from drivetrain.targets.consent import Agree, Cost, total_cost
 from drivetrain.targets.record import Record
 from drivetrain.targets.submission import Submission
 from drivetrain.targets.transfer import has_checkpoint
@@ -59,6 +59,19 @@ class Check(NamedTuple):
     verdict: Literal["ok", "warning", "fault"]
     evidence: str
     fix: str = ""
+
+
+class Orphan(NamedTuple):
+    """A resource that costs money or blocks a name, and that nothing on this machine keeps track of."""
+
+    noun: str
+    """machine, disk, ..."""
+    name: str
+    delete_words: tuple[str, ...]
+    """The words of the command that deletes it, after the program's name."""
+
+    def __str__(self) -> str:
+        return f"{self.noun} {self.name}"
 
 
 @dataclass(frozen=True)
@@ -193,6 +206,30 @@ class Target(ABC):
     def submit_array(self, submissions: list[Submission], notice: Callable[[str], None]) -> list[dict[str, Any]]:
         """Starts several runs; a system with arrays starts them as one."""
         return [self.submit(submission, self.render(submission), notice) for submission in submissions]
+
+    # --- machines that the target makes ---
+
+    def up(self, max_cost: float | None, agree: Agree, notice: Callable[[str], None]) -> str:
+        """Makes or starts the target's machines; repeating it goes on where it stopped. Returns a line about them.
+
+        `max_cost`: dollars after which the machines stop.
+        """
+        raise Problem(f"{self.name} has no machines to start: drivetrain train TASK --on {self.name}")
+
+    def render_up(self, max_cost: float | None) -> tuple[Cost, Rendering]:
+        """Returns what `up` would cost, write and run."""
+        raise Problem(f"{self.name} has no machines to start: drivetrain train TASK --on {self.name}")
+
+    def orphans(self) -> list[Orphan]:
+        """Returns what a crash left behind that costs money."""
+        return []
+
+    def delete_orphans(self, found: list[Orphan], notice: Callable[[str], None]) -> int:
+        """Deletes them; returns how many are left."""
+        return len(found)
+
+    def prepare_down(self) -> None:  # noqa: B027 (most targets have nothing to save)
+        """Saves what `down` would remove; raises Problem if a run there is active."""
 
     def down(self) -> str:
         """Removes what drivetrain keeps there. Returns a line that tells what was removed."""

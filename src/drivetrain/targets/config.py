@@ -21,6 +21,7 @@ from drivetrain.settings_reader.live import field_docs
 from drivetrain.structured import parse_yaml, read_text
 from drivetrain.targets.base import Target
 from drivetrain.targets.docker import DockerTarget
+from drivetrain.targets.gcp.target import GcpTarget
 from drivetrain.targets.kubernetes.target import KubernetesTarget
 from drivetrain.targets.local import LocalTarget
 from drivetrain.targets.sky.target import SkyTarget
@@ -30,7 +31,7 @@ from drivetrain.terminal import one_line
 
 PROJECT_FILE = "drivetrain.yaml"
 KINDS: dict[str, type[Target]] = {
-    kind.kind: kind for kind in (LocalTarget, DockerTarget, SshTarget, SlurmTarget, KubernetesTarget, SkyTarget)
+    kind.kind: kind for kind in (LocalTarget, DockerTarget, SshTarget, SlurmTarget, KubernetesTarget, GcpTarget, SkyTarget)
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,39 +28,45 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SshSettings(TargetSettings):
-    hosts: list[str] = field(default_factory=list)
-    """Machines as ssh knows them: names of ~/.ssh/config, HOST or USER@HOST. The first one has the run's folder."""
-    options: list[str] = field(default_factory=list)
-    """Further words for ssh, such as -F, FILE or -p, PORT."""
+class HostSettings(TargetSettings):
     dir: str = DEFAULT_BASE
     """drivetrain's folder on each machine: code, environments, runs."""
     python: str | None = None
     """A Python there with torch and drivetrain's other packages; without it, an environment is built there once."""
-    rendezvous: str | None = None
-    """The address at which the machines reach the first one (default: its address in the SSH configuration)."""
     torch: str = "auto"
     """The build of torch: auto (for the GPU's driver), cpu, or as cu126."""
 
 
-class SshTarget(Target):
-    """Machines behind SSH."""
+@dataclass(frozen=True, kw_only=True)
+class SshSettings(HostSettings):
+    hosts: list[str] = field(default_factory=list)
+    """Machines as ssh knows them: names of ~/.ssh/config, HOST or USER@HOST. The first one has the run's folder."""
+    options: list[str] = field(default_factory=list)
+    """Further words for ssh, such as -F, FILE or -p, PORT."""
+    rendezvous: str | None = None
+    """The address at which the machines reach the first one (default: its address in the SSH configuration)."""
 
-    kind: ClassVar[str] = "ssh"
-    settings_class: ClassVar[type[TargetSettings]] = SshSettings
+
+class HostsTarget(Target):
+    """Machines that are reached with ssh, whatever started them."""
+
+    settings_class: ClassVar[type[TargetSettings]] = HostSettings
     shares_files = False
-    settings: SshSettings
+    settings: HostSettings
 
+    # --- which machines ---
+
+    @abstractmethod
     def hosts(self, number: int | None = None) -> list[SshHost]:
         """Returns the machines, or the first `number` of them."""
-        names = self.settings.hosts
-        if not names:
-            raise Problem(f"the target {self.name} has no hosts: write `hosts: [HOST]` below it in drivetrain.yaml")
-        if number is not None and number > len(names):
-            raise Problem(
-                f"--nodes {number}: the target {self.name} has {len(names)} host{'s' if len(names) > 1 else ''} ({', '.join(names)})"
-            )
-        return [SshHost(self.settings.python, checked_address(name), tuple(self.settings.options)) for name in names[:number]]
+
+    @abstractmethod
+    def recorded_hosts(self, record: Record) -> list[SshHost]:
+        """Returns the machines of a run."""
+
+    @abstractmethod
+    def leader_address(self) -> str:
+        """Returns the address at which the machines reach the first one."""
 
     # --- knowledge ---
 
@@ -71,7 +78,7 @@ class SshTarget(Target):
         layout, nodes, package = self.layout(submission), submission.request.nodes, package_archive()
         python = self.settings.python or layout.environment_python(submission.lock.name(self.settings.torch))
         code = layout.code(submission.code.digest) if submission.code is not None else ""
-        meeting = (f"{self._leader_address()}:{submission.port}", rank) if nodes > 1 else (None, None)
+        meeting = (f"{self.leader_address()}:{submission.port}", rank) if nodes > 1 else (None, None)
         words = submission.words(python, layout.run_dir, code, *meeting)
         variables = self.settings.env | {"PYTHONPATH": layout.code(package.digest), "PYTHONUNBUFFERED": "1"}
         needs = missing_arguments(submission, self.settings.dir, self.settings.python, self.settings.torch)
@@ -79,9 +86,6 @@ class SshTarget(Target):
             "needs": needs, "job": layout.job(rank), "words": words, "variables": variables, "secrets": {}, "cwd": layout.folder,
             "output": layout.output(rank), "retries": RETRIES,
         }  # fmt: skip
-
-    def _leader_address(self) -> str:
-        return self.settings.rendezvous or self.hosts()[0].hostname
 
     def render(self, submission: Submission) -> Rendering:
         commands: list[RenderedCommand] = []
@@ -106,9 +110,6 @@ class SshTarget(Target):
     def bring_run(self, submission: Submission, notice: Callable[[str], None]) -> bool:
         return send_run(self.hosts(submission.request.nodes)[0], submission, self.layout(submission).run_dir, notice)
 
-    def has_left(self, record: Record) -> bool:
-        return not set(record.handle["hosts"]) & set(self.settings.hosts)
-
     def _end_started(self, hosts: list[SshHost], submission: Submission) -> None:
         """Ends what runs on some machines after others refused the run."""
         for rank, host in enumerate(hosts):
@@ -129,10 +130,6 @@ class SshTarget(Target):
         if lacks := host.call("start", **arguments).get("missing"):
             bring(host, lacks, submission, settings.dir, settings.torch, notice)
             host.call("start", **arguments)
-
-    def recorded_hosts(self, record: Record) -> list[SshHost]:
-        """Returns the machines of a run."""
-        return [SshHost(self.settings.python, name, tuple(self.settings.options)) for name in record.handle["hosts"]]
 
     def state(self, record: Record) -> JobState:
         """Returns the state of the first machine's job, which leads; the run runs while any machine works for it."""
@@ -182,6 +179,33 @@ class SshTarget(Target):
     def checks(self) -> Iterator[Check]:
         for host in self.hosts():
             yield from host_checks(host.name, host.call("facts", base=self.settings.dir), self.settings.dir, self.settings.python)
+
+
+class SshTarget(HostsTarget):
+    """Machines that the user has, behind SSH."""
+
+    kind: ClassVar[str] = "ssh"
+    settings_class: ClassVar[type[TargetSettings]] = SshSettings
+    settings: SshSettings
+
+    def hosts(self, number: int | None = None) -> list[SshHost]:
+        names = self.settings.hosts
+        if not names:
+            raise Problem(f"the target {self.name} has no hosts: write `hosts: [HOST]` below it in drivetrain.yaml")
+        if number is not None and number > len(names):
+            raise Problem(
+                f"--nodes {number}: the target {self.name} has {len(names)} host{'s' if len(names) > 1 else ''} ({', '.join(names)})"
+            )
+        return [SshHost(self.settings.python, checked_address(name), tuple(self.settings.options)) for name in names[:number]]
+
+    def recorded_hosts(self, record: Record) -> list[SshHost]:
+        return [SshHost(self.settings.python, name, tuple(self.settings.options)) for name in record.handle["hosts"]]
+
+    def leader_address(self) -> str:
+        return self.settings.rendezvous or self.hosts()[0].hostname
+
+    def has_left(self, record: Record) -> bool:
+        return not set(record.handle["hosts"]) & set(self.settings.hosts)
 
     def down(self) -> str:
         answers = on_each(self.hosts(), lambda host: host.call("remove", base=self.settings.dir))

@@ -133,13 +133,19 @@ def begin_record(target: Target, submission: Submission) -> Record:
     run, code = submission.run, submission.code
     if runs.is_run(run.path):
         raise Problem(f"{run.name} is a run of this machine: choose another --name, or continue it here: drivetrain resume {run.name}")
+    try:
+        handle = target.known_handle(submission)
+    except Problem:  # such as a target without machines
+        with contextlib.suppress(OSError):
+            run.path.rmdir()
+        raise
     run.path.mkdir(parents=True, exist_ok=True)
     _claim(run)
     if code is not None:
         (run.path / CODE).write_bytes(code.data)
     request = {name: value for name, value in asdict(submission.request).items() if name not in NOT_RECORDED}
     facts: dict[str, Any] = {
-        "target": target.name, "kind": target.kind, "settings": asdict(target.settings), "handle": target.known_handle(submission), "phase": "submitting",
+        "target": target.name, "kind": target.kind, "settings": asdict(target.settings), "handle": handle, "phase": "submitting",
         "submitted": time.time(), "submissions": 1, "pulled": False, "name": submission.name, "project": submission.project, "task": submission.task,
         "words": list(submission.request.settings), "changes": [], "request": request, "code": code and code.digest,
         "environment": list(submission.lock.requirements), "secrets": list(submission.secrets), "versions": runs.provenance(),

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from drivetrain.targets.host_library import JOB_VARIABLE, read_json, write_json
+from drivetrain.targets.host_library import JOB_VARIABLE, STOPPED_CODE, read_json, write_json
 from drivetrain.targets.host_program import record_process, supervise
 from drivetrain.targets.layout import Layout
 
@@ -71,6 +71,7 @@ def main(words: Sequence[str]) -> int:
     for name in ("exit.json", "stop", ASKED, FETCHED):
         (job / name).unlink(missing_ok=True)
     write_json(job / OWNER, {"owner": os.environ.get("POD_OWNER", "")})
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(STOPPED_CODE))  # until the command runs: process 1 ignores signals without a handler
     if place.rank > 0:
         _wait_for_name(place.leader)
     python = [sys.executable, "-P", "-m", "drivetrain"]

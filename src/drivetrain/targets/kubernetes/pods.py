@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import re
 import secrets
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.outcomes import Outcome, Problem
+from drivetrain.targets.errors import NO_FOLDER, FolderMissing
 from drivetrain.targets.host import ReachableHost
 from drivetrain.targets.kubernetes import names
 from drivetrain.targets.kubernetes.failures import explain_kubectl, explain_pod
@@ -37,10 +39,12 @@ class PodHost(ReachableHost):
     kubectl: Kubectl | None = None
     pod: str = ""
     container: str = ""
+    title: str = ""
+    """How messages name it, if not as the pod."""
 
     @property
     def name(self) -> str:
-        return self.pod
+        return self.title or self.pod
 
     @property
     def is_local(self) -> bool:
@@ -56,7 +60,9 @@ class PodHost(ReachableHost):
 
     def problem(self, output: str, code: int) -> Problem:
         if "no Python 3.11" in output:
-            return Problem(f"{self.pod}: its image has no Python 3.11 or later: build one with drivetrain image build")
+            return Problem(f"{self.name}: its image has no Python 3.11 or later: build one with drivetrain image build")
+        if re.search(r"tar: .*(?:Cannot open|Cannot chdir|No such file)", output):
+            return FolderMissing(f"{self.name}: {NO_FOLDER} any more: what was copied before is in runs/ here", Outcome.INFRA)
         problem = explain_kubectl(self.cluster.target, output, code)
         return Problem(str(problem), Outcome.INFRA)
 
@@ -122,13 +128,19 @@ def _unpack(archive: tarfile.TarFile, entry: tarfile.TarInfo, folder: Path) -> N
     name = entry.name.removeprefix("./")
     if not entry.isfile() or name.split("/")[0] in NOT_PULLED:
         return
-    path = folder / name
-    with contextlib.suppress(OSError):
-        status = path.lstat()
-        if status.st_size == entry.size and int(status.st_mtime) == int(entry.mtime):
-            return
+    if "checkpoints" in name.split("/") and _is_here(folder / name, entry):
+        return
     entry = entry.replace(name=name, mode=0o644, deep=False)
     archive.extract(entry, folder, filter="data")
+
+
+def _is_here(path: Path, entry: tarfile.TarInfo) -> bool:
+    """Whether a file of a checkpoint, which never changes, was copied before."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return status.st_size == entry.size and int(status.st_mtime) == int(entry.mtime)
 
 
 def on_each(hosts: Sequence[PodHost], action: Any) -> list[Any]:
@@ -164,7 +176,7 @@ def volume(kubectl: Kubectl, image: str, claim: str, settings: Mapping[str, Any]
     kubectl.create(path, pod)
     try:
         _wait_until_running(kubectl, f"{path}/{name}", image, claim)
-        yield PodHost(None, kubectl, name, FILES_CONTAINER)
+        yield PodHost(None, kubectl, name, FILES_CONTAINER, f"the volume {claim}")
     finally:
         with contextlib.suppress(Problem):
             kubectl.delete(f"{path}/{name}")

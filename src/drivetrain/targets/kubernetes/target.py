@@ -16,7 +16,7 @@ from drivetrain.targets.errors import FolderMissing
 from drivetrain.targets.kubernetes import checks, names, pods, specs
 from drivetrain.targets.kubernetes import settings as parse
 from drivetrain.targets.kubernetes.jobs import KINDS, JobKind
-from drivetrain.targets.kubernetes.kubectl import AlreadyExists, Kubectl, NotFound
+from drivetrain.targets.kubernetes.kubectl import AlreadyExists, Kubectl
 from drivetrain.targets.kubernetes.pod import ASKED, FETCHED
 from drivetrain.targets.kubernetes.pod_template import RUNS, fits_config_map
 from drivetrain.targets.kubernetes.pods import PodHost, on_each
@@ -245,7 +245,7 @@ class KubernetesTarget(Target):
         for pod in states:
             yield pod.line()
         for host, _ in self._hosts(record, states):
-            yield from _gpu_lines(host)
+            yield from gpu_lines(host)
         for event in events_of(kubectl.events(), [name, *(pod.name for pod in states)])[-NUM_EVENTS:]:
             yield event_line(event)
 
@@ -346,11 +346,11 @@ def _stop_pod(host: PodHost, job: str, seconds: float) -> int | None:
     return None
 
 
-def _gpu_lines(host: PodHost) -> Iterator[str]:
+def gpu_lines(host: PodHost) -> Iterator[str]:
     """Yields what the GPUs of a pod do; nothing for a pod without GPUs."""
     try:
         text = host.cluster.exec(host.pod, host.container, GPU_QUERY)
-    except (Problem, NotFound):
+    except Problem:
         return
     for line in text.splitlines():
         values = [value.strip() for value in line.split(",")]

@@ -1,0 +1,350 @@
+"""Machines of Google Cloud, on stand-ins for gcloud, terraform and ssh (cloud_programs.py): consent, crashes, preemption, what is left behind."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import drivetrain.targets.gcp
+from drivetrain.outcomes import Problem
+from drivetrain.targets.gcp import deployment, startup
+from drivetrain.targets.gcp.machines import Machine
+from tests.command import COMMAND, environment, run_drivetrain, write_task
+
+PROGRAMS = Path(__file__).with_name("cloud_programs.py")
+PACKAGE = Path(drivetrain.targets.gcp.__file__).parent
+TARGET = {"kind": "gcp", "project": "demo-project", "nodes": 2, "python": sys.executable}
+APPLY = ["apply", "-input=false", "-no-color", "up.tfplan"]
+
+
+class StandInCloud:
+    """The folder of the stand-ins, and commands that use them."""
+
+    def __init__(self, folder: Path, path: str) -> None:
+        self.folder, self.path = folder, path
+        self.write_target()
+
+    def write_target(self, **changes: Any) -> None:
+        Path("drivetrain.yaml").write_text(json.dumps({"targets": {"gcp": TARGET | changes}}))
+
+    def run(self, *words: str, code: int = 0) -> str:
+        """Runs a command to its end; returns what it printed."""
+        done = run_drivetrain(*words, **self.variables)
+        assert done.returncode == code, f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        assert "Traceback" not in done.stderr
+        return done.stdout + done.stderr
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return {"PATH": self.path, "STAND_IN_CLOUD": str(self.folder), "XDG_STATE_HOME": str(self.folder / "state")}
+
+    def inject(self, **faults: Any) -> None:
+        (self.folder / "inject.json").write_text(json.dumps(faults))
+
+    @property
+    def calls(self) -> list[list[str]]:
+        path = self.folder / "calls.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def applied(self) -> int:
+        """How often `terraform apply` ran."""
+        return sum(call[0] == "terraform" and call[2:] == APPLY for call in self.calls)
+
+    @property
+    def resources(self) -> list[dict[str, Any]]:
+        path = self.folder / "cloud.json"
+        return list(json.loads(path.read_text())["resources"]) if path.exists() else []
+
+    def change_machine(self, name: str, **changes: Any) -> None:
+        facts = json.loads((self.folder / "cloud.json").read_text())
+        for entry in facts["resources"]:
+            if entry["name"] == name:
+                entry.update(changes)
+        (self.folder / "cloud.json").write_text(json.dumps(facts))
+
+    @property
+    def state(self) -> Path:
+        return self.folder / "state" / "drivetrain" / "gcp" / "demo-project" / "gcp"
+
+
+@pytest.fixture
+def cloud(folder: Path, tmp_path: Path) -> StandInCloud:
+    (tmp_path / "bin").mkdir()
+    for name in ("gcloud", "terraform", "ssh"):
+        program = tmp_path / "bin" / name
+        call = f"import sys; sys.path.insert(0, {str(PROGRAMS.parent)!r}); import cloud_programs; sys.exit(cloud_programs.main({name!r}, sys.argv[1:]))"
+        program.write_text(f"#!{sys.executable} -ES\n{call}\n")
+        program.chmod(0o755)
+    (tmp_path / "cloud" / "machines").mkdir(parents=True)
+    (tmp_path / "cloud" / "consoles").mkdir()
+    return StandInCloud(tmp_path / "cloud", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+
+
+# --- consent -----------------------------------------------------------------------------------
+
+
+def test_no_code_starts_machines_without_a_consent() -> None:
+    """Only Deployment.apply runs `terraform apply`; it takes a Consent, and every caller hands on one that it got or asked for."""
+    words, callers = [], []
+    for path in PACKAGE.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        words += [(path.stem, value) for value in constants if value in ("apply", "start", "resume", "reset", "simulate-maintenance-event")]
+        for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
+            annotations = {argument.arg: ast.unparse(argument.annotation) for argument in function.args.args if argument.annotation}
+            for node in ast.walk(function):
+                if isinstance(node, ast.Attribute) and node.attr == "apply":
+                    callers.append((path.stem, function.name))
+                    assert annotations.get("consent") == "Consent", f"{path.stem}.{function.name} calls apply without a consent that it got"
+    assert sorted(words) == [("deployment", "apply"), ("up", "apply")], "up has the words in render_up, which runs nothing"
+    assert callers == [("up", "_apply")]
+    with pytest.raises(TypeError, match="consent"):
+        deployment.Deployment("demo-project", "gcp").apply(None, print)  # type: ignore[arg-type]
+
+
+def test_up_shows_the_price_and_starts_nothing_without_consent(cloud: StandInCloud) -> None:
+    output = cloud.run("up", "gcp", code=2)
+    assert "2 x n1-standard-4 with 1 nvidia-tesla-t4 in us-central1-a" in output
+    assert "$   1.08 an hour" in output and "read 2026-11-19" in output
+    assert "repeat the command with --yes" in output
+    assert cloud.applied == 0 and not cloud.resources
+
+
+def test_a_dry_run_starts_no_program(cloud: StandInCloud) -> None:
+    output = cloud.run("up", "gcp", "--dry-run", "--max-cost", "20")
+    assert '"max_run_minutes": 1087' in output and "at most $20.00 in 18.1 hours" in output
+    assert not cloud.calls and not cloud.state.exists()
+
+
+# --- up ----------------------------------------------------------------------------------------
+
+
+def test_up_and_down(cloud: StandInCloud) -> None:
+    output = cloud.run("up", "gcp", "--yes")
+    assert "dt-master-gcp: packages" in output and "gcp is up: dt-master-gcp, dt-worker-gcp" in output
+    assert {entry["name"] for entry in cloud.resources if entry["kind"] == "machine"} == {"dt-master-gcp", "dt-worker-gcp"}
+    num_calls = len(cloud.calls)
+    assert "gcp is up" in cloud.run("up", "gcp")
+    assert [call[0] for call in cloud.calls[num_calls:]] == ["gcloud", "ssh", "ssh"], "a second `up` only looks"
+    assert oct(cloud.state.stat().st_mode)[-3:] == "700"
+    assert "removed the machines of gcp" in cloud.run("down", "gcp", "--yes")
+    assert not cloud.resources and not cloud.state.exists()
+    assert "gcp has no machines" in cloud.run("down", "gcp", "--yes")
+
+
+def count_commands(cloud: StandInCloud) -> int:
+    cloud.run("up", "gcp", "--yes")
+    number = len(cloud.calls)
+    cloud.run("down", "gcp", "--yes")
+    return number
+
+
+def test_up_goes_on_after_a_crash_at_every_stage(cloud: StandInCloud) -> None:
+    """Kills `up` after each of its commands. What was made is either continued, or found as an orphan."""
+    number = count_commands(cloud)
+    assert number >= 8
+    for stage in range(1, number + 1):
+        for path in ("cloud.json", "calls.jsonl"):
+            (cloud.folder / path).unlink(missing_ok=True)
+        cloud.inject(kill_after=stage)
+        done = subprocess.run(
+            [*COMMAND, "up", "gcp", "--yes"], capture_output=True, text=True, env=environment(**cloud.variables), stdin=subprocess.DEVNULL
+        )
+        assert done.returncode == -signal.SIGKILL, f"stage {stage} of {number}: {done.stdout}{done.stderr}"
+        cloud.inject()
+        assert "gcp is up" in cloud.run("up", "gcp", "--yes")
+        names = [entry["name"] for entry in cloud.resources]
+        assert len(names) == len(set(names)) == 6
+        cloud.run("down", "gcp", "--yes")
+        assert not cloud.resources
+
+
+def test_what_a_killed_terraform_left_is_found_and_deleted(cloud: StandInCloud) -> None:
+    """Terraform is killed when a machine exists, but does not stand in its state yet."""
+    cloud.inject(kill_in_apply=True)
+    output = cloud.run("up", "gcp", "--yes", code=201)
+    assert "what was made so far may cost money" in output
+    cloud.inject()
+    output = cloud.run("up", "gcp", "--yes", code=2)
+    assert "dt-master-gcp exists, but not in Terraform's state here" in output and "drivetrain down gcp --orphans" in output
+    assert "machine dt-master-gcp" in cloud.run("down", "--orphans", code=2), "it lists them, and does not delete without consent"
+    assert "deleted machine dt-master-gcp" in cloud.run("down", "--orphans", "--yes")
+    assert "left nothing behind" in cloud.run("down", "--orphans")
+    assert "gcp is up" in cloud.run("up", "gcp", "--yes")
+
+
+def test_orphans_are_found_when_the_state_is_lost(cloud: StandInCloud) -> None:
+    cloud.run("up", "gcp", "--yes")
+    subprocess.run(["rm", "-r", str(cloud.state)], check=True)
+    assert "drivetrain down gcp --orphans" in cloud.run("down", "gcp", "--yes", code=2)
+    facts = json.loads((cloud.folder / "cloud.json").read_text())
+    others = [{"kind": "machine", "name": "dt-master-other", "id": "1", "zone": "us-central1-a", "status": "RUNNING", "spot": False, "address": "", "internal": "",
+               "started": "2026-01-01T00:00:00.000-07:00", "labels": {"drivetrain": "other"}}]  # fmt: skip
+    (cloud.folder / "cloud.json").write_text(json.dumps(facts | {"resources": facts["resources"] + others}))
+    output = cloud.run("down", "gcp", "--orphans", "--yes")
+    for text in (
+        "machine dt-master-gcp",
+        "machine dt-worker-gcp",
+        "network dt-network-gcp",
+        "firewall rule dt-between-machines-gcp",
+        "bucket demo-project-distributed",
+    ):
+        assert f"deleted {text}" in output
+    assert [entry["name"] for entry in cloud.resources] == ["dt-master-other"], "the machines of another deployment are left alone"
+
+
+def test_the_state_may_be_in_a_bucket(cloud: StandInCloud) -> None:
+    """Then a computer that has never seen the machines continues, and removes them."""
+    cloud.write_target(state_bucket="demo-tfstate")
+    cloud.run("up", "gcp", "--yes")
+    subprocess.run(["rm", "-r", str(cloud.state)], check=True)
+    assert "gcp is up" in cloud.run("up", "gcp")
+    assert cloud.applied == 1
+    cloud.run("down", "gcp", "--yes")
+    assert not cloud.resources
+
+
+def test_settings_that_would_delete_machines_are_refused(cloud: StandInCloud) -> None:
+    cloud.run("up", "gcp", "--yes")
+    output = cloud.run("up", "gcp", "--yes", "--max-cost", "20", code=2)
+    assert "would delete" in output and "drivetrain down gcp" in output
+    assert cloud.applied == 1
+
+
+def test_the_time_limit_stays_when_up_is_repeated(cloud: StandInCloud) -> None:
+    output = cloud.run("up", "gcp", "--yes", "--max-cost", "20")
+    assert "at most $20.0" in output or "at most $19.9" in output
+    assert "Google stops them in 18." in output
+    cloud.change_machine("dt-worker-gcp", status="TERMINATED")
+    output = cloud.run("up", "gcp", "--yes")
+    assert "at most $" in output and "Google stops them in" in output
+    assert cloud.applied == 2
+    assert "pays for 5 minutes" in cloud.run("up", "gcp", "--max-cost", "0.1", code=2)
+
+
+def test_two_commands_do_not_change_the_machines_at_once(cloud: StandInCloud) -> None:
+    import fcntl
+
+    cloud.state.mkdir(parents=True)
+    with open(cloud.state / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "another command changes the machines" in cloud.run("up", "gcp", "--yes", code=201)
+
+
+# --- waiting for the driver --------------------------------------------------------------------
+
+CONSOLE = [
+    "SeaBIOS (version 1.8.2-google)\r\n[    9.1] google_metadata_script_runner[512]: startup-script: drivetrain: preparing this machine\r\n",
+    "drivetrain: the GPU's driver (some minutes)\r\n",
+    "drivetrain: restarting once, to load the GPU's driver\r\n[   99.0] reboot: Restarting system\r\n",
+    "drivetrain: preparing this machine\r\ndrivetrain: checking the GPUs\r\n",
+    "drivetrain: ready\r\n",
+]
+
+
+def test_progress_lines_of_a_console() -> None:
+    console = startup.Console(Machine("dt-master", "1", "us-central1-a"))
+    lines = [line for text in CONSOLE for line in console.take(text)]
+    assert lines[0] == "preparing this machine" and lines[2] == "restarting once, to load the GPU's driver"
+    assert console.is_ready
+    console.take("drivetrain: preparing this machine\r\n")
+    assert not console.is_ready, "it was restarted"
+    with pytest.raises(Problem, match=r"E: Unable to fetch.*gcloud compute instances reset dt-master --zone=us-central1-a"):
+        console.take("drivetrain: failed: packages: E: Unable to fetch some archives\r\n")
+
+
+def test_up_waits_through_the_restart(cloud: StandInCloud) -> None:
+    cloud.write_target(nodes=1)
+    console = cloud.folder / "consoles" / "dt-master-gcp"
+    console.write_text("".join(CONSOLE[:2]))
+    process = subprocess.Popen([*COMMAND, "up", "gcp", "--yes"], stdout=subprocess.PIPE, text=True, env=environment(**cloud.variables))
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line.strip())
+        if "some minutes" in line:
+            console.write_text("".join(CONSOLE[:4]))
+        if "checking the GPUs" in line:
+            console.write_text("".join(CONSOLE))
+    assert process.wait() == 0
+    text = "\n".join(seen)
+    assert text.count("the GPU's driver (some minutes)") == 1, "each line is shown once"
+    assert text.index("restarting once") < text.index("checking the GPUs") < text.index("gcp is up")
+
+
+def test_a_machine_that_is_not_ready_in_time(cloud: StandInCloud) -> None:
+    cloud.write_target(nodes=1, start_minutes=0)
+    (cloud.folder / "consoles" / "dt-master-gcp").write_text("".join(CONSOLE[:2]))
+    output = cloud.run("up", "gcp", "--yes", code=201)
+    assert "dt-master-gcp is not ready after 0 minutes; its last line: the GPU's driver (some minutes): repeat `drivetrain up`" in output
+    assert "gcp has no machines: drivetrain up gcp" in cloud.run("train", "digits", "--on", "gcp", code=2)
+
+
+# --- runs --------------------------------------------------------------------------------------
+
+
+def test_a_run_needs_machines(cloud: StandInCloud) -> None:
+    output = cloud.run("train", "digits", "--on", "gcp", code=2)
+    assert output.strip() == "drivetrain: gcp has no machines: drivetrain up gcp (it shows the price and asks)"
+    assert not list(Path("runs").iterdir()), "no trace of the run is left"
+
+
+def wait_for(text: str, cloud: StandInCloud, *words: str) -> str:
+    deadline = time.monotonic() + 120
+    while text not in (output := cloud.run(*words)):
+        assert time.monotonic() < deadline, output
+        time.sleep(1)
+    return output
+
+
+def test_a_preempted_run_resumes_exactly(cloud: StandInCloud) -> None:
+    """The machine is killed in the middle of a run. `up` starts it again at another address; the run ends with the bits of an undisturbed one."""
+    write_task("slow.py", ("def augment(self, batch, rand):", "def augment(self, batch, rand):\n        import time; time.sleep(0.05)"))
+    cloud.write_target(nodes=1, spot=True, device="cpu")
+    settings = ("epochs=4", "save_every=4", "plan.threads=1", "plan.compile=off")
+    cloud.run("up", "gcp", "--yes")
+    cloud.run("train", "slow.py", *settings, "--on", "gcp", "--name", "one", "--procs", "1")
+    run = next((cloud.folder / "machines" / "dt-master-gcp").glob(".drivetrain/projects/*/runs")) / "one"
+    deadline = time.monotonic() + 120
+    while not list(run.glob("checkpoints/step-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    job = json.loads(next(run.parents[1].glob("jobs/one/0/process.json")).read_text())
+    os.killpg(job["pid"], signal.SIGKILL)  # the machine loses its power
+    kill_descendants(run.parents[1])
+    started = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()) + ".000+00:00"
+    cloud.change_machine("dt-master-gcp", status="TERMINATED")
+    (cloud.folder / "answers.json").write_text(json.dumps({"compute operations list": [{"insertTime": started}]}))
+    output = cloud.run("status", "one")
+    assert "was preempted" in output and "drivetrain up gcp, then drivetrain resume one" in output
+    assert "was preempted" in cloud.run("pull", "one", code=201)
+    assert "drivetrain up gcp" in cloud.run("resume", "one", code=2)
+    cloud.run("up", "gcp", "--yes")
+    cloud.run("resume", "one", "--wait")
+    cloud.run("train", "slow.py", *settings, "--name", "whole", "--procs", "1", "--device", "cpu")
+    rows = [[json.loads(line) for line in Path(f"runs/{name}/metrics.jsonl").read_text().splitlines()] for name in ("one", "whole")]
+    losses = [[(row["step"], row["train/loss"]) for row in part if "train/loss" in row] for part in rows]
+    assert losses[0] == losses[1]
+    assert "resumed" in Path("runs/one/events.jsonl").read_text()
+    cloud.run("down", "gcp", "--yes")
+
+
+def kill_descendants(folder: Path) -> None:
+    """Kills the processes of a machine: those that have its folder in their environment."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            mine = str(folder).encode() in path.read_bytes() and int(path.parent.name) != os.getpid()
+        except OSError:
+            continue
+        if mine:
+            os.kill(int(path.parent.name), signal.SIGKILL)
