@@ -448,6 +448,21 @@ def test_commands_that_are_refused(folder: Path) -> None:
     assert not Path("runs/held").exists()
 
 
+def test_a_run_is_pulled_from_its_bucket(folder: Path) -> None:
+    write_task()
+    url = f"file://{folder}/bucket/done"
+    run_ok("train", "small.py", "steps=4", "save_every=2", "--run-dir", url)
+    other = folder / "other machine"
+    other.mkdir()
+    os.chdir(other)
+    assert f"from {url}" in run_ok("pull", url)
+    assert "finished" in run_ok("status", "done")
+    assert weights("runs/done") == weights(folder / "runs" / "done")
+    assert Run(Path("runs/done")).checkpoint_steps() == [4]
+    assert "there is no run at" in expect_error("pull", f"file://{folder}/bucket/none")
+    assert not Path("runs/none").exists()
+
+
 def test_a_missing_package_is_named(folder: Path) -> None:
     """`fsspec` without `s3fs`, as it comes with torch."""
     write_task()

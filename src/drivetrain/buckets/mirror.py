@@ -150,9 +150,11 @@ class Mirror:
         send(done=True, missing=missing, problem=str(self._lost or problem or ""))
 
     def _show_progress(self, stop: threading.Event) -> None:
-        begun, total = self.pusher.sent_bytes, self.pusher.missing_bytes()
+        begun, total, shown = self.pusher.sent_bytes, self.pusher.missing_bytes(), -1
         while not stop.wait(2.0):
-            send(progress=self.pusher.sent_bytes - begun, total=total)
+            if self.pusher.sent_bytes != shown:
+                shown = self.pusher.sent_bytes
+                send(progress=shown - begun, total=max(total, shown - begun))
 
 
 def main() -> None:

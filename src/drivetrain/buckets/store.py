@@ -22,7 +22,9 @@ from drivetrain.outcomes import Problem
 
 T = TypeVar("T")
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.4, 20.0
-CONNECT_SECONDS, READ_SECONDS = 10, 30
+CONNECT_SECONDS, READ_SECONDS = 10, 20
+TRIES_OF_PART = 3
+"""s3fs itself repeats a part of a large file, or one of the requests of an operation, so often."""
 PART = ".part-"
 """Begins the name of a file that is not yet complete, in a folder."""
 
@@ -178,5 +180,5 @@ def _file_system(scheme: str) -> Any:
         options = {}
     file_system = fsspec.filesystem(scheme, **options)
     if scheme == "s3":
-        file_system.retries = 1  # this module repeats requests
+        file_system.retries = TRIES_OF_PART
     return file_system

@@ -20,9 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+from drivetrain.buckets.fetch import copy_run
 from drivetrain.buckets.layout import STATE, folder_of, read_link, stages_in
 from drivetrain.buckets.mirror_settings import MirrorSettings, lease_seconds, patience_seconds
 from drivetrain.buckets.models import upload_model
+from drivetrain.buckets.store import Store
 from drivetrain.buckets.url import BucketUrl, parse
 from drivetrain.launch.request import Request
 from drivetrain.outcomes import Outcome, Problem
@@ -53,10 +55,7 @@ def mirrored(request: Request, screen: Screen) -> Iterator[None]:
             finally:
                 mirror.finish()
         finally:
-            if not stages_in(folder):  # the start was refused
-                shutil.rmtree(folder / STATE, ignore_errors=True)
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
+            _remove_if_empty(folder)  # the start was refused
 
 
 def resume_request(request: Request, screen: Screen) -> Request:
@@ -87,6 +86,18 @@ def copy_to_bucket(run: Run, screen: Screen) -> bool:
         return request.bucket is not None
 
 
+def copy_from_bucket(address: str) -> Run:
+    """Copies a run from its bucket to its folder here, without the right to write there. Its stages are in that folder."""
+    url = parse(address, "RUN")
+    folder = folder_of(str(url))
+    try:
+        with _only_command(folder):
+            copy_run(Store(url), folder, lambda _: None)
+    finally:
+        _remove_if_empty(folder)
+    return Run(folder)
+
+
 def upload_finished(run: Run, address: str, screen: Screen) -> None:
     """Uploads the model of a finished run."""
     url = parse(address, "URL")
@@ -102,6 +113,14 @@ def upload_after(run: Run, request: Request, ended: JobEnd, screen: Screen) -> N
         upload_finished(run, request.upload, screen)
     except (Problem, OSError) as problem:
         screen.notice(f"the model was not uploaded: {problem}\nrepeat it with: drivetrain upload {run.name} {request.upload}")
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Removes the folder of a run that has not begun."""
+    if not stages_in(folder):
+        shutil.rmtree(folder / STATE, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 @contextlib.contextmanager
