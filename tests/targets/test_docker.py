@@ -19,18 +19,20 @@ from hypothesis import strategies as st
 from drivetrain.launch.request import Request
 from drivetrain.outcomes import Problem
 from drivetrain.runs import Run
-from drivetrain.targets import docker, engine, image_failure
 from drivetrain.targets.base import JobState
 from drivetrain.targets.config import make_target
-from drivetrain.targets.docker import DockerTarget, container_state
-from drivetrain.targets.docker_command import ContainerJob, container_name, gpu_words, run_command, shm_size
-from drivetrain.targets.engine import Engine, check_local
+from drivetrain.targets.docker import engine
+from drivetrain.targets.docker import target as docker
+from drivetrain.targets.docker.command import ContainerJob, container_name, gpu_words, run_command, shm_size
+from drivetrain.targets.docker.engine import Engine, check_local
+from drivetrain.targets.docker.target import DockerTarget, container_state
 from drivetrain.targets.environment import EnvironmentLock
-from drivetrain.targets.image import ImageBuild, cloud_build_config, render_build
-from drivetrain.targets.image_failure import failed_build
-from drivetrain.targets.image_record import BuiltImage, read_images, record_image
+from drivetrain.targets.image import failures
+from drivetrain.targets.image.build import ImageBuild, cloud_build_config, render_build
+from drivetrain.targets.image.failures import failed_build
+from drivetrain.targets.image.record import BuiltImage, read_images, record_image
+from drivetrain.targets.image.wheel import make_wheel, wheel_name
 from drivetrain.targets.submission import Submission
-from drivetrain.targets.wheel import make_wheel, wheel_name
 from tests.command import expect_error, run_ok
 
 OUTPUTS = Path(__file__).parent / "outputs"
@@ -287,7 +289,7 @@ BUILD_OUTPUTS = sorted(OUTPUTS.glob("build*.txt"))
 @pytest.mark.parametrize("output", BUILD_OUTPUTS, ids=lambda path: path.stem)
 def test_a_failed_build_names_its_step(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Docker's classic builder, its BuildKit (20.10; 23 is written after its documentation), and podman; of the Dockerfile beside them."""
-    monkeypatch.setattr(image_failure, "FOLDER", OUTPUTS)
+    monkeypatch.setattr(failures, "FOLDER", OUTPUTS)
     message = str(failed_build("docker", output.read_text(), 1, "nothing-here", Path("build.log")))
     if output.stem.endswith("-from"):
         assert message.startswith("line 4 of the Dockerfile failed (FROM nothing-here): ")
@@ -330,7 +332,7 @@ def test_the_wheel_holds_this_package_and_can_be_made_twice(tmp_path: Path) -> N
         names = wheel.namelist()
         metadata = next(wheel.read(name).decode() for name in names if name.endswith("METADATA"))
         assert len(wheel.read(next(name for name in names if name.endswith("RECORD"))).decode().splitlines()) == len(names)
-    assert {"drivetrain/__main__.py", "drivetrain/targets/images/Dockerfile"} <= set(names)
+    assert {"drivetrain/__main__.py", "drivetrain/targets/image/files/Dockerfile"} <= set(names)
     assert "Requires-Dist: torch<2.14,>=2.11" in metadata
     assert wheel_name().endswith("-py3-none-any.whl")
 
@@ -346,6 +348,6 @@ def test_the_list_of_images(folder: Path) -> None:
 
 
 def test_no_file_of_the_image_names_a_registry() -> None:
-    for path in (Path(docker.__file__).parent / "images").iterdir():
+    for path in failures.FOLDER.iterdir():
         hosts = re.findall(r"[\w-]+\.(?:org|io|com|dev)\b|https?://\S+", path.read_text())
         assert not hosts, f"{path.name}: {hosts}"

@@ -26,7 +26,7 @@ from drivetrain.targets.gcp.orphans import KINDS, delete_words, owner_of
 from drivetrain.targets.gcp.prices import cost_of, price_list
 from drivetrain.targets.gcp.settings import ATTACHED, SPECIFIC, GcpSettings, deployment_name
 from drivetrain.targets.gcp.target import GcpTarget
-from drivetrain.targets.host import FIND_PYTHON
+from drivetrain.targets.host.connection import FIND_PYTHON
 from tests.targets.test_rendering import WILD, _control_path, submission
 
 GOLDEN = Path(__file__).with_name("gcp_golden.txt")

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from drivetrain.launch.request import Request
 from drivetrain.outcomes import EXIT_CODES, Outcome, Problem
 from drivetrain.runs import Run
-from drivetrain.targets import image_record
 from drivetrain.targets.archive import make_archive
 from drivetrain.targets.base import JobState
 from drivetrain.targets.config import make_target, settings_help
 from drivetrain.targets.environment import EnvironmentLock
-from drivetrain.targets.image_record import BuiltImage, record_image
+from drivetrain.targets.image import record
+from drivetrain.targets.image.record import BuiltImage, record_image
 from drivetrain.targets.kubernetes import checks, names, specs
 from drivetrain.targets.kubernetes.failures import AlreadyExists, NotFound, explain_kubectl
 from drivetrain.targets.kubernetes.jobs import KINDS
@@ -186,7 +186,7 @@ def test_a_train_job_needs_an_image_of_a_registry() -> None:
     made = make_target("k8s", "kubernetes", {"job": "trainjob"}, Path("drivetrain.yaml"))
     with pytest.raises(Problem, match="drivetrain image build --push"):
         made.render(submission())
-    assert image_record.read_images() == {}
+    assert record.read_images() == {}
 
 
 # --- hostile input -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain.outcomes import EXIT_CODES, Outcome
-from drivetrain.targets.host_program import job_state
+from drivetrain.targets.host.program import job_state
 from drivetrain.targets.kubernetes.pod import ASKED, FETCHED
 from drivetrain.targets.layout import Layout
 from tests.command import environment

@@ -23,7 +23,7 @@ from drivetrain.settings import PACKAGE
 from drivetrain.targets import submit
 from drivetrain.targets.config import find_target
 from drivetrain.targets.errors import Unsure
-from drivetrain.targets.host import ReachableHost, SshHost, _write_part
+from drivetrain.targets.host.connection import ReachableHost, SshHost, _write_part
 from drivetrain.targets.record import Record, read_record
 from drivetrain.task_ref import BUILT_IN, TaskRef, find_task
 from drivetrain.watch.screen import Screen

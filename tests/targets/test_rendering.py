@@ -23,8 +23,8 @@ from drivetrain.targets.archive import make_archive, package_archive
 from drivetrain.targets.base import RenderedCommand, Target
 from drivetrain.targets.config import make_target
 from drivetrain.targets.environment import EnvironmentLock
-from drivetrain.targets.host import FIND_PYTHON, SshHost
-from drivetrain.targets.slurm_script import SlurmJob, job_name, script, slurm_time
+from drivetrain.targets.host.connection import FIND_PYTHON, SshHost
+from drivetrain.targets.slurm.script import SlurmJob, job_name, script, slurm_time
 from drivetrain.targets.submission import Submission
 from tests.command import run_ok, write_task
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.targets.slurm_states import state_of_accounting
+from drivetrain.targets.slurm.states import state_of_accounting
 
 OUTPUTS = Path(__file__).with_name("outputs")
 EXPECTED = {

@@ -13,8 +13,8 @@ import pytest
 from drivetrain.launch.request import Request
 from drivetrain.runs import Run
 from drivetrain.targets.environment import EnvironmentLock
-from drivetrain.targets.host import ReachableHost
-from drivetrain.targets.host_checkpoints import newest_complete_step
+from drivetrain.targets.host.checkpoints import newest_complete_step
+from drivetrain.targets.host.connection import ReachableHost
 from drivetrain.targets.submission import Submission
 from drivetrain.targets.transfer import send_run
 from tests.command import run_ok, write_task

@@ -42,7 +42,7 @@ def run(verb: str, words: list[str]) -> int:
 
 
 def _build(args: argparse.Namespace) -> int:
-    from drivetrain.targets import image
+    from drivetrain.targets.image import build as image
 
     build = image.ImageBuild(
         variant="gpu" if args.gpu else "cpu", base=args.base or image.BASE, tag=args.tag, push=args.push,
@@ -64,7 +64,7 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _compose(args: argparse.Namespace) -> int:
-    from drivetrain.targets.image import compose_text
+    from drivetrain.targets.image.build import compose_text
 
     print(compose_text(), end="")
     return 0
@@ -73,7 +73,7 @@ def _compose(args: argparse.Namespace) -> int:
 def _list(args: argparse.Namespace) -> int:
     import time
 
-    from drivetrain.targets.image_record import read_images
+    from drivetrain.targets.image.record import read_images
 
     images = read_images()
     for variant, image in images.items():

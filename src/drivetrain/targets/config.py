@@ -20,12 +20,12 @@ from drivetrain.settings import brief, coerce, nearest
 from drivetrain.settings_reader.live import field_docs
 from drivetrain.structured import parse_yaml, read_text
 from drivetrain.targets.base import Target
-from drivetrain.targets.docker import DockerTarget
+from drivetrain.targets.docker.target import DockerTarget
 from drivetrain.targets.gcp.target import GcpTarget
 from drivetrain.targets.kubernetes.target import KubernetesTarget
 from drivetrain.targets.local import LocalTarget
 from drivetrain.targets.sky.target import SkyTarget
-from drivetrain.targets.slurm import SlurmTarget
+from drivetrain.targets.slurm.target import SlurmTarget
 from drivetrain.targets.ssh import SshTarget
 from drivetrain.terminal import one_line
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from drivetrain import hardware
 from drivetrain.outcomes import Problem
 from drivetrain.targets.base import STOP_SECONDS, Check, JobState, RenderedCommand, Rendering, Target
-from drivetrain.targets.host import ReachableHost, request_bytes, request_text
+from drivetrain.targets.host.connection import ReachableHost, request_bytes, request_text
 from drivetrain.targets.record import Record
 from drivetrain.targets.submission import Submission
 

@@ -14,7 +14,7 @@ from drivetrain.outcomes import Outcome, Problem
 from drivetrain.targets.archive import Archive, package_archive
 from drivetrain.targets.base import MAX_SILENCE_SECONDS, STOP_SECONDS, Check, JobState, RenderedCommand, Rendering, Target, TargetSettings
 from drivetrain.targets.environment import EnvironmentLock, torch_backend
-from drivetrain.targets.host import ADDRESS, ReachableHost, SshHost, copy
+from drivetrain.targets.host.connection import ADDRESS, ReachableHost, SshHost, copy
 from drivetrain.targets.layout import DEFAULT_BASE, Layout
 from drivetrain.targets.local import RETRIES, job_state, request_command, secret_values
 from drivetrain.targets.record import Record

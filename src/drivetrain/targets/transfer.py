@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from drivetrain.targets.host import ReachableHost
-from drivetrain.targets.host_checkpoints import Position, position_of
+from drivetrain.targets.host.checkpoints import Position, position_of
+from drivetrain.targets.host.connection import ReachableHost
 from drivetrain.targets.submission import Submission
 
 NOT_SENT = (

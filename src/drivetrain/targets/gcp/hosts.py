@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from drivetrain.targets.gcp.deployment import Deployment
 from drivetrain.targets.gcp.machines import Machine
 from drivetrain.targets.gcp.settings import SSH_USER
-from drivetrain.targets.host import SshHost
+from drivetrain.targets.host.connection import SshHost
 
 
 @dataclass(frozen=True)

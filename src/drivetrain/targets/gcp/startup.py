@@ -12,7 +12,7 @@ from drivetrain.targets.gcp.cloud import run_program
 from drivetrain.targets.gcp.deployment import Deployment
 from drivetrain.targets.gcp.failures import explain_cloud
 from drivetrain.targets.gcp.machines import Machine, names_text
-from drivetrain.targets.host import SshHost
+from drivetrain.targets.host.connection import SshHost
 from drivetrain.terminal import one_line
 
 PROGRESS = re.compile(r"^.*?drivetrain: (.*?)\s*$", re.MULTILINE)

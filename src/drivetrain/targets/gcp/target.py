@@ -22,7 +22,7 @@ from drivetrain.targets.gcp.machines import Machine, names_text, read_time, seco
 from drivetrain.targets.gcp.prices import cost_of, machine_text
 from drivetrain.targets.gcp.settings import GcpSettings, check_project, deployment_name
 from drivetrain.targets.gcp.up import Up, render_up
-from drivetrain.targets.host import SshHost
+from drivetrain.targets.host.connection import SshHost
 from drivetrain.targets.record import Record, all_records
 from drivetrain.targets.ssh import HostsTarget, on_each
 from drivetrain.targets.submission import Submission

@@ -1,6 +1,6 @@
 """The program of a pod: finds its number and the first pod in what the cluster's operator has set, and supervises `drivetrain train`.
 
-It repeats the command where that helps, and leaves the same files as the program on an SSH machine (`host_program.py`), so that
+It repeats the command where that helps, and leaves the same files as the program on an SSH machine (`host/program.py`), so that
 `kubectl exec` can ask it the same questions. Its arguments: its own options, `--`, and the words after `drivetrain`.
 """
 
@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from drivetrain.targets.host_library import JOB_VARIABLE, STOPPED_CODE, read_json, write_json
-from drivetrain.targets.host_program import record_process, supervise
+from drivetrain.targets.host.library import JOB_VARIABLE, STOPPED_CODE, read_json, write_json
+from drivetrain.targets.host.program import record_process, supervise
 from drivetrain.targets.layout import Layout
 
 ASKED, FETCHED, OWNER = "asked", "fetched", "owner.json"

@@ -1,4 +1,4 @@
-"""Commands and files in pods: the program of `host_program.py` through `kubectl exec`, folders as tar streams."""
+"""Commands and files in pods: the program of `host/program.py` through `kubectl exec`, folders as tar streams."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.targets.errors import NO_FOLDER, FolderMissing
-from drivetrain.targets.host import ReachableHost
+from drivetrain.targets.host.connection import ReachableHost
 from drivetrain.targets.kubernetes import names
 from drivetrain.targets.kubernetes.failures import explain_kubectl, explain_pod
 from drivetrain.targets.kubernetes.kubectl import Kubectl

@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from drivetrain.outcomes import Problem
-from drivetrain.targets.docker_command import shm_size
-from drivetrain.targets.image_record import DEFAULT_TAGS, Variant, read_images
+from drivetrain.targets.docker.command import shm_size
+from drivetrain.targets.image.record import DEFAULT_TAGS, Variant, read_images
 from drivetrain.targets.kubernetes import names
 from drivetrain.targets.kubernetes import settings as parse
 from drivetrain.targets.kubernetes.jobs import JobKind, JobSpec

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from drivetrain.names import private_cache
 from drivetrain.outcomes import Outcome, Problem
-from drivetrain.targets.host import SshHost
+from drivetrain.targets.host.connection import SshHost
 from drivetrain.targets.record import Record
 from drivetrain.targets.sky.program import SkyProgram
 from drivetrain.targets.sky.settings import SkySettings

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from drivetrain.targets.host_library import POLL_SECONDS, TAIL_BYTES, Failure, folder, locked, reply
+from drivetrain.targets.host.library import POLL_SECONDS, TAIL_BYTES, Failure, folder, locked, reply
 
 # --- what the machine has ----------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""A machine that drivetrain reaches with commands: this one, or one behind SSH. Requests go to `host_program.py` there."""
+"""A machine that drivetrain reaches with commands: this one, or one behind SSH. Requests go to `program.py` there."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from typing import IO, Any
 from drivetrain.names import private_cache
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.targets.errors import explain
-from drivetrain.targets.host_library import GROWING, REPLACED
-from drivetrain.targets.host_program import tail_digest
+from drivetrain.targets.host.library import GROWING, REPLACED
+from drivetrain.targets.host.program import tail_digest
 
-PARTS = ("host_library.py", "host_environment.py", "host_checkpoints.py", "host_program.py")
+PARTS = ("library.py", "environment.py", "checkpoints.py", "program.py")
 """The files of the program, in the order in which they are joined."""
 MAX_DEPTH = 3  # of a file that is mirrored: STAGE/logs/FILE
 PYTHONS = ("python3.14", "python3.13", "python3.12", "python3.11", "python3")

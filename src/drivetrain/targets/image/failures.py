@@ -9,7 +9,7 @@ from drivetrain.outcomes import Outcome, Problem
 from drivetrain.targets.errors import DOCKER, UNREACHABLE, explain
 from drivetrain.terminal import one_line
 
-FOLDER = Path(__file__).with_name("images")
+FOLDER = Path(__file__).with_name("files")
 DOCKERFILE = "Dockerfile"
 STEP = re.compile(
     r"^(?:Step|STEP) \d+/\d+ ?: (?P<instruction>.*)$"  # Docker's classic builder, podman

@@ -14,12 +14,12 @@ from drivetrain.runs import is_run
 from drivetrain.targets.archive import package_archive
 from drivetrain.targets.base import STOP_SECONDS, Check, JobState, RenderedCommand, RenderedFile, Rendering, Target, TargetSettings
 from drivetrain.targets.errors import SLURM, explain
-from drivetrain.targets.host import ReachableHost, SshHost, copy
+from drivetrain.targets.host.connection import ReachableHost, SshHost, copy
 from drivetrain.targets.layout import DEFAULT_BASE, Layout
 from drivetrain.targets.local import code_folder, folder_checks, secret_values, unpack_code
 from drivetrain.targets.record import Record
-from drivetrain.targets.slurm_script import SlurmJob, script
-from drivetrain.targets.slurm_states import IMPOSSIBLE, end_of, phase_of, state_of_accounting
+from drivetrain.targets.slurm.script import SlurmJob, script
+from drivetrain.targets.slurm.states import IMPOSSIBLE, end_of, phase_of, state_of_accounting
 from drivetrain.targets.ssh import checked_address, host_checks, prepare_host
 from drivetrain.targets.submission import Submission
 from drivetrain.targets.transfer import send_run

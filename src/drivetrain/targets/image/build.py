@@ -20,11 +20,11 @@ from drivetrain import __version__
 from drivetrain.confidential import looks_secret
 from drivetrain.outcomes import Problem
 from drivetrain.targets.base import RenderedCommand, RenderedFile, Rendering
-from drivetrain.targets.engine import PROGRAMS, Engine, check_local, find_engine
+from drivetrain.targets.docker.engine import PROGRAMS, Engine, check_local, find_engine
 from drivetrain.targets.environment import torch_backend
-from drivetrain.targets.image_failure import DOCKERFILE, FOLDER, failed_build
-from drivetrain.targets.image_record import DEFAULT_TAGS, SOURCE_LABEL, BuiltImage, Variant, log_file, record_image, source_digest
-from drivetrain.targets.wheel import make_wheel, wheel_name
+from drivetrain.targets.image.failures import DOCKERFILE, FOLDER, failed_build
+from drivetrain.targets.image.record import DEFAULT_TAGS, SOURCE_LABEL, BuiltImage, Variant, log_file, record_image, source_digest
+from drivetrain.targets.image.wheel import make_wheel, wheel_name
 
 COMPOSE, CLOUD_BUILD = "compose.yaml", "cloudbuild.yaml"
 BASE = "python:3.12-slim"

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from drivetrain.targets.host_library import folder, read_json
+from drivetrain.targets.host.library import folder, read_json
 
 
 class Position(NamedTuple):

@@ -19,9 +19,9 @@ from typing import IO, Any, ClassVar
 from drivetrain import runs
 from drivetrain.outcomes import Problem
 from drivetrain.targets.base import POLL_SECONDS, STOP_SECONDS, Check, JobState, RenderedCommand, Rendering, Target, TargetSettings
-from drivetrain.targets.docker_command import ContainerJob, check_size, container_name, run_command, shm_size
-from drivetrain.targets.engine import PROGRAMS, Engine, find_engine, gpu_runtime, host_gpus
-from drivetrain.targets.image_record import DEFAULT_TAGS, SOURCE_LABEL, Variant, read_images, source_digest
+from drivetrain.targets.docker.command import ContainerJob, check_size, container_name, run_command, shm_size
+from drivetrain.targets.docker.engine import PROGRAMS, Engine, find_engine, gpu_runtime, host_gpus
+from drivetrain.targets.image.record import DEFAULT_TAGS, SOURCE_LABEL, Variant, read_images, source_digest
 from drivetrain.targets.local import code_folder, unpack_code
 from drivetrain.targets.record import JOB_VARIABLE, Record
 from drivetrain.targets.submission import Submission

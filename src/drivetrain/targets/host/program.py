@@ -1,6 +1,6 @@
 """The program that drivetrain runs on a machine to keep files and processes there. It needs Python's standard library only.
 
-`host.py` sends it to the machine with each request, joined with `host_library.py` and `host_environment.py`. It reads the request as one line of JSON from stdin, and answers in lines of JSON:
+`connection.py` sends it to the machine with each request, joined with the other files of this folder. It reads the request as one line of JSON from stdin, and answers in lines of JSON:
 {"notice": text} while it works, {"file": ...} for parts of files, and at last {"result": ...} or {"error": text}.
 `start` leaves a copy of it there, which supervises one job: it repeats the command if its outcome can be retried, and records its end.
 
@@ -26,9 +26,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from drivetrain.targets.host_checkpoints import position_of
-from drivetrain.targets.host_environment import build, facts, missing, store
-from drivetrain.targets.host_library import (
+from drivetrain.targets.host.checkpoints import position_of
+from drivetrain.targets.host.environment import build, facts, missing, store
+from drivetrain.targets.host.library import (
     CHUNK_BYTES,
     EXECUTE_SECONDS,
     FIRST_RETRYABLE_CODE,

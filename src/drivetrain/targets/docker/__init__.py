@@ -1,0 +1,1 @@
+"""Docker or podman: its command line, its API, the target."""

@@ -1,0 +1,1 @@
+"""The container image: its build, its record, what goes wrong in a build."""

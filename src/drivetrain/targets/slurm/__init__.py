@@ -1,0 +1,1 @@
+"""A Slurm cluster: its script, its states, the target."""
