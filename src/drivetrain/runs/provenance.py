@@ -8,12 +8,13 @@ import socket
 import subprocess
 import sys
 from datetime import UTC, datetime
-from importlib import metadata
 from typing import Any
 
 
 def provenance() -> dict[str, Any]:
     """Returns what run.json records of the start of a run."""
+    from importlib import metadata  # slow, and every command imports this module
+
     versions = {"python": platform.python_version()}
     for name in ("drivetrain", "torch", "numpy", "safetensors"):
         try:
