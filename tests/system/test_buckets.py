@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import time
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ from drivetrain.runs import Run
 from tests.command import COMMAND, environment, expect_error, run_ok, write_task
 from tests.killing import SLOW
 from tests.sample_tasks import rows, weights
-from tests.system.object_store import ObjectStore, serving
+from tests.system.object_store import ACCESS_KEY, SECRET_KEY, ObjectStore, serving
 from tests.waiting import wait_until
 
 pytest.importorskip("s3fs", reason="needs pip install -e '.[bucket]'")
@@ -240,6 +242,34 @@ def test_a_stopped_run_goes_on_on_another_machine_and_back(folder: Path, bucket:
     assert_all_in_bucket(Path("runs/back"), url)
 
 
+def test_a_store_that_stalls_forever_does_not_fail_the_run(folder: Path, bucket: ObjectStore, undisturbed: Path) -> None:
+    """The run is finished here, names what is missing, and `upload` copies it later. No file or line has the keys."""
+    write_task(change=SLOW)
+    url = "s3://team/runs/stalled"
+    command = start(bucket, "train", "small.py", *SETTINGS, "--run-dir", url, DRIVETRAIN_BUCKET_PATIENCE="1", DRIVETRAIN_BUCKET_TIMEOUT="3")
+    wait_until(lambda: (folder / "runs/stalled/metrics.jsonl").is_file(), "the first rows", 120, command)
+    bucket.proxy.fault = "stall"
+    output = command.communicate(timeout=400)[0]
+    assert command.returncode == 0, output
+    assert "copy it with: drivetrain upload stalled" in output
+    assert "missing there: " in output
+    assert_same(folder / "runs/stalled", undisturbed)
+    bucket.proxy.fault = ""
+    wait_until(lambda: (lease_age(url) or 99) > 6.5, "the end of the lease", 60)
+    output += run_ok("upload", "stalled", **variables(bucket))
+    assert_all_in_bucket(folder / "runs/stalled", url)
+    output += run_ok("upload", "stalled", "s3://team/public", **variables(bucket))
+    assert store_of("s3://team/public/models").read("latest/model.safetensors") == weights(folder / "runs/stalled")
+    for path in folder.rglob("*"):
+        content = path.read_bytes() if path.is_file() else b""
+        assert SECRET_KEY.encode() not in content, path
+        assert ACCESS_KEY.encode() not in content, path
+    for name in store_of("s3://team/runs").list():
+        assert SECRET_KEY.encode() not in (store_of("s3://team/runs").read(name) or b""), name
+    assert SECRET_KEY not in output
+    assert ACCESS_KEY not in output
+
+
 def test_what_the_store_refuses(folder: Path, bucket: ObjectStore) -> None:
     write_task()
     words = ("train", "small.py", "steps=1", "--run-dir")
@@ -250,3 +280,40 @@ def test_what_the_store_refuses(folder: Path, bucket: ObjectStore) -> None:
     closed = variables(bucket, AWS_ENDPOINT_URL="http://127.0.0.1:1")
     assert "cannot be reached" in expect_error(*words, "s3://team/runs/x", code=201, **closed)
     assert not Path("runs/x").exists()
+
+
+@pytest.mark.alone
+def test_a_stalled_store_does_not_slow_the_training(folder: Path, bucket: ObjectStore) -> None:
+    """Compares the speed of steps with and without a bucket that does not answer, one after the other, three times each."""
+    write_task(change=SLOW)
+    speeds: dict[str, list[float]] = {"without": [], "stalled": []}
+    for number in range(3):
+        run_ok("train", "small.py", "epochs=20", "save_every=50", "log_every=1", "--name", f"plain-{number}")
+        speeds["without"].append(speed_of(Path(f"runs/plain-{number}")))
+        bucket.proxy.fault = ""
+        command = start(
+            bucket,
+            "train",
+            "small.py",
+            "epochs=20",
+            "save_every=50",
+            "log_every=1",
+            "--run-dir",
+            f"s3://team/runs/speed-{number}",
+            DRIVETRAIN_BUCKET_PATIENCE="1",
+            DRIVETRAIN_BUCKET_TIMEOUT="3",
+        )
+        run = Path(f"runs/speed-{number}")
+        wait_until(lambda run=run: (run / "run.json").is_file(), "the start", 120, command)
+        bucket.proxy.fault = "stall"
+        assert command.wait(400) == 0
+        speeds["stalled"].append(speed_of(run))
+    without, stalled = (statistics.median(values) for values in speeds.values())
+    print(f"seconds a step: {without:.5f} without a bucket, {stalled:.5f} with one that stalls; all: {speeds}")
+    assert stalled < 1.1 * without
+
+
+def speed_of(run: Path) -> float:
+    """Returns the median seconds between two steps."""
+    times = [row["time"] for row in Run(run).rows() if "train/loss" in row]
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(times[20:]))

@@ -56,7 +56,7 @@ class Mirror:
         try:
             if not self.settings.is_restart:
                 fetch(store, self.folder, lambda text: send(notice=text), may_write=True)
-            self.pusher = Pusher(Store(self.url, REQUEST_PATIENCE_SECONDS), self.folder, self._check)
+            self.pusher = Pusher(Store(self.url, min(REQUEST_PATIENCE_SECONDS, self.settings.patience_seconds)), self.folder, self._check)
         except Problem:
             self.lease.release()
             raise

@@ -12,6 +12,7 @@ PASS_SECONDS = 2.0
 """Between two looks at the run."""
 LEASE_SECONDS = 120.0
 PATIENCE_SECONDS = 120.0
+ANSWER_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ def lease_seconds() -> float:
 
 def patience_seconds() -> float:
     return _seconds("DRIVETRAIN_BUCKET_PATIENCE", PATIENCE_SECONDS)
+
+
+def answer_seconds() -> float:
+    """Returns how long a request waits for an answer before it is repeated."""
+    return _seconds("DRIVETRAIN_BUCKET_TIMEOUT", ANSWER_SECONDS)
 
 
 def _seconds(variable: str, default: float) -> float:
