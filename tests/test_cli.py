@@ -242,7 +242,7 @@ def test_a_second_ctrl_c_ends_at_once(folder: Path) -> None:
     command.send_signal(signal.SIGINT)
     command.communicate(timeout=240)
     assert stopwatch.seconds < 3
-    assert command.returncode == 130
+    assert command.returncode in (130, -signal.SIGINT)  # a shell shows 130 for both
     assert not _processes_of_run("runs/small-001")
 
 

@@ -38,6 +38,7 @@ TRAIN_ONLY = {
     "plan_file": st.none() | WORDS,
     "dry_run": st.booleans(),
     "smoke": st.booleans(),
+    "upload": st.none() | NAMES.map("s3://team/{}".format),
 }
 
 
@@ -50,7 +51,9 @@ def requests(draw: st.DrawFn) -> Request:
     values |= {"nodes": high, "min_nodes": None if low == high else low}
     if verb == "train":
         values |= {name: draw(strategy) for name, strategy in TRAIN_ONLY.items()}
-        values |= draw(st.sampled_from([{}, {"name": draw(NAMES)}, {"run_dir": "/tmp/" + draw(NAMES)}, {"run_dir": "-" + draw(NAMES)}]))
+        name = draw(NAMES)
+        in_bucket = {"bucket": f"s3://team/runs/{name}", "run_dir": f"runs/{name}"}
+        values |= draw(st.sampled_from([{}, {"name": name}, {"run_dir": f"/tmp/{name}"}, {"run_dir": f"-{name}"}, in_bucket]))
     settings = draw(st.lists(st.tuples(NAMES, WORDS).map("=".join), max_size=3))
     return Request(verb=verb, target=draw(NAMES), settings=tuple(settings), **values)
 
@@ -61,7 +64,7 @@ def test_the_parser_reads_a_written_request_back(request: Request) -> None:
 
 
 def test_the_test_above_uses_every_field_of_a_request() -> None:
-    used_fields = {*PLACEMENT, *OTHER, *TRAIN_ONLY, "verb", "target", "settings", "nodes", "min_nodes", "name", "run_dir"}
+    used_fields = {*PLACEMENT, *OTHER, *TRAIN_ONLY, "verb", "target", "settings", "nodes", "min_nodes", "name", "run_dir", "bucket"}
     assert used_fields == {field.name for field in fields(Request) if field.compare}
 
 

@@ -6,6 +6,7 @@ import base64
 import json
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,33 @@ def test_killed_pods_cost_no_step_of_two_that_train_as_one(lab: Cluster) -> None
     assert losses("killed") == losses("undisturbed")
     assert weights("killed") == weights("undisturbed")
     _assert_no_secret(lab, facts, "undisturbed", "killed")
+
+
+@pytest.fixture
+def bucket() -> Iterator[Path]:
+    """A folder of this machine that all pods have, too."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        Path(folder).chmod(0o777)
+        yield Path(folder)
+
+
+def test_a_run_in_a_bucket_outlives_its_pod(lab: Cluster, bucket: Path) -> None:
+    """A killed pod is replaced by one with an empty disk."""
+    write_target(runs_volume=None, bucket=f"file://{bucket}", env={"DRIVETRAIN_BUCKET_LEASE": "6"})
+    train = ("train", "small.py", "steps=100", "save_every=10", *FAST)
+    run_ok(*train, "--name", "undisturbed")
+    run_ok(*train, "--on", "lab", "--name", "killed")
+    follower = follow("killed")
+    wait_until(lambda: step("killed") >= 20, "steps", process=follower)
+    pod = lab.kubelet.find("default", f"{record('killed')['handle']['job']}-master-0")
+    assert pod is not None
+    pod.containers["pytorch"].signal(signal.SIGKILL)
+    printed, _ = follower.communicate(timeout=300)
+    assert follower.returncode == 0, printed
+    assert "copied from file://" in "".join(lab.kubectl("logs", pod) for pod in pod_names(lab, "killed"))
+    assert Run("runs/killed").status == "finished"
+    assert losses("killed") == losses("undisturbed")
+    assert weights("killed") == weights("undisturbed")
 
 
 def _assert_no_secret(lab: Cluster, facts: str, *names: str) -> None:

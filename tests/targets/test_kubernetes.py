@@ -94,6 +94,24 @@ def container(job: dict[str, Any]) -> dict[str, Any]:
 # --- objects -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_in_a_bucket(kind: str) -> None:
+    rendering = target(kind, bucket="s3://team/runs/").render(submission())
+    words = container(rendering.job)["args"]
+    assert words[words.index("--run-dir") + 1] == "s3://team/runs/project-0a1b2c3d/digits-001"
+    assert "--keep=0" in container(rendering.job)["command"]
+    assert not rendering.notes
+    resumed = replace(SHAPES["CPU"], verb="resume", target="x", settings=())
+    words = container(target(kind, bucket="s3://team/runs").render(submission(resumed)).job)["args"]
+    assert words[:2] == ["resume", "s3://team/runs/project-0a1b2c3d/digits-001"]
+
+
+@pytest.mark.parametrize("address", ["/mnt/runs", "http://team/runs", "s3://me:key@team/runs", "s3://team/$(id)", "s3://"])
+def test_what_is_no_bucket_is_refused(address: str) -> None:
+    with pytest.raises(Problem, match="bucket: in the target k8s"):
+        target(bucket=address).render(submission())
+
+
 def test_golden_objects() -> None:
     """After a wanted change: DRIVETRAIN_WRITE_GOLDEN=1 pytest tests/targets/test_kubernetes.py, and read the difference."""
     text = ""

@@ -24,6 +24,10 @@ class Lost(Problem):
     """Another owner has the lease."""
 
 
+class Taken(Problem):
+    """Another owner has the lease, and shows signs of life."""
+
+
 class Holder(NamedTuple):
     """The owner of the newest lease."""
 
@@ -53,7 +57,7 @@ class Lease:
                 lease._write()
                 return lease
             if holder is not None and holder.age <= seconds:
-                raise Problem(
+                raise Taken(
                     f"{store.url} is being trained by {holder.text()}: stop it there, choose another --run-dir, or wait: what has died loses"
                     f" its right after {seconds:,.0f} s",
                     Outcome.INFRA,

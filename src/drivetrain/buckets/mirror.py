@@ -19,7 +19,7 @@ from typing import Any
 from drivetrain.buckets.errors import explain
 from drivetrain.buckets.fetch import fetch, link
 from drivetrain.buckets.layout import STATE
-from drivetrain.buckets.lease import Lease, Lost
+from drivetrain.buckets.lease import Lease, Lost, Taken
 from drivetrain.buckets.mirror_settings import PASS_SECONDS, MirrorSettings
 from drivetrain.buckets.push import Pusher
 from drivetrain.buckets.store import Store
@@ -52,7 +52,7 @@ class Mirror:
     def run(self) -> None:
         owner = link(self.folder, self.url)
         store = Store(self.url)
-        self.lease = Lease.acquire(store, owner, self.settings.lease_seconds)
+        self.lease = self._acquire(store, owner)
         try:
             if not self.settings.is_restart:
                 fetch(store, self.folder, lambda text: send(notice=text), may_write=True)
@@ -66,6 +66,19 @@ class Mirror:
         threading.Thread(target=self._show_life, daemon=True).start()
         self._mirror()
         self._finish()
+
+    def _acquire(self, store: Store, owner: str) -> Lease:
+        deadline, is_told = time.monotonic() + self.settings.wait_seconds, False
+        while True:
+            try:
+                return Lease.acquire(store, owner, self.settings.lease_seconds)
+            except Taken as problem:
+                if time.monotonic() > deadline:
+                    raise
+                if not is_told:
+                    send(notice=f"waiting, because {problem}")
+                is_told = True
+            time.sleep(PASS_SECONDS)
 
     def _read_orders(self) -> None:
         """Waits for `finish`, or for the end of the training."""

@@ -24,6 +24,8 @@ class MirrorSettings:
     """A machine that shows no sign of life for so long loses the right to write."""
     patience_seconds: float
     """At the end of a run, the last files are tried for so long without success."""
+    wait_seconds: float = 0.0
+    """A machine that still has the right to write is waited for so long."""
     is_restart: bool = False
     """Whether a mirror of the same command was lost: nothing is fetched then."""
 
@@ -37,6 +39,11 @@ def lease_seconds() -> float:
 
 def patience_seconds() -> float:
     return _seconds("DRIVETRAIN_BUCKET_PATIENCE", PATIENCE_SECONDS)
+
+
+def wait_seconds() -> float:
+    """Returns how long a command waits for another machine's lease: a job of a target waits until a machine that has died has lost it."""
+    return 1.5 * lease_seconds() if "DRIVETRAIN_JOB" in os.environ else 0.0
 
 
 def answer_seconds() -> float:

@@ -9,7 +9,6 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from drivetrain.buckets.layout import folder_of
 from drivetrain.buckets.url import is_url
 from drivetrain.cli.flags import (
     Parser,
@@ -21,7 +20,6 @@ from drivetrain.cli.flags import (
     add_target,
     bucket_address,
 )
-from drivetrain.cli.submitted import agree_on, resume_on, train_on
 from drivetrain.describe import task_settings
 from drivetrain.recipe import Recipe, is_recipe_file, load, read_file
 from drivetrain.settings import Setting
@@ -100,6 +98,7 @@ def run(verb: str, words: list[str]) -> int:
 
 def _submit(request: Request, target: str, place: Place) -> int:
     """Trains on a target. Imports no more than that needs."""
+    from drivetrain.cli.submitted import agree_on, train_on
     from drivetrain.launch.plan_file import apply_plan_file
     from drivetrain.watch.screen import Screen
 
@@ -154,6 +153,7 @@ def read_request(words: list[str]) -> Request:
 
 
 def request_of(verb: str, args: argparse.Namespace) -> Request:
+    from drivetrain.buckets.layout import folder_of
     from drivetrain.launch.request import Request
 
     values = {name: value for name, value in vars(args).items() if name not in ("on", "wait", "yes")}
@@ -169,6 +169,7 @@ def request_of(verb: str, args: argparse.Namespace) -> Request:
 
 def _resume(request: Request, place: Place, screen: Screen) -> int:
     from drivetrain import runs
+    from drivetrain.cli.submitted import agree_on, resume_on
     from drivetrain.launch import start
     from drivetrain.launch.bucket import resume_request, with_bucket_of
     from drivetrain.launch.ending import exit_code, raise_failure

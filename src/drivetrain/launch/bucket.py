@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from drivetrain.buckets.fetch import copy_run
 from drivetrain.buckets.layout import STATE, folder_of, read_link, stages_in
-from drivetrain.buckets.mirror_settings import MirrorSettings, lease_seconds, patience_seconds
+from drivetrain.buckets.mirror_settings import MirrorSettings, lease_seconds, patience_seconds, wait_seconds
 from drivetrain.buckets.models import upload_model
 from drivetrain.buckets.store import Store
 from drivetrain.buckets.url import BucketUrl, parse
@@ -187,8 +187,9 @@ class _MirrorProcess:
 
     def _spawn(self, is_restart: bool) -> None:
         settings = MirrorSettings(
-            self.url.scheme, self.url.path, str(self.folder.absolute()), lease_seconds(), patience_seconds(), is_restart
-        )
+            self.url.scheme, self.url.path, str(self.folder.absolute()), lease_seconds(), patience_seconds(),
+            wait_seconds=wait_seconds(), is_restart=is_restart,
+        )  # fmt: skip
         environment = {name: value for name, value in os.environ.items() if name not in NOT_FOR_MIRROR}
         with open(self.folder / STATE / "mirror.lock", "a+b") as lock:
             self._process = subprocess.Popen(

@@ -56,15 +56,16 @@ class Submission:
         return FIRST_PORT + int(hashlib.sha256(f"{self.project}/{self.name}".encode()).hexdigest(), 16) % NUM_PORTS
 
     def words(
-        self, python: str, run_dir: str, code_dir: str, rendezvous: str | None = None, node_rank: int | None = None, **changes: Any
-    ) -> list[str]:
-        """Returns the command of one machine."""
+        self, python: str, run_dir: str, code_dir: str, rendezvous: str | None = None, node_rank: int | None = None, bucket: str | None = None,
+        **changes: Any,
+    ) -> list[str]:  # fmt: skip
+        """Returns the command of one machine. `bucket`: the run's address in one, if it has one; `run_dir` is then its folder there."""
         task = self.task if self.task in BUILT_IN else f"{code_dir}/{self.task}"
         if self.request.verb == "resume":
-            request = replace(self.request, target=run_dir, **changes)
+            request = replace(self.request, target=bucket or run_dir, **changes)
         else:
             plan_file = f"{code_dir}/{PLAN}" if self.request.plan_file is not None else None
-            meeting: dict[str, Any] = {"rendezvous": rendezvous, "node_rank": node_rank}
+            meeting: dict[str, Any] = {"rendezvous": rendezvous, "node_rank": node_rank, "bucket": bucket}
             request = replace(self.request, target=task, run_dir=run_dir, plan_file=plan_file, **meeting, **changes)
         return [python, "-P", "-m", "drivetrain", *request.command()]
 

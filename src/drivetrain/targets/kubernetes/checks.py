@@ -235,12 +235,12 @@ def _has_gpu_label(node: Mapping[str, Any]) -> bool:
 
 
 def _volume_checks(kubectl: Kubectl, settings: KubernetesSettings) -> Iterator[Check]:
-    if settings.runs_volume is None:
+    if settings.runs_volume is None and settings.bucket is None:
         yield Check(
             "runs",
             "warning",
             "runs are kept in their pods: a lost pod loses its run",
-            "create a PersistentVolumeClaim, and set runs_volume: in the target",
+            "create a PersistentVolumeClaim and set runs_volume: in the target, or set bucket:",
         )
     for key in ("runs_volume", "code_volume", "data_volume"):
         claim = getattr(settings, key)

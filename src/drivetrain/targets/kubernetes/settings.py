@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from drivetrain.buckets.url import parse as parse_bucket
 from drivetrain.outcomes import Problem
 from drivetrain.settings import Length
 from drivetrain.targets.base import TargetSettings
@@ -47,7 +48,9 @@ class KubernetesSettings(TargetSettings):
     shm: str | None = None
     """Size of /dev/shm, such as 8Gi (default: 64 MiB, 256 MiB for each loader worker, 256 MiB for each process with a GPU)."""
     runs_volume: str | None = None
-    """A PersistentVolumeClaim for runs. Without it, a run is kept in its pods, and is lost with them."""
+    """A PersistentVolumeClaim for runs. Without it and bucket, a run is kept in its pods, and is lost with them."""
+    bucket: str | None = None
+    """An address to which runs are copied while they train, and from which they go on: s3://BUCKET/PATH, gs://BUCKET/PATH."""
     code_volume: str | None = None
     """A PersistentVolumeClaim for code of more than 1 MiB."""
     data_volume: str | None = None
@@ -71,7 +74,7 @@ class KubernetesSettings(TargetSettings):
     retries: int = 3
     """How often a run is repeated after a lost pod, a hang or a lack of memory."""
     keep: int = 3600
-    """Without runs_volume: seconds that the pods stay after the run's end, so that `status`, `logs -f` or `pull` can bring it home."""
+    """Without runs_volume and bucket: seconds that the pods stay after the run's end, so that `status`, `logs -f` or `pull` can bring it home."""
     clean_pod_policy: Literal["None", "Running", "All"] = "None"
     """Which pods of a PyTorchJob are deleted at its end; with None their logs stay readable."""
     fs_group: int = 1000
@@ -114,6 +117,8 @@ def check_settings(name: str, settings: KubernetesSettings) -> None:
     for key, low in (("gpus", 0), ("grace", 1), ("retries", 0), ("keep", 0), ("fs_group", 0)):
         if getattr(settings, key) is not None and getattr(settings, key) < low:
             raise Problem(f"{key}: {getattr(settings, key)} in the target {name}: write {low} or more")
+    if settings.bucket is not None:
+        parse_bucket(settings.bucket, f"bucket: in the target {name}")
     runtime(name, settings)
     deadline_seconds(name, settings)
     node_selector(name, settings)

@@ -19,13 +19,23 @@ from drivetrain.targets.submission import Submission
 
 TOKEN = "DRIVETRAIN_TOKEN"
 NO_VOLUME = (
-    "without runs_volume: in the target, the run is kept in its pods: a lost pod loses it; pods stay {keep} s after its end for `status`,"
+    "without runs_volume: or bucket: in the target, the run is kept in its pods: a lost pod loses it; pods stay {keep} s after its end for `status`,"
     " `logs -f` or `pull` to bring it home"
 )
 
 
 def layout(submission: Submission) -> Layout:
     return Layout(RUNS, submission.project, submission.name)
+
+
+def bucket_of(settings: KubernetesSettings, project: str, run: str) -> str | None:
+    """Returns the address of a run in the bucket of the settings. `train --run-dir ADDRESS` trains it in `runs/RUN`, as `Layout.run_dir` says."""
+    return f"{settings.bucket.rstrip('/')}/{project}/{run}" if settings.bucket else None
+
+
+def outlives_its_pods(settings: KubernetesSettings) -> bool:
+    """Whether a run is kept elsewhere than in its pods."""
+    return bool(settings.runs_volume or settings.bucket)
 
 
 def num_gpus(settings: KubernetesSettings, submission: Submission) -> int:
@@ -81,7 +91,7 @@ def make_rendering(target: str, settings: KubernetesSettings, submission: Submis
 
 
 def _notes(settings: KubernetesSettings, submission: Submission) -> list[str]:
-    notes = [] if settings.runs_volume else [NO_VOLUME.format(keep=settings.keep)]
+    notes = [] if outlives_its_pods(settings) else [NO_VOLUME.format(keep=settings.keep)]
     if submission.code is not None and not fits_config_map(submission.code):
         notes.append(f"the code is too large for a ConfigMap (1 MiB): `train` copies it to the volume {settings.code_volume} first")
     return notes
@@ -90,11 +100,11 @@ def _notes(settings: KubernetesSettings, submission: Submission) -> list[str]:
 def _pod(target: str, settings: KubernetesSettings, submission: Submission, kind: JobKind, labels: dict[str, str], secret: str) -> PodSpec:
     request, gpus, place = submission.request, num_gpus(settings, submission), layout(submission)
     image = find_image(settings, "gpu" if gpus else "cpu", kind)
-    words = submission.words("", place.run_dir, CODE)
+    words = submission.words("", place.run_dir, CODE, bucket=bucket_of(settings, place.project, place.run))
     shm = settings.shm or parse.memory_quantity(shm_size(request.settings, request.procs or max(1, gpus), bool(gpus)))
     pod = PodSpec(
         image=image.name, pull_policy=image.pull_policy, words=words[words.index("drivetrain") + 1 :], layout=place, nodes=request.nodes,
-        retries=settings.retries, keep=0 if settings.runs_volume else settings.keep, labels=labels, image_pull_secret=settings.image_pull_secret,
+        retries=settings.retries, keep=0 if outlives_its_pods(settings) else settings.keep, labels=labels, image_pull_secret=settings.image_pull_secret,
         variables=settings.env, secret=secret, secret_variables=secret_names(submission), secret_references=parse.secret_references(target, settings),
         gpus=gpus, gpu_resource=settings.gpu_resource, cpu=settings.cpu, memory=settings.memory, shm=shm, runs_volume=settings.runs_volume,
         data_volume=settings.data_volume, node_selector=parse.node_selector(target, settings), tolerations=parse.tolerations(target, settings),

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from drivetrain import runs
+from drivetrain.buckets.fetch import copy_small_files, fetch
+from drivetrain.buckets.store import Store
+from drivetrain.buckets.url import parse as parse_bucket
 from drivetrain.outcomes import EXIT_CODES, Outcome, Problem
 from drivetrain.targets.base import MAX_SILENCE_SECONDS, RETRY_SECONDS, STOP_SECONDS, Check, JobState, Target, TargetSettings
 from drivetrain.targets.errors import FolderMissing
@@ -93,7 +96,7 @@ class KubernetesTarget(Target):
         if rendering.secret:
             with contextlib.suppress(Problem):  # without the right to patch: `down` deletes it
                 kubectl.own("secret", rendering.secret, job)
-        if not self.settings.runs_volume:
+        if not specs.outlives_its_pods(self.settings):
             notice(specs.NO_VOLUME.format(keep=self.settings.keep))
         return self._handle(submission.project, submission.name, kind, kubectl.namespace, job)
 
@@ -120,7 +123,7 @@ class KubernetesTarget(Target):
         place, name = Layout(RUNS, project, run), job["metadata"]["name"]
         return {
             "job": name, "uid": job["metadata"].get("uid", ""), "kind": kind.name, "namespace": namespace, "run_dir": place.run_dir, "waits": True,
-            "project": project, "run": run, "label": f"{self.name} ({kind.title} {namespace}/{name})",
+            "project": project, "run": run, "bucket": specs.bucket_of(self.settings, project, run), "label": f"{self.name} ({kind.title} {namespace}/{name})",
         }  # fmt: skip
 
     def _remove_ended(self, kind: JobKind, kubectl: Kubectl, name: str) -> None:
@@ -164,6 +167,8 @@ class KubernetesTarget(Target):
         if self.settings.runs_volume:
             with self._volume(self.settings.runs_volume) as host:
                 return send_run(host, submission, specs.layout(submission).run_dir, notice)
+        if self.settings.bucket:
+            return True
         if has_checkpoint(submission):
             raise Problem(
                 f"{submission.run.name} has its checkpoints on this machine, and pods without a volume begin with nothing: set runs_volume: in the"
@@ -206,7 +211,7 @@ class KubernetesTarget(Target):
             return state_of(kind, None, [], [], self.name)
         states = pod_states(self._find_pods(kind, kubectl, name), kind, self.name)
         state = state_of(kind, job, states, kubectl.events([name]) if not states else [], self.name)
-        if state.phase == "running" and not self.settings.runs_volume:
+        if state.phase == "running" and not specs.outlives_its_pods(self.settings):
             return self._state_in_pod(record, states) or state
         return state
 
@@ -281,6 +286,8 @@ class KubernetesTarget(Target):
         elif self.settings.runs_volume:
             with self._volume(self.settings.runs_volume) as host:
                 host.fetch_folder(record.handle["run_dir"], record.run.path)
+        elif record.handle.get("bucket"):
+            _fetch_from_bucket(record)
         elif states:
             self._fetch_logs(record, states)
         if state.phase == "ended":
@@ -316,6 +323,12 @@ class KubernetesTarget(Target):
     def checks(self) -> Iterator[Check]:
         parse.check_settings(self.name, self.settings)
         yield from checks.all_checks(self.kubectl, self.settings)
+
+
+def _fetch_from_bucket(record: Record) -> None:
+    store = Store(parse_bucket(record.handle["bucket"], "bucket:"))
+    if not fetch(store, record.run.path, lambda text: None):
+        copy_small_files(store, record.run.path)
 
 
 def _layout(record: Record) -> Layout:
