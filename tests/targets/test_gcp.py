@@ -160,6 +160,7 @@ def count_commands(cloud: StandInCloud) -> int:
     return number
 
 
+@pytest.mark.system  # for its length
 def test_up_goes_on_after_a_crash_at_every_stage(cloud: StandInCloud) -> None:
     """Kills `up` after each of its commands. What was made is either continued, or found as an orphan."""
     number = count_commands(cloud)
@@ -363,6 +364,7 @@ def wait_for(text: str, cloud: StandInCloud, *words: str) -> str:
     return output
 
 
+@pytest.mark.system  # for its length
 def test_down_spares_an_active_run_and_pulls_one_that_has_ended(cloud: StandInCloud) -> None:
     write_task("slow.py", ("def augment(self, batch, rand):", "def augment(self, batch, rand):\n        import time; time.sleep(0.3)"))
     cloud.write_target(nodes=1, device="cpu")
@@ -380,6 +382,7 @@ def test_down_spares_an_active_run_and_pulls_one_that_has_ended(cloud: StandInCl
     assert Path("runs/ended/model/model.safetensors").exists() and not cloud.resources
 
 
+@pytest.mark.system  # for its length
 def test_a_preempted_run_resumes_exactly(cloud: StandInCloud) -> None:
     """The machine is killed in the middle of a run. `up` starts it again at another address; the run ends with the bits of an undisturbed one."""
     write_task("slow.py", ("def augment(self, batch, rand):", "def augment(self, batch, rand):\n        import time; time.sleep(0.05)"))
