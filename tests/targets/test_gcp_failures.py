@@ -26,7 +26,7 @@ EXPECTED = {
     "terraform-bucket": "the bucket of Terraform's state does not exist: gcloud storage buckets create gs://BUCKET --project=demo-project",
     "terraform-bucket-access": "your account may not do this in the project demo-project",
     "terraform-lock": "lock of me@laptop): wait for it; if it was killed: terraform -chdir=/state force-unlock 6b0d573a-20f8-40da-1ac1-f90ad1c8c1e3",
-    "terraform-registry": "Terraform cannot load Google's provider: is the network up?",
+    "terraform-registry": "Terraform cannot load Google's provider from its registry: is the network up?",
     "terraform-variable": "Terraform refuses a setting of the target: The zone europe-west4-a is not in the region us-central1: change zone or region (traffic",
 }
 PASSING = {"gcloud-capacity", "terraform-capacity", "terraform-lock", "terraform-registry"}

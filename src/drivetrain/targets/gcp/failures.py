@@ -65,7 +65,7 @@ FAILURES = [
     CloudFailure(r"[Cc]ould not find image or family (\S+?)[. ]|Error resolving image name '([^']+)'|'projects/\S+?/global/images/(?:family/)?([\w-]+)' was not found|[Ff]ailed to pull image \"?(\S+?)\"?[: ]",
                  "the image {0}{1}{2}{3} cannot be read: correct its name, and check that the project may read it"),
     CloudFailure(r"acceleratorTypes/([\w-]+)' was not found|does not exist in zone (\S+?)[. ]", "the zone has no {0}{1}: gcloud compute accelerator-types list shows the zones of each GPU"),
-    CloudFailure(r"Failed to query available provider packages|registry\.terraform\.io", "Terraform cannot load Google's provider: is the network up? (registry.terraform.io)", Outcome.INFRA),
+    CloudFailure(r"Failed to query available provider packages", "Terraform cannot load Google's provider from its registry: is the network up?", Outcome.INFRA),
     CloudFailure(r"no such host|dial tcp|Could not resolve host|Failed to establish a new connection|NewConnectionError|Unable to find the server at|network is unreachable|TLS handshake timeout",
                  "Google Cloud cannot be reached: is the network up?", Outcome.INFRA),
 ]  # fmt: skip
