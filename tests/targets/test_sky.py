@@ -24,6 +24,7 @@ from drivetrain.launch.request import Request
 from drivetrain.names import private_cache
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.runs import Run
+from drivetrain.targets.base import JobState
 from drivetrain.targets.config import make_target
 from drivetrain.targets.consent import Consent, Cost, Price, ask_consent
 from drivetrain.targets.errors import FolderMissing
@@ -388,6 +389,18 @@ def test_down_removes_what_this_target_started_here_and_nothing_else(state: Path
     assert line == f"removed {', '.join(mine)} with their disks; of other folders or targets: {other} (sky down NAME)"
     assert [words for words in calls(state) if words[0] == "down"] == [["down", "-y", *mine]]
     assert "sky has no cluster of this folder and target" in sky_target().down()
+
+
+def test_down_spares_an_active_run(state: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, one = sky_target(), replace(submission(Request()), run=Run("runs/night"))
+    one.run.path.mkdir(parents=True)
+    facts = {"target": target.name, "kind": "sky", "phase": "running", "pulled": False, "handle": target.known_handle(one)}
+    Record(one.run, facts).write()
+    monkeypatch.setattr(SkyTarget, "state", lambda target, record: JobState("running"))
+    target.prepare_down()  # its cluster is gone
+    write_clusters(state, (cluster_name("sky", 1), "UP"))
+    with pytest.raises(Problem, match="night is running on sky: drivetrain stop night first, or --force"):
+        target.prepare_down()
 
 
 def test_down_says_if_machines_are_still_there(state: Path) -> None:

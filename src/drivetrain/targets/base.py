@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -230,6 +230,16 @@ class Target(ABC):
 
     def prepare_down(self) -> None:  # noqa: B027 (most targets have nothing to save)
         """Saves what `down` would remove; raises Problem if a run there is active."""
+
+    def save_ended(self, records: Iterable[Record]) -> None:
+        """Copies runs that have ended to this machine; raises Problem if one is active, or cannot be asked."""
+        for record in records:
+            state = self.state(record)
+            if state.phase in ("queued", "running"):
+                raise Problem(f"{record.run.name} is {state.phase} on {self.name}: drivetrain stop {record.run.name} first, or --force")
+            if not record.facts["pulled"]:
+                self.pull(record)
+                record.seen(state.phase, state.code, state.reason).update(pulled=True)
 
     def down(self) -> str:
         """Removes what drivetrain keeps there. Returns a line that tells what was removed."""

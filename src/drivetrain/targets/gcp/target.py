@@ -203,14 +203,7 @@ class GcpTarget(HostsTarget):
     def prepare_down(self) -> None:
         """Copies runs that have ended; raises Problem if one is active, or cannot be asked. Runs of machines that are gone are left alone."""
         present = {machine.id for machine in self.deployment.find_machines()}
-        for record in all_records():
-            if self._is_here(record, present):
-                state = self.state(record)
-                if state.phase in ("queued", "running"):
-                    raise Problem(f"{record.run.name} is {state.phase} on {self.name}: drivetrain stop {record.run.name} first, or --force")
-                if not record.facts["pulled"]:
-                    self.pull(record)
-                    record.seen(state.phase, state.code, state.reason).update(pulled=True)
+        self.save_ended(record for record in all_records() if self._is_here(record, present))
         machines = self.deployment.known_machines()
         if machines and not self._why_stopped(machines):  # runs of other folders and computers: `remove` refuses while one is active
             on_each(self._hosts(machines), lambda host: host.call("remove", base=self.settings.dir))

@@ -15,7 +15,7 @@ from drivetrain.outcomes import Outcome, Problem
 from drivetrain.targets.base import STOP_SECONDS, Check, JobState, RenderedCommand, RenderedFile, Rendering, Target
 from drivetrain.targets.consent import Cost, Price
 from drivetrain.targets.errors import FolderMissing
-from drivetrain.targets.record import Record
+from drivetrain.targets.record import Record, all_records
 from drivetrain.targets.sky.machines import SkyMachines, forget_keys, ssh_file
 from drivetrain.targets.sky.program import SkyCluster, SkyProgram
 from drivetrain.targets.sky.settings import SkySettings
@@ -196,6 +196,12 @@ class SkyTarget(Target):
     def _clusters(self) -> list[SkyCluster]:
         """Returns all clusters that drivetrain started."""
         return [cluster for cluster in self.sky.clusters() if cluster.name.startswith(PREFIX)]
+
+    def prepare_down(self) -> None:
+        """Copies runs that have ended; raises Problem if one is active, or cannot be asked. Runs of machines that are gone are left alone."""
+        present = {cluster.name for cluster in self._clusters()}
+        own = (record for record in all_records() if record.target == self.name and record.facts["kind"] == self.kind)
+        self.save_ended(record for record in own if record.handle.get("cluster") in present and not record.is_complete)
 
     def down(self) -> str:
         clusters = [cluster.name for cluster in self._clusters()]
