@@ -83,7 +83,7 @@ def test_a_pod_without_a_volume_trains_and_its_run_comes_home(lab: Cluster) -> N
     write_target(runs_volume=None, keep=120)
     run_ok("train", "small.py", *FAST, "--name", "here")
     output = run_ok("train", "small.py", *FAST, "--on", "lab", "--wait", "--name", "there")
-    assert "without runs_volume: in the target, the run is kept in its pods" in output
+    assert "without runs_volume: or bucket: in the target, the run is kept in its pods" in output
     assert losses("there") == losses("here")
     assert weights("there") == weights("here")
     assert "finished on lab" in run_ok("status", "there")
