@@ -45,6 +45,7 @@ class Mirror:
         self.url = BucketUrl(settings.scheme, settings.path)
         self.finishing = threading.Event()
         self._lost: Lost | None = None
+        self._renewed_at = 0.0
         self._ended = threading.Event()
         self._failing_since: float | None = None
         self._is_reported = False
@@ -70,6 +71,7 @@ class Mirror:
     def _acquire(self, store: Store, owner: str) -> Lease:
         deadline, is_told = time.monotonic() + self.settings.wait_seconds, False
         while True:
+            self._renewed_at = _now()
             try:
                 return Lease.acquire(store, owner, self.settings.lease_seconds)
             except Taken as problem:
@@ -88,16 +90,23 @@ class Mirror:
     def _show_life(self) -> None:
         """Renews the lease until the end."""
         lease = Lease(Store(self.url, self.settings.lease_seconds / 4), self.lease.owner, self.lease.number)
-        while not self._ended.wait(self.settings.lease_seconds / 6):
-            try:
-                lease.renew()
-            except Lost as lost:
-                self._lost = lost
-                return
-            except Problem:
-                pass  # the copying itself reports that the bucket cannot be written
+        while not self._ended.wait(self.settings.lease_seconds / 6) and self._lost is None:
+            with contextlib.suppress(Problem):  # the copying itself reports that the bucket cannot be written
+                self._renew(lease)
+
+    def _renew(self, lease: Lease) -> None:
+        asked_at = _now()
+        try:
+            lease.renew()
+        except Lost as lost:
+            self._lost = lost
+            raise
+        self._renewed_at = asked_at
 
     def _check(self) -> None:
+        """Raises Lost if another machine may have taken over, such as while this one was asleep."""
+        if self._lost is None and _now() - self._renewed_at > self.settings.lease_seconds / 2:
+            self._renew(Lease(Store(self.url), self.lease.owner, self.lease.number))
         if self._lost is not None:
             raise self._lost
 
@@ -168,6 +177,11 @@ class Mirror:
             if self.pusher.sent_bytes != shown:
                 shown = self.pusher.sent_bytes
                 send(progress=shown - begun, total=max(total, shown - begun))
+
+
+def _now() -> float:
+    """Returns the seconds since the start of this machine, also those that it slept."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def main() -> None:
