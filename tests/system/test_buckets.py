@@ -159,7 +159,7 @@ def test_killed_in_the_middle_of_an_upload(folder: Path, bucket: ObjectStore, un
         wait_until(lambda: holder_of(store_of(url)) is None, "the last pass of the mirror", 120)
         assert checkpoints_in(url)[-1] == Run(folder / "runs" / name).last_checkpoint_step
     else:
-        wait_until(lambda: (lease_age(url) or 99) > LEASE_SECONDS + 0.5, "the end of the lease", 30)
+        wait_until(lambda: has_no_lease(url), "the end of the lease", 30)
     other = folder / "other machine"
     other.mkdir()
     os.chdir(other)
@@ -178,6 +178,11 @@ def is_half_copied(url: str) -> bool:
 def lease_age(url: str) -> float | None:
     holder: Holder | None = holder_of(store_of(url))
     return holder.age if holder else None
+
+
+def has_no_lease(url: str) -> bool:
+    age = lease_age(url)
+    return age is None or age > LEASE_SECONDS + 0.5
 
 
 def kill_with_command(command: subprocess.Popen[Any]) -> None:
@@ -205,7 +210,7 @@ def test_two_machines(folder: Path, bucket: ObjectStore, undisturbed: Path) -> N
     frozen = [psutil.Process(command.pid), *psutil.Process(command.pid).children(recursive=True)]
     for process in frozen:
         process.suspend()
-    wait_until(lambda: (lease_age(url) or 0) > LEASE_SECONDS + 0.5, "the end of the lease", 60)
+    wait_until(lambda: has_no_lease(url), "the end of the lease", 60)
     run_ok("train", "small.py", *SETTINGS, "--run-dir", url, **variables(bucket))
     for process in frozen:
         process.resume()
@@ -254,7 +259,7 @@ def test_a_store_that_stalls_forever_does_not_fail_the_run(folder: Path, bucket:
     assert "missing there: " in output
     assert_same(folder / "runs/stalled", undisturbed)
     bucket.proxy.fault = ""
-    wait_until(lambda: (lease_age(url) or 99) > LEASE_SECONDS + 0.5, "the end of the lease", 60)
+    wait_until(lambda: has_no_lease(url), "the end of the lease", 60)
     output += run_ok("upload", "stalled", **variables(bucket))
     assert_all_in_bucket(folder / "runs/stalled", url)
     output += run_ok("upload", "stalled", "s3://team/public", **variables(bucket))

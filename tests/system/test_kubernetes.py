@@ -113,7 +113,7 @@ def test_killed_pods_cost_no_step_of_two_that_train_as_one(lab: Cluster) -> None
         before, pod = step("killed"), lab.kubelet.find("default", f"{job}-{role}-0")
         assert pod is not None
         pod.containers["pytorch"].signal(signal.SIGKILL)
-        wait_until(lambda pod=pod, role=role: lab.kubelet.find("default", f"{job}-{role}-0") not in (pod, None), "another pod", 60)
+        wait_until(lambda pod=pod, role=role: lab.kubelet.find("default", f"{job}-{role}-0") not in (pod, None), "another pod", 180)
         wait_until(lambda before=before: step("killed") >= min(before + 15, 95), "further steps", process=follower)
     printed, _ = follower.communicate(timeout=300)
     assert follower.returncode == 0, printed

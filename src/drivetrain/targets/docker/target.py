@@ -169,8 +169,7 @@ class DockerTarget(Target):
 
     def stop(self, record: Record, seconds: float = STOP_SECONDS) -> None:
         if self.state(record).phase in ("running", "queued"):
-            engine = self._recorded_engine(record)
-            engine.run("stop", "--time", f"{max(1, seconds):.0f}", record.handle["container"], seconds=seconds + STOP_SECONDS)
+            self._change(record, "stop", "--time", f"{max(1, seconds):.0f}", seconds=seconds + STOP_SECONDS)
 
     def mirror(self, record: Record, follow: bool) -> Iterator[str]:
         """Writes what the container prints into output.log; with `follow`, until it has ended."""
@@ -189,6 +188,14 @@ class DockerTarget(Target):
             time.sleep(POLL_SECONDS)  # the engine has ended the connection, not the run: ask it again
         yield ""
 
+    def _change(self, record: Record, *words: str, seconds: float = STOP_SECONDS) -> None:
+        """Gives the engine an order for the run's container. Another command, which follows the run, may have removed it meanwhile."""
+        try:
+            self._recorded_engine(record).run(*words, record.handle["container"], seconds=seconds)
+        except Problem:
+            if self._has_container(record):
+                raise
+
     def _has_container(self, record: Record) -> bool:
         return self._recorded_engine(record).inspect("container", record.handle["container"]) is not None
 
@@ -206,7 +213,7 @@ class DockerTarget(Target):
         if state.phase == "ended":
             ended = {"container": record.handle["container"], "code": state.code, "reason": state.reason}
             runs.write_atomic(_ended_file(record), json.dumps(ended) + "\n")
-            self._recorded_engine(record).run("rm", "--volumes", record.handle["container"])
+            self._change(record, "rm", "--volumes")
 
     def reach(self) -> str:
         engine = self.engine
