@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
 import signal
-import statistics
 import subprocess
 import time
 from collections.abc import Iterator
@@ -284,40 +282,3 @@ def test_what_the_store_refuses(folder: Path, bucket: ObjectStore) -> None:
     closed = variables(bucket, AWS_ENDPOINT_URL="http://127.0.0.1:1")
     assert "cannot be reached" in expect_error(*words, "s3://team/runs/x", code=201, **closed)
     assert not Path("runs/x").exists()
-
-
-@pytest.mark.alone
-def test_a_stalled_store_does_not_slow_the_training(folder: Path, bucket: ObjectStore) -> None:
-    """Compares the speed of steps with and without a bucket that does not answer, one after the other, three times each."""
-    write_task(change=SLOW)
-    speeds: dict[str, list[float]] = {"without": [], "stalled": []}
-    for number in range(3):
-        run_ok("train", "small.py", "epochs=20", "save_every=50", "log_every=1", "--name", f"plain-{number}")
-        speeds["without"].append(speed_of(Path(f"runs/plain-{number}")))
-        bucket.proxy.fault = ""
-        command = start(
-            bucket,
-            "train",
-            "small.py",
-            "epochs=20",
-            "save_every=50",
-            "log_every=1",
-            "--run-dir",
-            f"s3://team/runs/speed-{number}",
-            DRIVETRAIN_BUCKET_PATIENCE="1",
-            DRIVETRAIN_BUCKET_TIMEOUT="3",
-        )
-        run = Path(f"runs/speed-{number}")
-        wait_until(lambda run=run: (run / "run.json").is_file(), "the start", 120, command)
-        bucket.proxy.fault = "stall"
-        assert command.wait(400) == 0
-        speeds["stalled"].append(speed_of(run))
-    without, stalled = (statistics.median(values) for values in speeds.values())
-    print(f"seconds a step: {without:.5f} without a bucket, {stalled:.5f} with one that stalls; all: {speeds}")
-    assert stalled < 1.1 * without
-
-
-def speed_of(run: Path) -> float:
-    """Returns the median seconds between two steps."""
-    times = [row["time"] for row in Run(run).rows() if "train/loss" in row]
-    return statistics.median(later - earlier for earlier, later in itertools.pairwise(times[20:]))
