@@ -11,7 +11,9 @@ from drivetrain.terminal import one_line, show
 
 def parser(verb: str) -> Parser:
     parser = Parser("drivetrain doctor", "Check a target before a run: what is wrong there, how it was seen, and the fix.")
-    parser.add_argument("--on", metavar="TARGET", required=True, help="a target of drivetrain.yaml, or local, docker, slurm, kubernetes")
+    parser.add_argument(
+        "--on", metavar="TARGET", required=True, help="a target of drivetrain.yaml, or local, docker, slurm, kubernetes, gcp, sky"
+    )
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
     return parser
 

@@ -149,7 +149,9 @@ def add_placement(parser: Parser) -> None:
 
 def add_target(parser: Parser) -> None:
     parser.add_argument(
-        "--on", metavar="TARGET", help="where to run: a target of drivetrain.yaml, or local, docker, slurm, kubernetes (drivetrain targets)"
+        "--on",
+        metavar="TARGET",
+        help="where to run: a target of drivetrain.yaml, or local, docker, slurm, kubernetes, gcp, sky (drivetrain targets)",
     )
     parser.add_argument("--wait", action="store_true", help="with --on: show its output until it ends, and end with its exit code")
     add_yes(parser)
