@@ -244,6 +244,20 @@ def test_a_stopped_run_goes_on_on_another_machine_and_back(folder: Path, bucket:
     assert_all_in_bucket(Path("runs/back"), url)
 
 
+def longest_wait_for_rows(path: Path, num_rows: int) -> tuple[int, float]:
+    """Reads the metrics until all rows are there. Returns the number of rows at first, and the longest time without a new one."""
+    first = count = path.read_text().count("\n")
+    last_change, longest = time.monotonic(), 0.0
+    while count < num_rows:
+        time.sleep(0.05)
+        new = path.read_text().count("\n")
+        longest = max(longest, time.monotonic() - last_change)
+        if new > count:
+            count, last_change = new, time.monotonic()
+        assert longest < 60, f"no row after row {count} of {num_rows}"
+    return first, longest
+
+
 def test_a_store_that_stalls_forever_does_not_fail_the_run(folder: Path, bucket: ObjectStore, undisturbed: Path) -> None:
     """The run is finished here, names what is missing, and `upload` copies it later. No file or line has the keys."""
     write_task(change=SLOW)
@@ -251,6 +265,9 @@ def test_a_store_that_stalls_forever_does_not_fail_the_run(folder: Path, bucket:
     command = start(bucket, "train", "small.py", *SETTINGS, "--run-dir", url, DRIVETRAIN_BUCKET_PATIENCE="1", DRIVETRAIN_BUCKET_TIMEOUT="3")
     wait_until(lambda: (folder / "runs/stalled/metrics.jsonl").is_file(), "the first rows", 120, command)
     bucket.proxy.fault = "stall"
+    rows_before, longest_wait = longest_wait_for_rows(folder / "runs/stalled/metrics.jsonl", num_rows=len(rows(undisturbed)))
+    assert rows_before < len(rows(undisturbed)) / 2, "the store must stall while the run trains, or the test proves nothing"
+    assert longest_wait < 3, "training waited for the store, whose requests time out after 3 s"
     output = command.communicate(timeout=400)[0]
     assert command.returncode == 0, output
     assert "copy it with: drivetrain upload stalled" in output
