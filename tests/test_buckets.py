@@ -212,6 +212,8 @@ def test_a_run_is_the_same_after_it_was_copied_there_and_back(tmp_path: Path, ma
     write_checkpoint(run, 20)
     (run.path / "task").mkdir()
     (run.path / "task" / "my task.py").write_text("code")
+    run.media.mkdir()
+    run.picture_path("x", 10).write_bytes(b"\x89PNG")
     (run.path / "leak").symlink_to("/etc/passwd")
     pusher = Pusher(store, run.path)
     pusher.push(is_last=True)
@@ -221,7 +223,7 @@ def test_a_run_is_the_same_after_it_was_copied_there_and_back(tmp_path: Path, ma
     assert fetch(store, there.path, ignore)
     assert there.checkpoint_steps() == [20]
     assert checkpoint_files(there, 20) == checkpoint_files(run, 20)
-    for name in ("run.json", "metrics.jsonl", "logs/rank-0.log", "task/my task.py"):
+    for name in ("run.json", "metrics.jsonl", "logs/rank-0.log", "task/my task.py", "media/x-00000010.png"):
         assert (there.path / name).read_bytes() == (run.path / name).read_bytes()
     assert not fetch(store, there.path, ignore), "it has all of it"
 

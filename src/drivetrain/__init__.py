@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from drivetrain.api import evaluate, load, resume, train
-    from drivetrain.data import Rand, Source, Tensors
+    from drivetrain.data import Picture, Rand, Source, Tensors
     from drivetrain.outcomes import Outcome, Problem
     from drivetrain.runs import Run
     from drivetrain.settings import Duration, Range
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from drivetrain.tasks import datasets
 
 __all__ = [
-    "Duration", "Outcome", "Problem", "Rand", "Range", "Run", "Source", "Task", "Tensors", "datasets", "evaluate", "load", "resume",
-    "train",
+    "Duration", "Outcome", "Picture", "Problem", "Rand", "Range", "Run", "Source", "Task", "Tensors", "datasets", "evaluate", "load",
+    "resume", "train",
 ]  # fmt: skip
 
 _MODULE_OF = {
-    "Task": "task", "Source": "data", "Tensors": "data", "Rand": "data", "Range": "settings", "Duration": "settings",
+    "Task": "task", "Source": "data", "Tensors": "data", "Rand": "data", "Picture": "data", "Range": "settings", "Duration": "settings",
     "Run": "runs", "Problem": "outcomes", "Outcome": "outcomes", "train": "api", "resume": "api",
     "evaluate": "api", "load": "api",
 }  # fmt: skip

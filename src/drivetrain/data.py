@@ -1,4 +1,4 @@
-"""Data that a task may return: `Tensors`, or a `Source` for on-policy learning."""
+"""What a task may return: `Tensors`, a `Source` for on-policy learning, and a `Picture` after an evaluation."""
 
 from __future__ import annotations
 
@@ -62,6 +62,16 @@ class Tensors:
         if self.names is not None:
             return dict(zip(self.names, columns, strict=True))
         return tuple(columns) if len(columns) > 1 else columns[0]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture that `remarks` may return after an evaluation: a PNG file in the run's `media/`, and an image in TensorBoard."""
+
+    name: str
+    """The beginning of the file's name: letters, digits, - and _."""
+    image: Any
+    """A uint8 tensor or array of shape [height, width, 3] (RGB) or [height, width] (grey)."""
 
 
 class Source:

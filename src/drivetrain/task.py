@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from drivetrain.data import Rand, Source, Tensors
+from drivetrain.data import Picture, Rand, Source, Tensors
 from drivetrain.outcomes import Problem
 from drivetrain.settings import Duration, Range, resolve
 from drivetrain.settings_reader.live import settings_of_class
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-__all__ = ["Rand", "Source", "Task", "Tensors", "overrides"]
+__all__ = ["Picture", "Rand", "Source", "Task", "Tensors", "overrides"]
 
 
 class Task:
@@ -153,8 +153,8 @@ class Task:
         """
         return {}
 
-    def remarks(self, model: Any) -> list[str]:
-        """Returns lines for the log after an evaluation: samples of what the model generates, for example.
+    def remarks(self, model: Any) -> Sequence[str | Picture]:
+        """Returns lines for the log and `Picture`s after an evaluation: samples of what the model generates, for example.
 
         Runs on rank 0; with a sharded model on every rank, where all ranks must call the model equally often.
         """

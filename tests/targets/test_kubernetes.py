@@ -164,7 +164,7 @@ def test_the_operator_repeats_what_can_be_retried(outcome: Outcome) -> None:
 
 def test_a_run_without_a_volume_says_what_that_means() -> None:
     text = target().render(submission()).text()
-    assert "# without runs_volume: in the target, the run is kept in its pods" in text
+    assert "# without runs_volume: or bucket: in the target, the run is kept in its pods" in text
     assert "--keep=3600" in text
     kept = target(runs_volume="runs").render(submission()).text()
     assert "without runs_volume" not in kept

@@ -78,6 +78,7 @@ def test_a_run_that_is_missing_there_is_sent_without_what_belongs_to_this_machin
         "logs/rank-0.log",
         "checkpoints/.new/shard",
         "task/x.py",
+        "media/x-00000010.png",
     ):
         (here / name).parent.mkdir(exist_ok=True)
         (here / name).write_text(name)
@@ -85,7 +86,7 @@ def test_a_run_that_is_missing_there_is_sent_without_what_belongs_to_this_machin
     assert can_continue
     assert [notice.partition(": ")[2] for notice in notices] == ["sending " + str(here) + " (step 10, 0 MB); it has nothing of it there"]
     names = {path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file()}
-    assert {"run.json", "metrics.jsonl", "task/x.py", "logs/rank-0.log", "checkpoints/step-00000010/shard"} <= names
+    assert {"run.json", "metrics.jsonl", "task/x.py", "logs/rank-0.log", "media/x-00000010.png", "checkpoints/step-00000010/shard"} <= names
     assert not {name for name in names if "target" in name or "lock" in name or "code" in name or "job" in name or ".new" in name}
     assert send(here, there) == (True, []), "it is there now"
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from drivetrain.data import Picture
 from drivetrain.engine.evaluate import Evaluation, EvaluationGraphs, Evaluator
 from drivetrain.engine.execution import Execution, TrainingActivity
 from drivetrain.engine.faults.out_of_memory import OutOfMemoryOnRanks
 from drivetrain.engine.group.requests import SupportsBool
+from drivetrain.engine.log.pictures import encode_pictures
 from drivetrain.engine.log.rows import RowLog
 from drivetrain.engine.numerics.metrics import read_remarks
 from drivetrain.engine.setup import Setup
@@ -23,6 +25,7 @@ class TrainingEvaluation:
         self.setup, self.execution = setup, execution
         self._graphs: EvaluationGraphs | None = None
         self._graphs_version = -1
+        self._has_reported_picture = False
 
     def __call__(self, step: int, stop: SupportsBool = False) -> Evaluation:
         """Raises EvaluationStopped where a rank was asked to stop."""
@@ -93,8 +96,19 @@ class TrainingEvaluation:
         if not overrides(setup.task, "remarks") or not (setup.group.is_main or execution.plan.is_sharded):
             return
         with torch.no_grad(), setup.precision.forward():
-            remarks = read_remarks(execution.strategy.call(setup.task.remarks, setup.model))
-        for remark in remarks if setup.group.is_main else ():
-            setup.observer.notice(remark)
-            setup.run.log_event("remark", step=step, text=remark)
+            lines, pictures = read_remarks(execution.strategy.call(setup.task.remarks, setup.model))
+        if setup.group.is_main:
+            for line in lines:
+                setup.observer.notice(line)
+                setup.run.log_event("remark", step=step, text=line)
+            self._report_pictures(step, pictures)
         execution.resume()
+
+    def _report_pictures(self, step: int, pictures: list[Picture]) -> None:
+        """Hands the pictures to the observers. The first one that cannot be encoded causes a notice; the training continues."""
+        images, fault = encode_pictures(pictures)
+        for image in images:
+            self.setup.observer.picture(step, image)
+        if fault and not self._has_reported_picture:
+            self._has_reported_picture = True
+            self.setup.observer.notice(f"{fault}; the training continues without such pictures")

@@ -110,11 +110,13 @@ def _observer(job: TaskJob, group: Group, screen: Observer, stop: StopFlag, obse
     from drivetrain.engine.faults.injection import injectors
     from drivetrain.engine.log.observe import Observers
     from drivetrain.watch.deadline import Deadline
-    from drivetrain.watch.files import MetricsFile, TensorBoard
+    from drivetrain.watch.files import MetricsFile, PictureFiles, TensorBoard
     from drivetrain.watch.profile import StepProfiler
 
     run = Run(job.run)
-    main_observers: list[Observer] = [MetricsFile(run), TensorBoard(run.path / "tensorboard"), screen] if group.is_main else []
+    main_observers: list[Observer] = []
+    if group.is_main:
+        main_observers = [MetricsFile(run), PictureFiles(run, screen.notice), TensorBoard(run.path / "tensorboard"), screen]
     if isinstance(job, TrainJob) and group.is_main:
         if job.diagnostics.profile:
             main_observers.append(StepProfiler(run, job.diagnostics.profile, screen.notice, group.device.type == "cuda"))

@@ -142,13 +142,13 @@ class Follower:
                 yield line
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Writes a temporary file and renames it, so that readers see the old or the new text, never a part."""
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Writes a temporary file and renames it, so that readers see the old or the new content, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-{socket.gethostname()}-{os.getpid()}-")
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(name, 0o644)

@@ -79,6 +79,14 @@ class Run:
         """Describes the final weights: task, settings, step, metrics."""
         return self.path / "model" / "task.json"
 
+    @property
+    def media(self) -> Path:
+        """The folder of the pictures that the task's `remarks` returned."""
+        return self.path / "media"
+
+    def picture_path(self, name: str, step: int) -> Path:
+        return self.media / f"{name}-{step:08d}.png"
+
     def log_path(self, rank: int) -> Path:
         return self.path / "logs" / f"rank-{rank}.log"
 

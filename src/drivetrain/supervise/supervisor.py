@@ -196,6 +196,7 @@ class Supervisor:
         if isinstance(self.job, PLAN_RECORDING_JOBS):
             remove_half_written_files(self.run_dir.path)
             remove_half_written_files(self.run_dir.log_path(0).parent)
+            remove_half_written_files(self.run_dir.media)
 
     # --- restarts ---
 

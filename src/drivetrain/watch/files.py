@@ -1,4 +1,4 @@
-"""metrics.jsonl and TensorBoard event files, written by rank 0."""
+"""metrics.jsonl, TensorBoard event files and pictures, written by rank 0."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import os
 import shutil
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.engine.log.observe import Observer
-from drivetrain.runs import Run, truncate_rows
+from drivetrain.runs import Run, truncate_rows, write_atomic
+
+if TYPE_CHECKING:
+    from drivetrain.engine.log.pictures import PngImage
 
 FLUSH_SECONDS = 1.0
 ROW_SECONDS = 0.1  # at most one TensorBoard row in this time: its files are slow to write, and its page shows no more
@@ -66,8 +70,25 @@ def _line(row: dict[str, Any]) -> str:
     return json.dumps(values) + "\n"
 
 
+class PictureFiles(Observer):
+    """Writes pictures as PNG files. A resumed run replaces those of the steps that it repeats."""
+
+    def __init__(self, run: Run, report: Callable[[str], None]) -> None:
+        self.run, self._report = run, report
+        self._has_failed = False
+
+    def picture(self, step: int, image: PngImage) -> None:
+        path = self.run.picture_path(image.name, step)
+        try:
+            write_atomic(path, image.content)
+        except OSError as error:  # such as a full disk, which must not stop the training
+            if not self._has_failed:
+                self._report(f"{path} cannot be written: {error.strerror or error}; the training continues without such pictures")
+            self._has_failed = True
+
+
 class TensorBoard(Observer):
-    """Writes scalars for TensorBoard; a resume removes the steps after its checkpoint."""
+    """Writes scalars and pictures for TensorBoard; a resume removes the steps after its checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -109,6 +130,19 @@ class TensorBoard(Observer):
         self._rows.append((time.time(), row))
         if now - self._written_at > FLUSH_SECONDS:
             self.flush()
+
+    def picture(self, step: int, image: PngImage) -> None:
+        try:
+            if self._record_writer is None:
+                self._open()
+            event = self._event(wall_time=time.time(), step=step)
+            value = event.summary.value.add(tag=image.name).image
+            value.height, value.width, value.colorspace = image.height, image.width, 1 if image.is_grey else 3
+            value.encoded_image_string = image.content
+            self._add(event)
+            self._file.flush()
+        except OSError:
+            pass  # as for rows
 
     def flush(self) -> None:
         self._written_at = time.monotonic()

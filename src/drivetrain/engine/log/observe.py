@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from drivetrain.engine.log.pictures import PngImage
 
 T = TypeVar("T")
 
@@ -22,6 +25,9 @@ class Observer:
 
     def row(self, row: dict[str, Any]) -> None:
         """One logged row of metrics."""
+
+    def picture(self, step: int, image: PngImage) -> None:
+        """A picture that the task's `remarks` returned after the evaluation of a step."""
 
     def planned(self, facts: dict[str, Any]) -> None:
         """Choices of the plan that were made during the first steps; `sentence` describes them for the user."""
@@ -66,6 +72,10 @@ class Observers(Observer):
     def row(self, row: dict[str, Any]) -> None:
         for member in self.members:
             member.row(row)
+
+    def picture(self, step: int, image: PngImage) -> None:
+        for member in self.members:
+            member.picture(step, image)
 
     def planned(self, facts: dict[str, Any]) -> None:
         for member in self.members:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drivetrain.data import Picture
 from drivetrain.engine.group import Group
 from drivetrain.engine.numerics.losses import describe_value, real_number
 from drivetrain.outcomes import Problem
@@ -100,9 +101,9 @@ def read_summary(summary: Any) -> tuple[dict[str, float], dict[str, Any]]:
     return numbers, tensors
 
 
-def read_remarks(remarks: Any) -> list[str]:
-    """Returns the lines of text that `remarks` returned."""
-    lines = [remarks] if isinstance(remarks, str) else remarks
-    if not isinstance(lines, (list, tuple)) or not all(isinstance(line, str) for line in lines):
-        raise Problem(f"remarks() gave {describe_value(remarks)}: return a list of lines of text")
-    return list(lines)
+def read_remarks(remarks: Any) -> tuple[list[str], list[Picture]]:
+    """Splits the return value of `remarks` into (lines of text, pictures)."""
+    values = [remarks] if isinstance(remarks, (str, Picture)) else remarks
+    if not isinstance(values, (list, tuple)) or not all(isinstance(value, (str, Picture)) for value in values):
+        raise Problem(f"remarks() gave {describe_value(remarks)}: return a list of lines of text and Pictures")
+    return [value for value in values if isinstance(value, str)], [value for value in values if isinstance(value, Picture)]
