@@ -15,7 +15,7 @@ import drivetrain
 
 ROOT = Path(drivetrain.__file__).parent
 LAYERS = [
-    {"outcomes", "strict", "terminal", "confidential"}, {"data", "hooks", "names", "structured"}, {"settings"}, {"project"}, {"settings_reader", "importing"}, {"task"}, {"task_ref"}, {"describe"},
+    {"outcomes", "strict", "terminal", "confidential"}, {"data", "hooks", "names", "structured"}, {"settings"}, {"project"}, {"settings_reader", "importing"}, {"task"}, {"task_ref"}, {"describe", "stages"},
     {"runs", "recipe", "hardware"}, {"buckets"},
     {"plan"}, {"engine", "tasks"}, {"watch"}, {"processes"}, {"supervise"}, {"launch"}, {"targets"},
     {"doctor", "tune", "export", "play", "serve", "bench", "chaos"}, {"api"}, {"cli"}, {"__main__"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from drivetrain.describe import task_settings
 from drivetrain.names import check_name
 from drivetrain.outcomes import Problem
 from drivetrain.settings import Length, Setting, as_text, nearest, resolve
+from drivetrain.stages import PLAN, check_references, references_in, share_out, with_paths
 from drivetrain.structured import parse_yaml, read_text
-from drivetrain.task_ref import TaskRef, find_task
+from drivetrain.task_ref import TaskRef, built_in_recipes, find_task
 
 NOT_SETTINGS = ("task", "name", "plan", "stages")
 """Keys of a recipe file that are not settings."""
@@ -38,6 +39,19 @@ class Recipe:
     name: str | None = None
     """The run's name, if the recipe gives one."""
     notices: tuple[str, ...] = ()
+    stage: str = ""
+    """The name of the stage, if the recipe has stages."""
+    references: dict[str, Any] = field(default_factory=dict)
+    """Settings that name the run of an earlier stage, with the text of the recipe: `${STAGE.path}`."""
+
+    @property
+    def awaits_files(self) -> bool:
+        """Whether the task reads files of an earlier stage whose run directory is not known yet."""
+        return any(self.settings[name] == value for name, value in self.references.items() if name != "start")
+
+    def with_paths(self, paths: Mapping[str, Path]) -> Recipe:
+        """Returns the recipe with the run directories of earlier stages in its settings."""
+        return replace(self, settings=self.settings | {name: with_paths(value, paths) for name, value in self.references.items()})
 
     def chosen(self) -> dict[str, Any]:
         """Returns the settings that are not defaults."""
@@ -47,7 +61,7 @@ class Recipe:
         """Returns what must be equal for two recipes to be the same training."""
         task = self.task.label if self.task.built_in else self.task.class_name
         code = "" if self.task.built_in else self.task.digest()
-        return {"task": task, "code": code, "settings": self.settings}
+        return {"task": task, "code": code, "settings": self.settings | self.references}
 
 
 def recipe_words(recipe: Recipe) -> list[str]:
@@ -56,8 +70,23 @@ def recipe_words(recipe: Recipe) -> list[str]:
     return [f"{name}={as_text(value)}" for name, value in values.items()]
 
 
-def is_recipe_file(text: str) -> bool:
-    return text.endswith((".yaml", ".yml"))
+def find_recipe(text: str) -> Path | None:
+    """Returns the file of the recipe that a command line names: a file, or a built-in one. None: it names a task."""
+    if not text.endswith((".yaml", ".yml")):
+        return built_in_recipes().get(text)
+    path = Path(text).expanduser()
+    if not path.is_file():
+        raise Problem(f"there is no file {text} (looked in {path.absolute().parent})")
+    return path
+
+
+def find_tasks(text: str) -> list[TaskRef]:
+    """Returns the task that a command line names; of a recipe with stages, the task of each, once each."""
+    path = find_recipe(text)
+    if path is None:
+        return [find_task(text)]
+    content = read_file(path)
+    return list(dict.fromkeys(find_task(stage.get("task", content["task"]), path.parent) for stage in content.get("stages", [{}])))
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -73,6 +102,10 @@ def read_file(path: Path) -> dict[str, Any]:
     for stage in stages:
         if "/" in stage.get("name", "") or "stages" in stage:
             raise Problem(f"{path}: a stage has a name without / and no stages of its own")
+        if f"{stage.get('name', '')}.".startswith(PLAN):
+            raise Problem(
+                f"{path}: a stage cannot be called {stage['name']}, because plan.KEY=VALUE is a choice of the plan: choose another name"
+            )
     return values
 
 
@@ -96,31 +129,59 @@ def split_words(words: list[str]) -> dict[str, str]:
         key, equals, value = word.partition("=")
         if not equals or not key:
             raise Problem(f"{word!r} is no setting: settings are written key=value, such as epochs=5")
-        settings[key.replace("-", "_")] = value
+        stage, dot, name = key.rpartition(".")  # the name of a stage stays as it is
+        settings[stage + dot + name.replace("-", "_")] = value
     return settings
 
 
 def load(text: str, words: list[str], environment: Mapping[str, str] = os.environ) -> list[Recipe]:
     """Returns the recipes of `train TEXT key=value ...`: one for each stage, or a single one."""
     from_command_line = split_words(words)
-    if not is_recipe_file(text):
+    path = find_recipe(text)
+    if path is None:
         return [make(find_task(text), {}, from_command_line, environment)]
-    path = Path(text).expanduser()
-    if not path.is_file():
-        raise Problem(f"there is no file {text} (looked in {path.absolute().parent})")
     content = read_file(path)
-    name = content.get("name")
-    if "stages" in content and name is None:
-        name = check_name(path.stem, "the name of the recipe's file,")
-    recipes = []
-    for number, stage in enumerate(content.get("stages", [{}]), 1):
-        task = find_task(stage.get("task", content["task"]), path.parent)
-        values = {k: v for k, v in (content | stage).items() if k not in NOT_SETTINGS}
-        pins = content.get("plan", {}) | stage.get("plan", {})
-        values |= {f"plan.{k}": v for k, v in pins.items()}
-        run_name = f"{name}/{number}-{stage.get('name', 'stage')}" if "stages" in content else name
-        recipes.append(make(task, values, from_command_line, environment, run_name))
+    if "stages" in content:
+        return _load_stages(path, content, from_command_line, environment)
+    task = find_task(content["task"], path.parent)
+    return [make(task, _settings_in(content), from_command_line, environment, content.get("name"))]
+
+
+def _settings_in(mapping: Mapping[str, Any]) -> dict[str, object]:
+    """Returns the settings of a recipe or a stage, and its choices of the plan as `plan.KEY`."""
+    settings = {key: value for key, value in mapping.items() if key not in NOT_SETTINGS}
+    return settings | {f"{PLAN}{key}": value for key, value in mapping.get("plan", {}).items()}
+
+
+def _load_stages(
+    path: Path, content: dict[str, Any], from_command_line: Mapping[str, object], environment: Mapping[str, str]
+) -> list[Recipe]:
+    stages, label = content["stages"], path.name
+    run_name = content.get("name") or check_name(path.stem, "the name of the recipe's file,")
+    names = [stage.get("name", "stage") for stage in stages]
+    tasks = [find_task(stage.get("task", content["task"]), path.parent) for stage in stages]
+    settings_of = {task: task_settings(task) for task in dict.fromkeys(tasks)}
+    known = [settings_of[task] for task in tasks]
+    from_environment, notices = _read_environment(environment, {name: s for settings in known for name, s in settings.items()}, label)
+    of_file, of_environment, of_words = (
+        share_out(values, names, known, label) for values in (_settings_in(content), from_environment, from_command_line)
+    )
+    recipes: list[Recipe] = []
+    for index, stage in enumerate(stages):
+        layers = {"recipe": of_file[index] | _settings_in(stage), "environment": of_environment[index], "command line": of_words[index]}
+        recipe = _resolve_layers(tasks[index], known[index], layers, f"{run_name}/{index + 1}-{names[index]}", notices)
+        recipes.append(_refer(replace(recipe, stage=names[index]), names[:index], label))
     return recipes
+
+
+def _refer(recipe: Recipe, earlier: list[str], label: str) -> Recipe:
+    """Returns a stage with its references to earlier ones. Without any of its own, it starts from the weights of the stage before."""
+    references = references_in(recipe.chosen())
+    check_references(references, earlier, label)
+    if references or not earlier or recipe.settings["start"] is not None:
+        return replace(recipe, references=references)
+    start = {"start": f"${{{earlier[-1]}.path}}"}
+    return replace(recipe, settings=recipe.settings | start, origin=recipe.origin | {"start": "the stage before"}, references=start)
 
 
 def make(
@@ -134,14 +195,22 @@ def make(
     """Returns one recipe. The command line wins over the environment, the environment over the recipe's file, the file over defaults."""
     known = known if known is not None else task_settings(task)
     from_environment, notices = _read_environment(environment, known, task.label)
+    layers = {"recipe": from_file, "environment": from_environment, "command line": from_command_line}
+    return _resolve_layers(task, known, layers, name, notices)
+
+
+def _resolve_layers(
+    task: TaskRef, known: dict[str, Setting], layers: Mapping[str, Mapping[str, object]], name: str | None, notices: list[str]
+) -> Recipe:
+    """Returns one recipe. `layers`: the values of each origin; a later one wins."""
     values: dict[str, object] = {}
     origin = dict.fromkeys(known, "default")
     pins: dict[str, Any] = {}
-    for layer_name, layer in (("recipe", from_file), ("environment", from_environment), ("command line", from_command_line)):
+    for layer_name, layer in layers.items():
         for key, value in layer.items():
             check_not_secret(key, value)
-            if key.startswith("plan."):
-                pins[key.removeprefix("plan.")] = value
+            if key.startswith(PLAN):
+                pins[key.removeprefix(PLAN)] = value
             else:
                 values[key], origin[key] = value, layer_name
     settings = resolve(known, values, task.label)

@@ -36,6 +36,8 @@ BUILT_IN = {
     "histories": "distill/collect.py:CollectHistories",
     "distill": "distill/distill.py:Distill",
 }
+RECIPES = PACKAGE / "recipes"
+"""The folder of the built-in recipes: NAME.yaml."""
 STILL_IMPORTING = "still importing"
 """The first words of a notice about a slow import."""
 SLOW_IMPORT_SECONDS = 10.0
@@ -94,6 +96,16 @@ class TaskRef:
         return "/".join([*filter(None, self.package.split(".")), Path(self.path).name])
 
 
+def built_in_recipes() -> dict[str, Path]:
+    """Returns name -> file. `drivetrain train NAME` finds them as it finds built-in tasks."""
+    return {path.stem: path for path in sorted(RECIPES.glob("*.yaml"))}
+
+
+def built_in_names() -> list[str]:
+    """Returns the names of the built-in tasks and recipes."""
+    return [*BUILT_IN, *built_in_recipes()]
+
+
 def find_task(text: str, folder: Path | None = None) -> TaskRef:
     """Returns the task that a command line names: a built-in, `file.py`, `file.py:Class`, or `package.module:Class`."""
     folder = folder or Path.cwd()
@@ -110,8 +122,10 @@ def find_task(text: str, folder: Path | None = None) -> TaskRef:
         if module is None:
             raise Problem(f"there is no module {match[1]} here or on Python's path (looked in {folder.absolute()})")
         return _task_in_file(module, match[2])
+    if text in built_in_recipes():
+        raise Problem(f"{text} is a recipe, not a task: train it with drivetrain train {text}")
     raise Problem(
-        f"there is no task {text!r}{nearest(text, BUILT_IN)} (built in: {', '.join(BUILT_IN)};"
+        f"there is no task {text!r}{nearest(text, built_in_names())} (built in: {', '.join(built_in_names())};"
         f" your own: file.py, file.py:Class or package.module:Class; a recipe: file.yaml)"
     )
 

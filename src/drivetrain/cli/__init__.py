@@ -12,7 +12,7 @@ from drivetrain.terminal import printable
 
 # verb -> (module, help). The module defines parser(verb) and run(verb, words).
 VERBS = {
-    "train": ("train", "train a task: a built-in, your file.py, or a recipe.yaml"),
+    "train": ("train", "train a task: a built-in, your file.py, or a recipe"),
     "resume": ("train", "continue a run that was interrupted"),
     "eval": ("evaluate", "evaluate a run's model on its evaluation data"),
     "predict": ("predict", "a run's prediction for an input: a language model continues a text"),

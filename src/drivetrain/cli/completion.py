@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from drivetrain.cli import VERBS
 from drivetrain.cli.flags import Parser
-from drivetrain.task_ref import BUILT_IN
+from drivetrain.task_ref import built_in_names
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -90,7 +90,7 @@ def _bash_arguments(parser: Parser) -> Iterator[str]:
     if kinds == ["RUN"]:
         yield f'COMPREPLY=($(compgen -W "{f"{words} {RUNS}".strip()}" -- "$word"))'
     elif kinds:
-        yield BASH_ARGUMENTS[kinds[0]].format(tasks=" ".join(BUILT_IN))
+        yield BASH_ARGUMENTS[kinds[0]].format(tasks=" ".join(built_in_names()))
     elif words:
         yield _bash_reply(words.split())
 
@@ -108,7 +108,7 @@ def fish_script() -> str:
             if action.choices:
                 lines.append(f"{prefix} -a {shlex.quote(_joined(action.choices))}")
             if action.metavar in FISH_ARGUMENTS:
-                lines.append(f'{prefix} -a "{FISH_ARGUMENTS[str(action.metavar)].format(tasks=" ".join(BUILT_IN))}"')
+                lines.append(f'{prefix} -a "{FISH_ARGUMENTS[str(action.metavar)].format(tasks=" ".join(built_in_names()))}"')
     return "\n".join(lines) + "\n"
 
 

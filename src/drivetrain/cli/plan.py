@@ -38,7 +38,7 @@ SHOWN_CHOICES = (
 
 def parser(verb: str) -> Parser:
     parser = Parser("drivetrain plan", TEXT)
-    parser.add_argument("target", metavar="TASK", help="a built-in, your file.py, or a recipe.yaml")
+    parser.add_argument("target", metavar="TASK", help="as for train")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, and plan.KEY=VALUE to pin a choice")
     parser.add_argument("--hardware", metavar="WORDS", help="another machine: COUNTxNAME-MEMORYGB, and more after commas")
     parser.add_argument("--measure", action="store_true", help="measure a few micro-batches on this machine")
@@ -77,8 +77,8 @@ def _plan(recipe: Recipe, args: Namespace, screen: Screen) -> dict[str, Any]:
     if args.hardware is not None and args.measure:
         raise Problem("--measure needs the machine itself: leave out --hardware, or measure there")
     cluster = cluster_to_plan_for(Request(procs=args.procs, nodes=args.nodes[1], gpus=args.gpus, device=args.device), args.hardware)
-    if args.hardware is None and recipe.settings["start"] is not None:
-        check_start(recipe.settings["start"])
+    if args.hardware is None:
+        check_start(recipe)
     plan = make_plan(recipe, cluster, screen, args.planner, Measure.ALWAYS if args.measure else Measure.NEVER, fresh=args.fresh)
     profile = profile_task(recipe, plan, screen) if plan.predicted else None
     total = run_totals(recipe, plan, cluster, profile.samples if profile is not None else None, args.price)

@@ -6,7 +6,6 @@ import argparse
 import os
 import shutil
 import textwrap
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from drivetrain.buckets.url import is_url
@@ -21,18 +20,19 @@ from drivetrain.cli.flags import (
     bucket_address,
 )
 from drivetrain.describe import task_settings
-from drivetrain.recipe import Recipe, is_recipe_file, load, read_file
+from drivetrain.recipe import Recipe, find_tasks, load
 from drivetrain.settings import Setting
-from drivetrain.task_ref import BUILT_IN, TaskRef, find_task
+from drivetrain.task_ref import BUILT_IN, TaskRef, built_in_recipes
 from drivetrain.terminal import show
 
 if TYPE_CHECKING:
     from drivetrain.launch.request import Request
     from drivetrain.watch.screen import Screen
 
-TRAIN = f"""\
-Train a task. TASK is a built-in ({", ".join(BUILT_IN)}), your own file.py (file.py:Class where it
-has several), or a recipe.yaml. Settings follow as key=value; plan.KEY=VALUE pins a choice of the plan.
+TRAIN = """\
+Train a task or a recipe. TASK is a built-in task ({tasks}), your own file.py (file.py:Class where it
+has several), or a recipe: {recipes}. Settings follow as key=value; plan.KEY=VALUE pins a choice of the plan.
+If the recipe has stages, key=value sets it in each stage that has the setting; STAGE.key=value in one.
 Repeating the command on an unfinished run goes on with it; Ctrl-C leaves a run that can go on."""
 
 RESUME = """\
@@ -42,7 +42,8 @@ best, patience and plan.* may change."""
 
 
 def parser(verb: str) -> Parser:
-    text = TRAIN if verb == "train" else RESUME
+    recipes = f"file.yaml, or a built-in one ({', '.join(built_in_recipes())})" if built_in_recipes() else "file.yaml"
+    text = TRAIN.format(tasks=", ".join(BUILT_IN), recipes=recipes) if verb == "train" else RESUME
     parser = Parser(f"drivetrain {verb}", text)
     target = "TASK" if verb == "train" else "RUN"
     parser.add_argument("target", metavar=target, help="what to train" if verb == "train" else "a run's name or folder")
@@ -205,9 +206,10 @@ def dry_run(recipe: Recipe, request: Request) -> None:
     plan = plan_run(recipe, request, cluster_of(machine, nodes=request.nodes), None)
     recipe = with_global_batch_of(plan, recipe)
     check_request(recipe, request)
-    if recipe.settings["start"] is not None:
-        check_start(recipe.settings["start"])
+    check_start(recipe)
     width = max(map(len, recipe.settings))
+    if recipe.stage:
+        show(f"stage     {recipe.stage}")
     show(f"task      {recipe.task.label} ({recipe.task.class_name})")
     show(f"hardware  {machine.hardware.sentence()}")
     show(f"plan      {plan.sentence()}\n\nsettings")
@@ -224,19 +226,24 @@ def dry_run(recipe: Recipe, request: Request) -> None:
 # --- help --------------------------------------------------------------------------------------
 
 
-def print_settings(text: str) -> TaskRef:
-    """Prints the settings of a task, first its own and then those of every task; returns the task."""
-    task = find_task(read_file(Path(text))["task"], Path(text).parent) if is_recipe_file(text) else find_task(text)
-    doc, settings = task.declaration().doc, task_settings(task)
-    show(f"\n{task.class_name}: {doc.splitlines()[0] if doc else ''}".rstrip())
-    own = [setting for setting in settings.values() if setting.owner != "Task"]
-    shared = [setting for setting in settings.values() if setting.owner == "Task"]
-    for title, rows in ((f"settings of {task.class_name}", own), ("settings of every task", shared)):
-        if rows:
-            show(f"\n{title}")
-            for setting in rows:
-                show(_setting_line(setting))
-    return task
+def print_settings(text: str) -> list[TaskRef]:
+    """Prints the settings of a task, or of all tasks of a recipe: first their own and then those of every task; returns the tasks."""
+    tasks = find_tasks(text)
+    shared: dict[str, Setting] = {}
+    for task in tasks:
+        doc, settings = task.declaration().doc, task_settings(task)
+        show(f"\n{task.class_name}: {doc.splitlines()[0] if doc else ''}".rstrip())
+        _show_settings(f"settings of {task.class_name}", [setting for setting in settings.values() if setting.owner != "Task"])
+        shared |= {name: setting for name, setting in settings.items() if setting.owner == "Task"}
+    _show_settings("settings of every task", list(shared.values()))
+    return tasks
+
+
+def _show_settings(title: str, settings: list[Setting]) -> None:
+    if settings:
+        show(f"\n{title}")
+        for setting in settings:
+            show(_setting_line(setting))
 
 
 def _setting_line(setting: Setting) -> str:

@@ -96,7 +96,8 @@ def _print_help(verb: str, words: list[str]) -> None:
     parser(verb).print_help()
     task = next((word for word in words if not word.startswith("-") and "=" not in word), None)
     if task is not None:
-        _print_search(print_settings(task))
+        for found in print_settings(task):
+            _print_search(found)
 
 
 def _print_search(task: TaskRef) -> None:

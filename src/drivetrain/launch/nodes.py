@@ -30,7 +30,7 @@ def train_on_nodes(recipe: Recipe, request: Request, machine: LocalMachine, own_
     """Joins the other machines and trains with them. `own_plan` is the plan that this machine made by itself."""
     assert request.rendezvous is not None, "check_request asks for it"
     identity = recipe.identity()
-    # A recipe with stages starts each from the stage before, which is a path of this machine.
+    # The weights to start from may be a path of this machine.
     identity["settings"] = {name: value for name, value in identity["settings"].items() if name != "start"}
     node = rendezvous.join(
         rendezvous.parse(request.rendezvous), request.node_range, machine.procs, request.node_rank,
@@ -46,7 +46,7 @@ def train_on_nodes(recipe: Recipe, request: Request, machine: LocalMachine, own_
 
 def _follow(member: Member, recipe: Recipe, request: Request, machine: LocalMachine, own_plan: Plan, screen: Screen) -> tuple[Run, JobEnd]:
     """Takes part in the leader's attempts until the run has ended."""
-    run = Run("")
+    run = _own_run(request.name or recipe.name or "", request)  # where the leader finds a finished run, no attempt names it
 
     def make_supervisor(start: StartAttempt, placement: WorkerPlacement) -> Supervisor:
         nonlocal run

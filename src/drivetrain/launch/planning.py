@@ -109,6 +109,8 @@ def _plan(recipe: Recipe, cluster: Cluster, screen: Screen, planner: Planner, me
         )  # fmt: skip
     start_time = time.monotonic()
     unpredicted_plan = _choose(recipe, cluster)
+    if recipe.awaits_files:
+        return _with_note(unpredicted_plan, "not predicted: the task reads files of an earlier stage, which is not trained yet")
     if planner == "off" or (not survey and profile_cache(recipe, unpredicted_plan).read() is None):
         return unpredicted_plan
     machine = MachineCapacity.of(cluster.hardware, cluster.device, cluster.local_procs)

@@ -71,20 +71,16 @@ def ending_as_preempted() -> Iterator[None]:
 
 
 def train_stages(recipes: list[Recipe], request: Request, screen: Screen, worker: LaunchedWorker | None = None) -> tuple[Run, JobEnd]:
-    """Trains the stages of a recipe, each from the weights of the stage before. Finished stages are not trained again. Returns the last
-    run; raises Problem if a stage fails."""
+    """Trains the stages of a recipe, in order; a stage may use the run directories of earlier ones. Finished stages are not trained again.
+    Returns the last run; raises Problem if a stage fails."""
     assert recipes, "a recipe has at least one stage"
-    run: Run | None = None
+    paths: dict[str, Path] = {}
     for recipe in recipes:
-        if run is not None and recipe.settings["start"] is None:
-            recipe = replace(
-                recipe, settings=recipe.settings | {"start": str(run.path.resolve())}, origin=recipe.origin | {"start": "the stage before"}
-            )
-        run, ended = train(recipe, request_of_stage(recipe, recipes, request), screen, worker)
+        run, ended = train(recipe.with_paths(paths), request_of_stage(recipe, recipes, request), screen, worker)
         raise_failure(ended, run)
         if ended.outcome is not Outcome.OK:
             break
-    assert run is not None
+        paths[recipe.stage] = run.path.resolve()
     return run, ended
 
 
@@ -106,8 +102,11 @@ def check_request(recipe: Recipe, request: Request) -> None:
         rendezvous.parse(request.rendezvous)
 
 
-def check_start(start: str) -> None:
-    """Raises Problem if the weights that the setting `start` names do not exist."""
+def check_start(recipe: Recipe) -> None:
+    """Raises Problem if the weights that the setting `start` names do not exist. Those of an earlier stage may come later."""
+    start = recipe.settings["start"]
+    if start is None or "start" in recipe.references:
+        return
     if not start.endswith(".safetensors"):
         runs.find(start)
     elif not Path(start).is_file():

@@ -87,8 +87,7 @@ def make_code(recipes: Sequence[Recipe], request: Request) -> tuple[str, tuple[s
         return tasks[0], tuple(recipe_words(recipes[0])), make_archive(files) if files else None
     stages: list[dict[str, Any]] = []
     for task, recipe in zip(tasks, recipes, strict=True):
-        name = str(recipe.name).rpartition("/")[2].partition("-")[2]
-        stages.append({"name": name, "task": task, **recipe.chosen(), **({"plan": recipe.pins} if recipe.pins else {})})
+        stages.append({"name": recipe.stage, "task": task, **recipe.chosen(), **({"plan": recipe.pins} if recipe.pins else {})})
     files[RECIPE] = yaml.safe_dump({"task": tasks[0], "stages": stages}, sort_keys=False).encode()
     return RECIPE, (), make_archive(files)
 

@@ -72,7 +72,7 @@ def _check(target: Target, recipes: Sequence[Recipe], request: Request) -> None:
         raise Problem("--on keeps the run in runs/ here: give it a name with --name, not --run-dir")
     for recipe in recipes:
         start = recipe.settings["start"]
-        if start is not None and not target.shares_files:
+        if start is not None and "start" not in recipe.references and not target.shares_files:
             raise Problem(
                 f"start={start} is on this machine, not on {target.name}: train there without it, or use a target that shares files"
             )
