@@ -166,7 +166,7 @@ class Distill(Task):
         stream = torch.arange(self.eval_streams).repeat(len(rows))
         grid = 1 if self.variant == "ad" else self.region
         choices = (found.facts.steps - length) // grid + 1
-        index = (stream % choices * grid)[:, None] + torch.arange(length)
+        index = (stream * choices // self.eval_streams * grid)[:, None] + torch.arange(length)
         parts = {name: getattr(found, name)[row, stream % found.facts.streams].gather(1, index) for name in COLUMNS}
         return Tensors(task=torch.tensor(found.facts.tasks)[row], stream=stream, **parts)
 
