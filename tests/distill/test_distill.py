@@ -12,6 +12,7 @@ import torch
 
 from drivetrain.outcomes import Problem
 from drivetrain.tasks.distill.distill import Distill
+from drivetrain.tasks.distill.model import Steps
 from drivetrain.tasks.distill.play import play
 from tests.command import expect_error, run_ok
 from tests.engine.test_invariance import assert_same_metrics
@@ -113,6 +114,29 @@ def test_the_pictures_and_the_answer_of_predict(folder: Path) -> None:
     assert answer.splitlines()[2].startswith("episode 3: return ")
     assert answer.splitlines()[0].endswith(" of 20")
     assert "is no task of darkroom: give a number from 0 to 24" in expect_error("predict", "d", "(9,9)", code=2)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_exported_graph_gives_the_logits_of_the_model(variant: str, folder: Path) -> None:
+    run_ok("train", "distill", *SHORT, f"variant={variant}", "--name", "d")
+    run_ok("export", "d")
+    import onnxruntime
+
+    import drivetrain
+
+    model = drivetrain.load("runs/d").eval()
+    random = torch.Generator().manual_seed(0)
+    steps = 40 if variant == "ad" else 80
+    inputs = {
+        name: torch.randint(high, (3, steps), generator=random)
+        for name, high in (("place", 25), ("action", 5), ("reward", 2), ("next_place", 25))
+    }
+    inputs["reward"] = inputs["reward"].float()
+    session = onnxruntime.InferenceSession(str(next(Path("runs/d").rglob("model.onnx"))))
+    (logits,) = session.run(["logits"], {name: values.numpy() for name, values in inputs.items()})
+    with torch.no_grad():
+        expected = model(Steps(inputs["place"], inputs["action"], inputs["reward"], inputs["next_place"]))
+    assert np.abs(logits - expected.numpy()).max() < 1e-4
 
 
 @pytest.mark.timeout(120)

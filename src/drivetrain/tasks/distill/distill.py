@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from drivetrain.data import Picture, Rand, Tensors
 from drivetrain.outcomes import Problem
@@ -23,6 +23,17 @@ from drivetrain.tasks.distill.play import play
 COLUMNS = ("place", "action", "reward", "next_place")
 LAST_EPISODES = 10
 """`return` is the mean over so many episodes at the end of a stream."""
+
+
+class HistoryGraph(nn.Module):
+    """The model as a graph for `export`: a history of whole numbers to the logits of the action at each step."""
+
+    def __init__(self, model: InContextModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, place: Tensor, action: Tensor, reward: Tensor, next_place: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.model(Steps(place, action, reward, next_place))}
 
 
 class Distill(Task):
@@ -50,6 +61,8 @@ class Distill(Task):
     """With variant=latent: consecutive regions of a training sample."""
     latents: Annotated[int, Range(1)] = 16
     """With variant=latent: tokens that hold the compressed history."""
+    skip: Annotated[int, Range(0)] = 0
+    """Steps at the beginning of each history that are left out: there, the recorded learner still acts at random."""
     width: Annotated[int, Range(2, 65536)] = 64
     """Width of the transformer."""
     layers: Annotated[int, Range(1, 256)] = 4
@@ -113,7 +126,7 @@ class Distill(Task):
             raise Problem(
                 f"a context of {context} steps is shorter than an episode of {facts.world} ({facts.limit} steps): take {name}={facts.limit} or more"
             )
-        if self._sample_steps() > facts.steps:
+        if self._sample_steps() + self._first_step() > facts.steps:
             raise Problem(
                 f"the histories have {facts.steps} steps, fewer than a training sample ({self._sample_steps()}): shorten it, or collect more"
             )
@@ -123,6 +136,11 @@ class Distill(Task):
 
     def _sample_steps(self) -> int:
         return {"ad": self.window, "compressed": 2 * self.region, "latent": self.regions * self.region}[self.variant]
+
+    def _first_step(self) -> int:
+        """Returns the first step of a history that is learned; for regions, the beginning of one."""
+        grid = 1 if self.variant == "ad" else self.region
+        return -(-self.skip // grid) * grid
 
     def model_for(self, found: Histories) -> InContextModel:
         """Returns the model for an environment."""
@@ -148,10 +166,10 @@ class Distill(Task):
 
     def augment(self, batch: dict[str, Tensor], rand: Rand) -> dict[str, Tensor]:
         """Cuts a random sequence out of each history; regions begin at their markers."""
-        length, steps = self._sample_steps(), batch["place"].shape[1]
+        length, first, steps = self._sample_steps(), self._first_step(), batch["place"].shape[1]
         grid = 1 if self.variant == "ad" else self.region
-        choices = (steps - length) // grid + 1
-        start = (rand.uniform(1) * choices).long().clamp(max=choices - 1) * grid
+        choices = (steps - first - length) // grid + 1
+        start = (rand.uniform(1) * choices).long().clamp(max=choices - 1) * grid + first
         index = start + torch.arange(length, device=start.device)
         return {name: values.gather(1, index) for name, values in batch.items()}
 
@@ -209,6 +227,10 @@ class Distill(Task):
             Picture("in-context-return", draw_curves(self._results, facts.learner)),
             Picture("last-episodes", draw_episodes(self._results, facts.env())),
         ]
+
+    def exports(self, model: InContextModel) -> dict[str, tuple[nn.Module, dict[str, Tensor]]]:
+        example = torch.zeros(2, self._sample_steps(), dtype=torch.long)
+        return {"model": (HistoryGraph(model), {"place": example, "action": example, "reward": example.float(), "next_place": example})}
 
     def predict(self, model: InContextModel, given: str) -> Iterator[str]:
         """Plays one stream of the task with this number or label, and yields each episode's return."""

@@ -236,11 +236,11 @@ class LatentModel(InContextModel):
         return self.region
 
     def forward(self, steps: Steps) -> Tensor:
-        latents, logits = self.first.expand(len(steps.place), -1, -1), []
+        latents, logits = self.first.expand(steps.place.shape[0], -1, -1), []
         for i in range(0, len(steps), self.region):
             region, is_last = steps.part(i, i + self.region), i + self.region >= len(steps)
             tokens = self.tokens.of_region(region, is_complete=not is_last)
-            queries = [] if is_last else [self.query.expand(len(tokens), -1, -1).to(tokens.dtype)]
+            queries = [] if is_last else [self.query.expand(tokens.shape[0], -1, -1).to(tokens.dtype)]
             hidden = self.transformer(torch.cat((latents.to(tokens.dtype), tokens, *queries), 1))
             logits.append(self.head(hidden[:, self.num_latents : self.num_latents + len(region)]))
             latents = hidden[:, hidden.shape[1] - self.num_latents :]
