@@ -102,13 +102,13 @@ class CollectHistories(Ppo):
     """Seed of the shuffle that determines which tasks are held out."""
     region: Annotated[int, Range(1)] = 80
     """Steps between the region markers of a history."""
-    epochs: Annotated[int, Range(1)] = 26
+    epochs: Annotated[int, Range(1)] = 50
     """Number of collections; a history has `epochs` x `horizon` steps."""
-    horizon: Annotated[int, Range(1)] = 40
+    horizon: Annotated[int, Range(1)] = 20
     """Steps that each environment is played before the policies learn."""
     passes: Annotated[int, Range(1)] = 4
     """Times that the policies learn from a collection."""
-    global_batch: Annotated[int, Range(1)] = 81_000
+    global_batch: Annotated[int, Range(1)] = 40_500
     """Samples in one optimizer step, over all processes: a multiple of the environments (tasks x streams)."""
     learning_rate: Annotated[float, Range(0)] = 0.1
     """The optimizer's peak learning rate."""

@@ -65,15 +65,15 @@ class Distill(Task):
     """Steps at the beginning of each history that are left out: there, the recorded learner still acts at random."""
     width: Annotated[int, Range(2, 65536)] = 64
     """Width of the transformer."""
-    layers: Annotated[int, Range(1, 256)] = 4
+    layers: Annotated[int, Range(1, 256)] = 3
     """Layers of the transformer."""
     heads: Annotated[int, Range(1, 1024)] = 4
     """Attention heads in each layer."""
-    inner: Annotated[int, Range(1)] = 256
+    inner: Annotated[int, Range(1)] = 128
     """Width of the layers between the attentions."""
-    dropout: Annotated[float, Range(0, 1)] = 0.1
+    dropout: Annotated[float, Range(0, 1)] = 0.0
     """Share of the activations that training drops."""
-    attention_dropout: Annotated[float, Range(0, 1)] = 0.1
+    attention_dropout: Annotated[float, Range(0, 1)] = 0.0
     """Share of the attention weights that training drops."""
     positions: Literal["learned", "rotary"] = "learned"
     """How a token knows its position in the context."""
@@ -81,11 +81,11 @@ class Distill(Task):
     """Probability that the targets give to all other actions together."""
     steps: Annotated[int, Range(1)] | None = 3000
     """Optimizer steps; if set, `epochs` is ignored."""
-    global_batch: Annotated[int, Range(1)] = 256
+    global_batch: Annotated[int, Range(1)] = 128
     """Sequences in one optimizer step, over all processes."""
-    learning_rate: Annotated[float, Range(0)] = 1e-3
+    learning_rate: Annotated[float, Range(0)] = 2e-3
     """The optimizer's peak learning rate."""
-    warmup: Duration = 200
+    warmup: Duration = 100
     """Steps (or epochs, 1ep) over which the learning rate rises to its peak."""
     clip: Annotated[float, Range(0)] = 1.0
     """Largest norm of the gradients; 0 does not clip."""
@@ -137,10 +137,14 @@ class Distill(Task):
     def _sample_steps(self) -> int:
         return {"ad": self.window, "compressed": 2 * self.region, "latent": self.regions * self.region}[self.variant]
 
+    @property
+    def _grid(self) -> int:
+        """A training sample begins at a multiple of so many steps: anywhere, or where a region does."""
+        return 1 if self.variant == "ad" else self.region
+
     def _first_step(self) -> int:
-        """Returns the first step of a history that is learned; for regions, the beginning of one."""
-        grid = 1 if self.variant == "ad" else self.region
-        return -(-self.skip // grid) * grid
+        """Returns the first step of a history that is learned."""
+        return -(-self.skip // self._grid) * self._grid
 
     def model_for(self, found: Histories) -> InContextModel:
         """Returns the model for an environment."""
@@ -167,9 +171,8 @@ class Distill(Task):
     def augment(self, batch: dict[str, Tensor], rand: Rand) -> dict[str, Tensor]:
         """Cuts a random sequence out of each history; regions begin at their markers."""
         length, first, steps = self._sample_steps(), self._first_step(), batch["place"].shape[1]
-        grid = 1 if self.variant == "ad" else self.region
-        choices = (steps - first - length) // grid + 1
-        start = (rand.uniform(1) * choices).long().clamp(max=choices - 1) * grid + first
+        choices = (steps - first - length) // self._grid + 1
+        start = (rand.uniform(1) * choices).long().clamp(max=choices - 1) * self._grid + first
         index = start + torch.arange(length, device=start.device)
         return {name: values.gather(1, index) for name, values in batch.items()}
 
@@ -182,9 +185,8 @@ class Distill(Task):
             return None
         row = torch.tensor(rows).repeat_interleave(self.eval_streams)
         stream = torch.arange(self.eval_streams).repeat(len(rows))
-        grid = 1 if self.variant == "ad" else self.region
-        choices = (found.facts.steps - length) // grid + 1
-        index = (stream * choices // self.eval_streams * grid)[:, None] + torch.arange(length)
+        choices = (found.facts.steps - length) // self._grid + 1
+        index = (stream * choices // self.eval_streams * self._grid)[:, None] + torch.arange(length)
         parts = {name: getattr(found, name)[row, stream % found.facts.streams].gather(1, index) for name in COLUMNS}
         return Tensors(task=torch.tensor(found.facts.tasks)[row], stream=stream, **parts)
 

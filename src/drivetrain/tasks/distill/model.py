@@ -49,7 +49,7 @@ class Context:
         return Steps(*(torch.stack(values, 1) for values in zip(*self.transitions[-count:], strict=True)))
 
 
-class Tokens(nn.Module):
+class StepEmbedding(nn.Module):
     """Embeds steps. A cell is the sum of its row's and its column's embedding, so that cells never seen as goals have one, too."""
 
     def __init__(self, width: int, size: int, actions: int, has_regions: bool) -> None:
@@ -108,7 +108,7 @@ class InContextModel(nn.Module):
 
     def __init__(self, shape: Shape, size: int, actions: int, capacity: int, has_regions: bool) -> None:
         super().__init__()
-        self.tokens = Tokens(shape.width, size, actions, has_regions)
+        self.embedding = StepEmbedding(shape.width, size, actions, has_regions)
         self.transformer = Transformer(shape, capacity)
         self.head = nn.Linear(shape.width, actions)
         for name, parameter in self.named_parameters():
@@ -145,7 +145,7 @@ class InContextModel(nn.Module):
             before = none, torch.zeros(place.shape, device=place.device), none
         else:
             before = context.transitions[-1][1:]
-        token: Tensor = self.tokens(place[:, None], *(values[:, None] for values in before), marker)
+        token: Tensor = self.embedding(place[:, None], *(values[:, None] for values in before), marker)
         return token
 
 
@@ -161,7 +161,7 @@ class PlainModel(InContextModel):
         return self.window
 
     def forward(self, steps: Steps) -> Tensor:
-        logits: Tensor = self.head(self.transformer(self.tokens.of_steps(steps)))
+        logits: Tensor = self.head(self.transformer(self.embedding.of_steps(steps)))
         return logits
 
     def act(self, context: Context, place: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class PlainModel(InContextModel):
         kept = self.window // 2
         context.cache, context.in_region = self.transformer.new_cache(), kept
         if kept:
-            self.transformer(self.tokens.of_steps(context.recent(kept)), context.cache)
+            self.transformer(self.embedding.of_steps(context.recent(kept)), context.cache)
         del context.transitions[: -max(1, kept)]
 
 
@@ -196,7 +196,7 @@ class CompressedModel(InContextModel):
     def forward(self, steps: Steps) -> Tensor:
         """`steps` is a history of one or two regions; the last may be shorter."""
         tokens = [
-            self.tokens.of_region(steps.part(i, i + self.region), is_complete=i + self.region < len(steps))
+            self.embedding.of_region(steps.part(i, i + self.region), is_complete=i + self.region < len(steps))
             for i in range(0, len(steps), self.region)
         ]
         hidden = self.transformer(torch.cat(tokens, 1))
@@ -216,7 +216,7 @@ class CompressedModel(InContextModel):
     def _begin_region(self, context: Context) -> None:
         """Reads the region that has just become full into a new cache."""
         context.cache, context.in_region = self.transformer.new_cache(), 0
-        self.transformer(self.tokens.of_region(context.recent(self.region), is_complete=True), context.cache)
+        self.transformer(self.embedding.of_region(context.recent(self.region), is_complete=True), context.cache)
         context.transitions.clear()
 
 
@@ -239,7 +239,7 @@ class LatentModel(InContextModel):
         latents, logits = self.first.expand(steps.place.shape[0], -1, -1), []
         for i in range(0, len(steps), self.region):
             region, is_last = steps.part(i, i + self.region), i + self.region >= len(steps)
-            tokens = self.tokens.of_region(region, is_complete=not is_last)
+            tokens = self.embedding.of_region(region, is_complete=not is_last)
             queries = [] if is_last else [self.query.expand(tokens.shape[0], -1, -1).to(tokens.dtype)]
             hidden = self.transformer(torch.cat((latents.to(tokens.dtype), tokens, *queries), 1))
             logits.append(self.head(hidden[:, self.num_latents : self.num_latents + len(region)]))
@@ -260,7 +260,7 @@ class LatentModel(InContextModel):
         """Closes the region, writes new latents, and begins the next region from them."""
         _, action, reward, next_place = context.transitions[-1]
         none, close = torch.full_like(action, -1), torch.full_like(action, CLOSE)
-        closing = self.tokens(*(values[:, None] for values in (none, action, reward, next_place, close)))
+        closing = self.embedding(*(values[:, None] for values in (none, action, reward, next_place, close)))
         queries = self.query.expand(len(action), -1, -1)
         latents = self.transformer(torch.cat((closing, queries.to(closing.dtype)), 1), context.cache)[:, 1:]
         context.cache, context.in_region = self.transformer.new_cache(), 0
