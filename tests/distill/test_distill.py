@@ -116,6 +116,7 @@ def test_the_pictures_and_the_answer_of_predict(folder: Path) -> None:
     assert "is no task of darkroom: give a number from 0 to 24" in expect_error("predict", "d", "(9,9)", code=2)
 
 
+@pytest.mark.system  # slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_exported_graph_gives_the_logits_of_the_model(variant: str, folder: Path) -> None:
     run_ok("train", "distill", *SHORT, f"variant={variant}", "--name", "d")
