@@ -11,6 +11,7 @@ from tests.launching import events, free_port, info, only_run, run, start
 TRAIN = ("train", "hanging.py", "--hang-after", "2s")
 
 
+@pytest.mark.system  # slow
 def test_torchrun_restarts_a_run_that_hung(tmp_path: Path) -> None:
     line = write_hanging_task(tmp_path, HOLDS_GIL)
     words = ("--nproc-per-node", 2, "--max-restarts", 1, "--master-port", free_port())
@@ -22,6 +23,7 @@ def test_torchrun_restarts_a_run_that_hung(tmp_path: Path) -> None:
     assert info(only_run(tmp_path))["status"] == "finished"
 
 
+@pytest.mark.system  # slow
 def test_ranks_that_wait_for_each_other_after_slow_steps(tmp_path: Path) -> None:
     """A long first step and a long first evaluation are no hang; the rank that has left the collective is the one that hangs."""
     line = write_hanging_task(tmp_path, LEFT_COLLECTIVE)

@@ -82,6 +82,7 @@ class Rows(torch.utils.data.Dataset):
 """
 
 
+@pytest.mark.system  # slow
 def test_the_bottlenecks_of_real_runs_are_named(folder: Path) -> None:
     file = write_task(change=('return datasets.digits("train")', "return Rows()"))
     file.write_text(file.read_text() + LOADER)

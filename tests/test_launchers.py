@@ -54,6 +54,7 @@ def check_one_machine(run: Path, reference: Path) -> None:
     assert (plan["nodes"], plan["threads"]) == (1, expected["threads"])
 
 
+@pytest.mark.system  # slow
 def test_torchrun_stops_and_the_same_command_resumes(task: Path, reference: Path) -> None:
     command = ("torchrun", "--nproc-per-node", 2, "--master-port", free_port(), "-m", *MODULE)
     with start(*command, folder=task, NAP=0.1) as torchrun:

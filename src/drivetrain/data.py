@@ -11,6 +11,7 @@ from drivetrain.outcomes import Problem
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     import torch
     from torch import Tensor, nn
@@ -111,6 +112,12 @@ class Source:
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Restores a state of `state()`; its rows are this rank's groups."""
+
+    def write_files(self, state: dict[str, Tensor], folder: Path) -> None:
+        """Writes the files that a finished run hands on besides its weights, into its folder `data`; by default none.
+
+        Called in one process, with the `state()` of all groups.
+        """
 
     def fault(self) -> str:
         """Returns why collected samples are not finite; empty if unknown. Called when a loss is NaN."""

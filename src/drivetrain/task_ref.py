@@ -33,6 +33,8 @@ BUILT_IN = {
     "snake": "rl/worlds.py:Snake",
     "gym": "rl/gym.py:Gym",
     "lora": "lora/lora.py:Lora",
+    "histories": "distill/collect.py:CollectHistories",
+    "distill": "distill/distill.py:Distill",
 }
 RECIPES = PACKAGE / "recipes"
 """The folder of the built-in recipes: NAME.yaml."""

@@ -205,6 +205,7 @@ def test_a_half_precision_base_stays_in_half_precision(workspace: Path) -> None:
     assert (merged_logits - adapted_logits).norm() < 0.02 * adapted_logits.norm() < 0.2 * (base_logits - adapted_logits).norm()
 
 
+@pytest.mark.system  # slow
 def test_an_interrupted_run_resumes_bit_for_bit(workspace: Path) -> None:
     words = ["lora", "base=model", "data=texts.jsonl", "context=64", "steps=12", "global_batch=4", "dropout=0.1", "save_every=5"]
     assert "is bit-equal to the unbroken run" in run_ok("verify-resume", *words)
@@ -265,6 +266,7 @@ def test_micro_batches_and_processes_change_no_loss(workspace: Path) -> None:
         assert len(losses) == 8 and losses == pytest.approx(expected, rel=2e-5)
 
 
+@pytest.mark.system  # slow
 def test_unusable_targets_bases_and_data_are_named(workspace: Path) -> None:
     with pytest.raises(Problem, match="linear layers of this model: down_proj, gate_proj"):
         lora_task(targets="query").model()

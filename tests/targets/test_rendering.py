@@ -109,6 +109,7 @@ def run_script(text: str, array_index: str = "0") -> list[list[str]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.system  # slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(WILD.filter(lambda text: not text.startswith("~/")), min_size=1, max_size=4), WILD)
 def test_no_shell_interprets_a_slurm_script(words: list[str], stop_file: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from drivetrain.data import Source
 from drivetrain.engine.execution import Execution
 from drivetrain.engine.measure.memory import peak_memory
 from drivetrain.engine.setup import Setup
@@ -64,6 +65,8 @@ def finish(setup: Setup, execution: Execution, progress: Progress, report_damage
             except Damaged as damage:
                 report_damage(f"the best checkpoint (step {best.step:,}) cannot be used, so the last weights are kept: {damage}")
         _write_model(setup, execution, step, tensors, aliases, metrics, facts)
+        if setup.source is not None:
+            _write_files(setup, setup.source, step)
     return Result(Outcome.OK, step, metrics, facts)
 
 
@@ -83,4 +86,18 @@ def _write_model(
         raise Problem(
             f"training is done, but the weights could not be written: {error}.\nFix that, then: drivetrain resume {run.name}",
             Outcome.INFRA,
+        ) from None
+
+
+def _write_files(setup: Setup, source: Source, step: int) -> None:
+    """Writes what a source hands on. The last checkpoint has the state of all ranks' groups."""
+    if type(source).write_files is Source.write_files:
+        return
+    run = setup.run
+    try:
+        checkpoint = verify(run.checkpoints / folder_name(step))
+        source.write_files(state.without_prefix(checkpoint.tensors(), "source"), run.data)
+    except (OSError, Damaged) as error:
+        raise Problem(
+            f"training is done, but its data could not be written: {error}.\nFix that, then: drivetrain resume {run.name}", Outcome.INFRA
         ) from None

@@ -66,6 +66,11 @@ class Run:
         return self.path / "checkpoints"
 
     @property
+    def data(self) -> Path:
+        """What a finished run hands on besides its weights."""
+        return self.path / "data"
+
+    @property
     def model_path(self) -> Path:
         return self.path / "model" / "model.safetensors"
 

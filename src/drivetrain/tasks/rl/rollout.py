@@ -118,7 +118,7 @@ class Rollout(Source):
         self._truncated_observation = None
         steps = [self._step(model, uniform[:, t]) for t in range(self.horizon)]
         played = {name: torch.stack([step[name] for step in steps], 1) for name in steps[0]}
-        self._store_fault(played)
+        self.record(played)
         columns = self._columns(model, played, total)
         stacked = torch.stack([columns[name].to(columns["value"].dtype).expand_as(columns["value"]) for name in COLUMNS], -1)
         return Tensors(observation=self._samples(played["observation"]), columns=self._samples(stacked))
@@ -282,8 +282,11 @@ class Rollout(Source):
         """Raises Problem if the environment's first steps return wrong types, shapes or values."""
         check_first_steps(self.env, self._env_state(state))
 
-    def _store_fault(self, played: dict[str, Tensor]) -> None:
-        """Stores the step at which an environment first returned a value that is not finite, without waiting for the device."""
+    def record(self, played: dict[str, Tensor]) -> None:
+        """Stores in the state the step at which an environment first returned a value that is not finite, without waiting for the device.
+
+        `played` holds the columns of all steps of a collection: [environments, steps, agents, ...]. A derived class may store more.
+        """
         state, observation = self._state, played["observation"]
         if self.memory:  # the memory comes from the model, not from the environment
             observation = observation[..., : observation.shape[-1] - self.memory]

@@ -1,0 +1,185 @@
+"""The task `distill`: it learns to learn, on any number of processes and after interruptions; wrong settings are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from drivetrain.outcomes import Problem
+from drivetrain.tasks.distill.distill import Distill
+from drivetrain.tasks.distill.model import Steps
+from drivetrain.tasks.distill.play import play
+from tests.command import expect_error, run_ok
+from tests.engine.test_invariance import assert_same_metrics
+from tests.sample_tasks import rows
+
+TINY: dict[str, Any] = {
+    "size": 5, "streams": 5, "episodes": 8, "num_tasks": 12, "window": 40, "region": 40, "regions": 2, "latents": 4, "width": 16, "layers": 1, "heads": 2,
+    "inner": 32, "eval_tasks": 2, "eval_streams": 3, "eval_episodes": 3,
+}  # fmt: skip
+WORDS = [f"{name}={value}" for name, value in TINY.items()]
+SHORT = [*WORDS, "steps=6", "global_batch=16", "log_every=1", "eval_every=3", "save_every=3", "warmup=2"]
+VARIANTS = ["ad", "compressed", "latent"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_samples_are_parts_of_histories_and_regions_begin_at_their_markers(variant: str) -> None:
+    task = Distill(variant=variant, **TINY)
+    found, data = task.histories(), task.train_data()
+
+    class Rand:
+        def uniform(self, k: int) -> torch.Tensor:
+            return torch.linspace(0, 0.999, len(data))[:, None].expand(-1, k)
+
+    batch = task.augment(data[torch.arange(len(data))], Rand())  # type: ignore[arg-type]
+    starts = set()
+    for row, (place, action) in enumerate(zip(batch["place"], batch["action"], strict=True)):
+        history = data[row]
+        length = len(place)
+        matches = [
+            s
+            for s in range(161 - length)
+            if torch.equal(history["place"][s : s + length], place) and torch.equal(history["action"][s : s + length], action)
+        ]
+        assert matches
+        starts.add(matches[0])
+    assert max(starts) == 160 - length
+    assert variant == "ad" or all(start % 40 == 0 for start in starts)
+    assert variant != "ad" or any(start % 40 for start in starts)
+    assert found.facts.steps == 160
+
+
+def test_held_out_tasks_are_never_trained_on() -> None:
+    task = Distill(**TINY)
+    train, held_out = task.histories().split()
+    assert len(train) + len(held_out) == 12
+    assert not set(train) & set(held_out)
+    trained = task.train_data()
+    assert len(trained) == len(train) * 5
+    goals = {task.histories().facts.tasks[row] for row in held_out}
+    evaluated = task.eval_data()
+    assert evaluated is not None
+    assert {int(sample) for sample in evaluated[:]["task"]} <= goals
+    rewarded = trained[:]["next_place"][trained[:]["reward"] > 0]
+    assert not {int(place) for place in rewarded.unique()} & goals
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_stream_does_not_depend_on_the_others(variant: str) -> None:
+    task = Distill(variant=variant, **TINY)
+    torch.manual_seed(0)
+    env, model = task.histories().facts.env(), task.model().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)  # so that actions depend on the context
+        many = play(env, model, torch.tensor([3, 3, 8]), torch.tensor([0, 1, 0]), 5, greedy=False)
+        alone = play(env, model, torch.tensor([3]), torch.tensor([1]), 5, greedy=False)
+    assert torch.equal(many.returns[1:2], alone.returns)
+    assert torch.equal(many.places[1:2], alone.places)
+    assert not torch.equal(many.places[0], many.places[1])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_processes_give_the_curve_of_one(variant: str, folder: Path) -> None:
+    words = [*SHORT, f"variant={variant}", "dropout=0", "attention_dropout=0"]
+    run_ok("train", "distill", *words, "--procs", "1", "--name", "one")
+    run_ok("train", "distill", *words, "--procs", "2", "--name", "two")
+    assert_same_metrics(rows("runs/one"), rows("runs/two"), 2e-4)
+    rates = [row["learning_rate"] for row in rows("runs/two") if "learning_rate" in row]
+    assert rates[1] == pytest.approx(2e-3)  # the schedule counts optimizer steps: its peak is at step 2 for two processes, too
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_interrupted_run_continues_bit_for_bit(variant: str, folder: Path) -> None:
+    assert "bit-equal" in run_ok("verify-resume", "distill", "--steps", "6", *SHORT, f"variant={variant}")
+
+
+def test_the_pictures_and_the_answer_of_predict(folder: Path) -> None:
+    output = run_ok("train", "distill", *SHORT, "--name", "d")
+    assert "return of the last 10 episodes by held-out task: (" in output
+    from PIL import Image
+
+    for name in ("in-context-return", "last-episodes"):
+        pixels = np.asarray(Image.open(f"runs/d/media/{name}-00000006.png"))
+        assert pixels.shape[2] == 3
+        assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 20
+    last = [json.loads(line) for line in Path("runs/d/metrics.jsonl").read_text().splitlines()][-1]
+    assert {"eval/return", "eval/of_optimum", "eval/worst_return", "eval/accuracy", "eval/loss", "eval/first_return"} <= last.keys()
+    answer = run_ok("predict", "d", "(2,2)")
+    assert answer.splitlines()[2].startswith("episode 3: return ")
+    assert answer.splitlines()[0].endswith(" of 20")
+    assert "is no task of darkroom: give a number from 0 to 24" in expect_error("predict", "d", "(9,9)", code=2)
+
+
+@pytest.mark.system  # slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_exported_graph_gives_the_logits_of_the_model(variant: str, folder: Path) -> None:
+    run_ok("train", "distill", *SHORT, f"variant={variant}", "--name", "d")
+    run_ok("export", "d")
+    import onnxruntime
+
+    import drivetrain
+
+    model = drivetrain.load("runs/d").eval()
+    random = torch.Generator().manual_seed(0)
+    steps = 40 if variant == "ad" else 80
+    inputs = {
+        name: torch.randint(high, (3, steps), generator=random)
+        for name, high in (("place", 25), ("action", 5), ("reward", 2), ("next_place", 25))
+    }
+    inputs["reward"] = inputs["reward"].float()
+    session = onnxruntime.InferenceSession(str(next(Path("runs/d").rglob("model.onnx"))))
+    (logits,) = session.run(["logits"], {name: values.numpy() for name, values in inputs.items()})
+    with torch.no_grad():
+        expected = model(Steps(inputs["place"], inputs["action"], inputs["reward"], inputs["next_place"]))
+    assert np.abs(logits - expected.numpy()).max() < 1e-4
+
+
+@pytest.mark.timeout(300)
+def test_a_small_form_of_the_recipe_learns_to_learn(folder: Path) -> None:
+    """The weights are the same in the first and in the last episode: the context alone makes the difference."""
+    words = [
+        "train", "darkroom", "size=5", "collect.streams=40", "collect.epochs=30", "collect.global_batch=5000", "train.steps=500", "width=32", "layers=2",
+        "heads=2", "inner=64", "window=60", "train.global_batch=64", "train.learning_rate=3e-3", "warmup=40", "eval_streams=20", "eval_episodes=20",
+        "train.eval_every=500",
+    ]  # fmt: skip
+    run_ok(*words)
+    last = rows("runs/darkroom/2-train")[-1]
+    assert last["eval/return"] > 1.6 * last["eval/first_return"]
+    assert last["eval/accuracy"] > 0.6
+    again = run_ok(*words)
+    assert again.count("finished") == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"window": 19}, r"a context of 19 steps is shorter than an episode of darkroom \(20 steps\): take window=20 or more"),
+        ({"variant": "latent", "region": 10}, r"a context of 10 steps is shorter than an episode of darkroom \(20 steps\): take region=20"),
+        ({"variant": "latent", "regions": 9}, r"the histories have 160 steps, fewer than a training sample \(360\)"),
+        ({"width": 30, "heads": 4}, r"width=30 is no multiple of 2 x heads=4: take width=24"),
+        ({"skip": 150}, r"the histories have 160 steps, fewer than"),
+        ({"num_tasks": 2}, r"has no task to train on, only held-out ones"),
+        ({"data": "nothing-here"}, r"data=nothing-here has no histories"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(Problem, match=message):
+        Distill(**TINY | settings).histories()
+
+
+def test_histories_of_another_environment_are_refused(folder: Path) -> None:
+    from drivetrain.tasks.distill import histories
+
+    histories.write(Path("data"), Distill(**TINY).histories())
+    message = expect_error("train", "distill", "data=data", "world=key-to-door", *SHORT)
+    assert "data=data has histories of darkroom, not of world=key-to-door: leave out one of the two" in message
+
+
+def test_an_unknown_variant_names_the_others(folder: Path) -> None:
+    assert "ad, compressed, latent" in expect_error("train", "distill", "variant=rnn").replace("|", ", ").replace("'", "")
