@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+import pytest
+
 from tests.foreign_hangs import HOLDS_GIL, LEFT_COLLECTIVE, check_hang_event, check_hung_run, write_hanging_task
 from tests.launching import events, free_port, info, only_run, run, start
 
