@@ -156,6 +156,24 @@ def test_a_small_form_of_the_recipe_learns_to_learn(folder: Path) -> None:
     assert again.count("finished") == 2
 
 
+def test_the_configuration_of_guide_002_trains(folder: Path) -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / "guide-002.yaml"
+    assert "drivetrain train recipes/guide-002.yaml" in recipe.read_text()
+    words = [
+        "size=5",
+        "collect.streams=2",
+        "collect.epochs=10",
+        "collect.global_batch=200",
+        "train.steps=3",
+        "train.global_batch=16",
+        "warmup=1",
+    ]
+    output = run_ok("train", str(recipe), *words, "eval_tasks=2", "eval_streams=2", "eval_episodes=9", "--name", "guide")
+    assert "step 3/3" in output
+    settings = json.loads(Path("runs/guide/2-train/run.json").read_text())["recipe"]["settings"]
+    assert (settings["variant"], settings["inner"], settings["learning_rate"]) == ("compressed", 128, 3e-4)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

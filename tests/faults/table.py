@@ -342,8 +342,8 @@ FILES = [
     ),
     Fault(
         "environment-wins", "recipe.py",
-        '("environment", from_environment), ("command line", from_command_line)):',
-        '("command line", from_command_line), ("environment", from_environment)):',
+        '"environment": from_environment, "command line": from_command_line}',
+        '"command line": from_command_line, "environment": from_environment}',
         "epochs=5 on the command line is ignored where DRIVETRAIN_EPOCHS is set",
         ("tests/test_cli.py::test_precedence_and_origins",),
     ),

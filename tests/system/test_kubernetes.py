@@ -124,6 +124,24 @@ def test_killed_pods_cost_no_step_of_two_that_train_as_one(lab: Cluster) -> None
     _assert_no_secret(lab, facts, "undisturbed", "killed")
 
 
+def test_an_elastic_run_goes_on_without_a_lost_pod_and_uses_the_next_one(lab: Cluster) -> None:
+    write_task(change=SLOW, text=WITHOUT_DROPOUT)
+    run_ok("train", "small.py", "steps=300", "save_every=20", *FAST, "--on", "lab", "--nodes", "1:2", "--name", "elastic")
+    job = record("elastic")["handle"]["job"]
+    policy = lab.kubectl("get", "pytorchjob", job, "-o", "jsonpath={.spec.elasticPolicy.minReplicas},{.spec.elasticPolicy.maxReplicas}")
+    assert policy == "1,1"  # they count workers; the master is the other machine
+    follower = follow("elastic")
+    wait_until(lambda: step("elastic") >= 40, "steps", process=follower)
+    pod = lab.kubelet.find("default", f"{job}-worker-0")
+    assert pod is not None
+    pod.containers["pytorch"].signal(signal.SIGKILL)
+    printed, _ = follower.communicate(timeout=400)
+    assert follower.returncode == 0, printed
+    assert Run("runs/elastic").status == "finished"
+    assert [row["step"] for row in Run("runs/elastic").rows() if "train/loss" in row] == list(range(1, 301))
+    assert "1 of 2 machines have joined" in printed
+
+
 @pytest.fixture
 def bucket() -> Iterator[Path]:
     """A folder of this machine that all pods have, too."""
