@@ -124,7 +124,7 @@ def test_killed_pods_cost_no_step_of_two_that_train_as_one(lab: Cluster) -> None
     _assert_no_secret(lab, facts, "undisturbed", "killed")
 
 
-def test_an_elastic_run_goes_on_without_a_lost_pod_and_uses_the_next_one(lab: Cluster) -> None:
+def test_an_elastic_run_survives_a_lost_pod(lab: Cluster) -> None:
     write_task(change=SLOW, text=WITHOUT_DROPOUT)
     run_ok("train", "small.py", "steps=300", "save_every=20", *FAST, "--on", "lab", "--nodes", "1:2", "--name", "elastic")
     job = record("elastic")["handle"]["job"]
@@ -139,7 +139,7 @@ def test_an_elastic_run_goes_on_without_a_lost_pod_and_uses_the_next_one(lab: Cl
     assert follower.returncode == 0, printed
     assert Run("runs/elastic").status == "finished"
     assert [row["step"] for row in Run("runs/elastic").rows() if "train/loss" in row] == list(range(1, 301))
-    assert "1 of 2 machines have joined" in printed
+    assert printed.count("of 2 machines have joined") >= 2, printed  # at the start, and after the loss
 
 
 @pytest.fixture
