@@ -20,7 +20,6 @@ from drivetrain.targets.transfer import send_run
 from tests.command import run_ok, write_task
 
 FAST = ("plan.threads=1", "plan.compile=off")
-needs_rsync = pytest.mark.skipif(shutil.which("rsync") is None, reason="needs rsync")
 
 
 def write_checkpoint(run: Path, step: int) -> Path:
@@ -66,7 +65,7 @@ def test_a_checkpoint_that_a_training_wrote_is_complete_until_a_file_is_cut(fold
     assert newest_complete_step(run) == 0
 
 
-@needs_rsync
+@pytest.mark.system  # rsync
 def test_a_run_that_is_missing_there_is_sent_without_what_belongs_to_this_machine(tmp_path: Path) -> None:
     here, there = write_run(tmp_path / "here", 5, 10), tmp_path / "base" / "runs" / "x"
     for name in (
@@ -91,7 +90,7 @@ def test_a_run_that_is_missing_there_is_sent_without_what_belongs_to_this_machin
     assert send(here, there) == (True, []), "it is there now"
 
 
-@needs_rsync
+@pytest.mark.system  # rsync
 @pytest.mark.parametrize(
     ("steps_here", "steps_there", "is_sent"), [((10,), (5,), True), ((10,), (10,), False), ((10,), (5, 15), False), ((), (5,), False)]
 )
@@ -102,7 +101,7 @@ def test_the_newer_checkpoint_wins(steps_here: tuple[int, ...], steps_there: tup
     assert origin(there) == str(here if is_sent else there)
 
 
-@needs_rsync
+@pytest.mark.system  # rsync
 def test_a_checkpoint_that_is_cut_there_does_not_count(tmp_path: Path) -> None:
     """As after a transfer that was interrupted."""
     here, there = write_run(tmp_path / "here", 10), write_run(tmp_path / "there", 10)
@@ -111,7 +110,7 @@ def test_a_checkpoint_that_is_cut_there_does_not_count(tmp_path: Path) -> None:
     assert newest_complete_step(there) == 10
 
 
-@needs_rsync
+@pytest.mark.system  # rsync
 def test_a_later_stage_is_newer_whatever_its_step(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     write_run(here / "1-a", 90, status="finished")
@@ -123,7 +122,7 @@ def test_a_later_stage_is_newer_whatever_its_step(tmp_path: Path) -> None:
     assert send(here, there) == (True, [])
 
 
-@needs_rsync
+@pytest.mark.system  # rsync
 def test_several_machines_keep_their_own_logs(tmp_path: Path) -> None:
     here, there = write_run(tmp_path / "here", 10), tmp_path / "there"
     (here / "logs").mkdir()
