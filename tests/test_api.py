@@ -18,6 +18,7 @@ from tests.command import TASK, environment, write_task
 TASK_TEXT = TASK.replace("class Small(Task):", "class Cell(Task):")
 
 
+@pytest.mark.system
 def test_a_notebook_cell_trains_on_two_processes(folder: Path) -> None:
     notebook = nbformat.v4.new_notebook()
     cells = [

@@ -211,6 +211,7 @@ def test_dicts_keywords_whole_numbers_and_nested_results_have_names(tmp_path: Pa
     assert list(shapes(graph.outputs)) == ["logits", "parts_0_scale", "parts_2_0"]
 
 
+@pytest.mark.system
 def test_a_time_first_model_has_its_rows_in_the_second_dimension(tmp_path: Path) -> None:
     def collate(samples: list[Any]) -> Any:
         return np.stack([np.tile(x.numpy(), (5, 1)) for x, _ in samples], 1), None
@@ -263,8 +264,8 @@ class Batch:
         (Net(lambda self, x, n: self.linear(x) / n), {"call": lambda model, x: model(x, len(x))}, r"differs between batches \(8, 3, 1\)"),
         (Net(lambda self, b: self.linear(b.x)), {"call": lambda model, x: model(Batch(x))}, "called with a Batch, whose tensors have no names"),
         (Net(lambda self, x: x), {"call": lambda model, x: model.linear(x)}, "metrics never calls the model itself"),
-        (Net(lambda self, x: self.parts["rnn"](x.transpose(0, 1))[0], rnn=nn.GRU(6, 4)),
-            {"samples": list(zip(X, Y, strict=True)), "collate": padded}, r"works for the sizes it was made with \(input 8x9x6\): make all batches of"),
+        pytest.param(Net(lambda self, x: self.parts["rnn"](x.transpose(0, 1))[0], rnn=nn.GRU(6, 4)),
+            {"samples": list(zip(X, Y, strict=True)), "collate": padded}, r"works for the sizes it was made with \(input 8x9x6\): make all batches of", marks=pytest.mark.system),
     ],
     ids=["branch", "operator", "dropout", "sampling", "no tensors", "complex", "number", "object", "method", "lengths"],
 )  # fmt: skip

@@ -185,6 +185,7 @@ import os, torch.distributed as dist
         return F.cross"""
 
 
+@pytest.mark.system
 def test_the_collectives_of_a_subgroup_are_compared_within_the_subgroup(folder: Path) -> None:
     words = ["train", "small.py", "steps=4", "save_every=2", "--procs", "3", "--check-collectives"]
     write_task(change=("return F.cross", COLLECTIVES_OF_A_SUBGROUP.replace("RANK_WITH_3", "2")))

@@ -97,6 +97,7 @@ def test_accelerate_on_a_cpu_starts_one_process_and_a_notice_says_so(task: Path,
     assert losses(only_run(task)) == pytest.approx(losses(reference), rel=0.05)
 
 
+@pytest.mark.system
 def test_the_launcher_of_deepspeed(task: Path, reference: Path) -> None:
     """Its launcher puts --local_rank=N between `drivetrain` and its verb."""
     script = (sys.executable, BIN / "deepspeed")  # the interpreter in its first line may be in a folder with a space
@@ -154,6 +155,7 @@ def start_on_two_machines(*folders: Path, port: int, **variables: object) -> Ite
         yield [first, stack.enter_context(start(*command, folder=folders[1], **variables))]
 
 
+@pytest.mark.system
 def test_two_machines_with_a_shared_folder(task: Path, reference: Path) -> None:
     with start_on_two_machines(task, task, port=free_port()) as (first, second):
         assert "2 of 2 machines have joined" in first.succeed()
@@ -162,6 +164,7 @@ def test_two_machines_with_a_shared_folder(task: Path, reference: Path) -> None:
     assert info(only_run(task))["plan"]["nodes"] == 2
 
 
+@pytest.mark.system
 def test_two_machines_without_a_shared_folder_stop_and_resume(task: Path, reference: Path, tmp_path: Path) -> None:
     """Only the first machine has the run; the second gets the state from the first."""
     other, port = write_task(tmp_path / "another folder"), free_port()

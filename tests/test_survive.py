@@ -135,6 +135,7 @@ def test_a_hang_in_the_second_step_is_found(folder: Path) -> None:
     assert reasons == ["hang", "hang"]
 
 
+@pytest.mark.system
 def test_a_hang_in_the_first_step_of_a_later_start_is_found(folder: Path) -> None:
     """The duration of earlier first steps is known to the same command and to a resume."""
     write_task()

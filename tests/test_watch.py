@@ -78,7 +78,7 @@ def test_without_a_terminal_there_are_plain_lines(monkeypatch: pytest.MonkeyPatc
     assert "\x1b" not in text
 
 
-@pytest.mark.parametrize("columns", [40, 100])
+@pytest.mark.parametrize("columns", [40, pytest.param(100, marks=pytest.mark.system)])
 def test_the_live_line_never_wraps(columns: int, folder: Path) -> None:
     """The command runs on a real terminal of this width."""
     write_task()

@@ -368,6 +368,7 @@ def train_with_random_faults(folder: str, seed: int, times: int, group: Group) -
     return times
 
 
+@pytest.mark.system
 def test_no_rank_is_left_behind(tmp_path: Path) -> None:
     assert on_ranks(4, train_with_random_faults, str(tmp_path), 1, 8) == [8] * 4
 

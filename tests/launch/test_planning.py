@@ -39,6 +39,7 @@ def no_process(*args: Any) -> None:
     raise AssertionError("surveyed again")
 
 
+@pytest.mark.system
 def test_a_long_training_measures_once_and_a_short_one_never(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "MIN_SECONDS", 60.0)  # enough time for the survey of the task, which is not tested here
     plan, _ = planned(28)
@@ -53,6 +54,7 @@ def test_a_long_training_measures_once_and_a_short_one_never(monkeypatch: pytest
     assert planned(28)[0].measured == plan.measured, "a short training uses the measurements of a long one"
 
 
+@pytest.mark.system
 def test_measuring_ends_at_its_limit_and_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "MIN_SECONDS", 60.0)
     plan, _ = planned(28)

@@ -138,6 +138,7 @@ def test_a_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch) 
         Lora(base="shape:tiny").model()
 
 
+@pytest.mark.system
 def test_the_run_leaves_an_adapter_that_peft_loads(workspace: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

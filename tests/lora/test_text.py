@@ -325,6 +325,7 @@ for kind in (lambda name: find_base(name).tokenizer(), lambda name: find_base(na
 """
 
 
+@pytest.mark.system
 def test_gated_and_missing_repositories_are_distinguished(tmp_path: Path) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     Thread(target=server.serve_forever, daemon=True).start()

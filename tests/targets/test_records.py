@@ -38,6 +38,7 @@ def record_of(name: str) -> Record:
     return record
 
 
+@pytest.mark.system
 def test_changed_settings_stay_changed_and_the_first_ones_are_kept(folder: Path) -> None:
     write_task()
     train = ("train", "small.py", "hidden=8", "steps=3", *FAST, "--on", "local", "--name", "one")
@@ -101,6 +102,7 @@ def test_a_broken_connection_keeps_the_record(problem: Problem, is_kept: bool, f
     assert Path("runs/one/target.json").exists() == is_kept
 
 
+@pytest.mark.system
 def test_a_recipe_with_stages(folder: Path) -> None:
     Path("recipe.yaml").write_text(yaml.safe_dump({"task": "digits", "steps": 2, "stages": [{"name": "a"}, {"name": "b", "steps": 3}]}))
     output = run_ok("train", "recipe.yaml", *FAST, "--on", "local", "--wait")

@@ -136,6 +136,7 @@ def test_without_any_checkpoint_the_run_begins_again(tmp_path: Path) -> None:
     assert send(tmp_path / "here", tmp_path / "there") == (False, [])
 
 
+@pytest.mark.system
 def test_resume_says_that_it_starts_at_step_0(folder: Path) -> None:
     write_task()
     run_ok("train", "small.py", "steps=2", *FAST, "--on", "local", "--wait", "--name", "one")
