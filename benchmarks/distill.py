@@ -102,9 +102,8 @@ def run_accelerate(task: Distill, folder: Path, device: torch.device, window: Wi
 
 
 def run_drivetrain(task: Distill, device: torch.device, window: Window) -> dict[str, Any]:
-    pins: dict[str, Any] = {"micro_batch": task.global_batch}
-    if device.type == "cuda":
-        pins["compile"] = "on"  # what a run of many minutes gets
+    # What a run of many minutes gets, without the trials before it.
+    pins: dict[str, Any] = {"micro_batch": task.global_batch, "compile": "on" if device.type == "cuda" else "off"}
     plan = choose(task.settings(), detect(), device=device.type, world_size=1, local_procs=1, pins=pins)
     clock = Clock(window)
     with tempfile.TemporaryDirectory() as run:
