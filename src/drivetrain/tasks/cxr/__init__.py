@@ -1,0 +1,1 @@
+"""Chest X-rays: answers to questions, and CheXpert labels."""
