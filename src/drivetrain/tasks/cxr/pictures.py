@@ -91,7 +91,7 @@ def _draw_attention(axis: Any, entry: Shown) -> None:
     colour = "black"
     if entry.reference:
         colour = GREEN if entry.is_right else RED
-        text += "" if entry.is_right else f"\nright: {entry.reference}"
+        text += "" if entry.is_right else f"\nexpected: {entry.reference}"
     axis.set_title(text, fontsize=8, color=colour)
 
 
