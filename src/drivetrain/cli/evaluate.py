@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -27,17 +28,18 @@ def parser(verb: str) -> Parser:
     parser.add_argument("target", metavar="RUN", help="a run's name or folder")
     add_placement(parser)
     parser.add_argument("--against", metavar="OTHER", help="a run with the same evaluation data, to compare with")
-    parser.add_argument("--bootstrap", metavar="N", type=count, help=f"resamples for intervals (with --against: {DEFAULT_RESAMPLES})")
+    parser.add_argument(
+        "--bootstrap", metavar="N", type=num_resamples, help=f"resamples for intervals (with --against: {DEFAULT_RESAMPLES})"
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     add_common(parser)
     return parser
 
 
-def count(text: str) -> int:
-    number = int(text)
-    if not 1 <= number <= 100_000:
-        raise ValueError(f"{number} is no number of resamples")
-    return number
+def num_resamples(text: str) -> int:
+    if not (text.isdecimal() and 1 <= int(text) <= 100_000):
+        raise argparse.ArgumentTypeError(f"{text[:80]}: write a number of resamples from 1 to 100000, such as 1000")
+    return int(text)
 
 
 def run(verb: str, words: list[str]) -> int:
@@ -51,11 +53,11 @@ def run(verb: str, words: list[str]) -> int:
 
     run_dirs = [find(name) for name in (args.target, args.against) if name is not None]
     screen = Screen(quiet=args.quiet or args.json)
-    num_resamples = args.bootstrap or (DEFAULT_RESAMPLES if args.against else 0)
+    resamples = args.bootstrap or (DEFAULT_RESAMPLES if args.against else 0)
     results = []
     for run_dir in run_dirs:
         request = Request(procs=args.procs, gpus=args.gpus, device=args.device, verbose=args.verbose)
-        ended = evaluate(run_dir, request, screen, num_resamples)
+        ended = evaluate(run_dir, request, screen, resamples)
         raise_failure(ended, run_dir)
         if ended.outcome is not Outcome.OK:
             return exit_code(ended)

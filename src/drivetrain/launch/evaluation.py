@@ -86,4 +86,4 @@ def compare(result: dict[str, Any], other: dict[str, Any]) -> list[Difference]:
 def _numbers(result: dict[str, Any]) -> dict[str, float]:
     """Returns the metrics and the rows of all tables, as `TABLE: ROW`."""
     tables = {name: figure for name, figure in result["figures"].items() if isinstance(figure, dict)}
-    return result["metrics"] | {f"{name}: {row}": value for name, table in tables.items() for row, value in table.items()}
+    return dict(result["metrics"]) | {f"{name}: {row}": value for name, table in tables.items() for row, value in table.items()}

@@ -60,7 +60,7 @@ class ConvNextBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv_dw(x).permute(0, 2, 3, 1)
         y = self.gamma * self.mlp(self.norm(y))
-        return x + y.permute(0, 3, 1, 2)
+        return x + y.permute(0, 3, 1, 2)  # type: ignore[no-any-return]
 
 
 class ConvNextStage(nn.Module):

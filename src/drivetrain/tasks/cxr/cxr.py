@@ -49,7 +49,13 @@ class AnswerGraph(nn.Module):
 def empty_graph(images: int, nodes: int, device: torch.device) -> dict[str, Tensor]:
     """Returns the entries of a batch for images without a scene graph."""
     no = torch.zeros(images, nodes, dtype=torch.bool, device=device)
-    return {"boxes": no[..., None].expand(-1, -1, 4).float(), "has_box": no, "is_node": no, "node_region": no.short(), "node_entity": no.short()}
+    return {
+        "boxes": no[..., None].expand(-1, -1, 4).float(),
+        "has_box": no,
+        "is_node": no,
+        "node_region": no.short(),
+        "node_entity": no.short(),
+    }
 
 
 class Cxr(Task):
@@ -199,7 +205,9 @@ class Cxr(Task):
 
     def model(self) -> CxrModel:
         if self.width % self.heads:
-            raise Problem(f"width={self.width} is no multiple of heads={self.heads}: take width={self.heads * max(1, self.width // self.heads)}")
+            raise Problem(
+                f"width={self.width} is no multiple of heads={self.heads}: take width={self.heads * max(1, self.width // self.heads)}"
+            )
         check_weights(self.encoder_weights)
         image = build_image_encoder(self.encoder, self.encoder_weights)
         text: Any
@@ -240,7 +248,7 @@ class Cxr(Task):
         logged = {}
         with torch.no_grad():
             right = sum((outputs[name].argmax(-1) == target) & (head == place) for place, name in enumerate(losses.HEADS))
-            logged["accuracy"] = (right.float().sum(), (head >= 0).sum())  # type: ignore[union-attr]
+            logged["accuracy"] = (right.float().sum(), (head >= 0).sum())
         return losses.losses(outputs, batch, self._weights, self.uncertain, self._num_entities), logged
 
     # --- evaluation ---
@@ -277,7 +285,10 @@ class Cxr(Task):
             if kind < 0:
                 continue
             probability = outputs[losses.HEADS[kind]][row, column].float().softmax(-1).cpu()
-            boxes = [box.tolist() if batch["has_answer_box"][row, column] else None for box in (batch["answer_boxes"][row, column], outputs["answer_box"][row, column])]
+            boxes = [
+                box.tolist() if batch["has_answer_box"][row, column] else None
+                for box in (batch["answer_boxes"][row, column], outputs["answer_box"][row, column])
+            ]
             shown.append(
                 Shown(
                     batch["image"][row, 0].numpy(), self._eval_dataset.question_text(int(batch["question"][row, column])),

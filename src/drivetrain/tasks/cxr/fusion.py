@@ -36,7 +36,11 @@ class CrossAttention(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: Tensor, others: TokenSet) -> Tensor:
-        query, key, value = self._split(self.query(tokens)), self._split(self.key(others.features)), self._split(self.value(others.features))
+        query, key, value = (
+            self._split(self.query(tokens)),
+            self._split(self.key(others.features)),
+            self._split(self.value(others.features)),
+        )
         mask = others.is_real[:, None, None, :]
         mixed = F.scaled_dot_product_attention(query, key, value, mask, self.dropout.p if self.training else 0.0)
         return self.norm(tokens + self.dropout(self.output(mixed.transpose(1, 2).flatten(2))))  # type: ignore[no-any-return]
@@ -45,7 +49,8 @@ class CrossAttention(nn.Module):
         """Returns the attention weights, the mean over the heads: [n, tokens, others]."""
         query, key = self._split(self.query(tokens)), self._split(self.key(others.features))
         scores = (query @ key.transpose(-1, -2)).float() / query.shape[-1] ** 0.5
-        return scores.masked_fill(~others.is_real[:, None, None, :], float("-inf")).softmax(-1).mean(1)
+        scores = scores.masked_fill(~others.is_real[:, None, None, :], float("-inf"))
+        return scores.softmax(-1).mean(1)  # type: ignore[no-any-return]
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)

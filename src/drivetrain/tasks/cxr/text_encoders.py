@@ -74,22 +74,43 @@ class BertBlock(nn.Module):
         return self.output(F.gelu(self.intermediate["dense"](x)), x)  # type: ignore[no-any-return]
 
 
+class BertEmbeddings(nn.Module):
+    """The sum of the embeddings of a token, its position and the first segment."""
+
+    def __init__(self, shape: TextShape) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(shape.num_tokens, shape.width, padding_idx=0)
+        self.position_embeddings = nn.Embedding(shape.positions, shape.width)
+        self.token_type_embeddings = nn.Embedding(shape.segments, shape.width)
+        self.LayerNorm = nn.LayerNorm(shape.width, eps=shape.epsilon)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        others = self.position_embeddings.weight[: tokens.shape[1]] + self.token_type_embeddings.weight[0]
+        return self.LayerNorm(self.word_embeddings(tokens) + others)  # type: ignore[no-any-return]
+
+
+class BertBlocks(nn.Module):
+    """All layers of a BERT."""
+
+    def __init__(self, shape: TextShape) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(BertBlock(shape) for _ in range(shape.layers))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for block in self.layer:
+            x = block(x, mask)
+        return x
+
+
 class Bert(nn.Module):
     """Tokens [n, t] with the number of real ones [n] to features [n, t, width]."""
 
     def __init__(self, shape: TextShape) -> None:
         super().__init__()
         self.width = shape.width
-        self.embeddings = nn.ModuleDict(
-            {
-                "word_embeddings": nn.Embedding(shape.num_tokens, shape.width, padding_idx=0),
-                "position_embeddings": nn.Embedding(shape.positions, shape.width),
-                "token_type_embeddings": nn.Embedding(shape.segments, shape.width),
-                "LayerNorm": nn.LayerNorm(shape.width, eps=shape.epsilon),
-            }
-        )
+        self.embeddings = BertEmbeddings(shape)
         self.dropout = nn.Dropout(shape.dropout)
-        self.encoder = nn.ModuleDict({"layer": nn.ModuleList(BertBlock(shape) for _ in range(shape.layers))})
+        self.encoder = BertBlocks(shape)
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
@@ -97,14 +118,7 @@ class Bert(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor, is_token: Tensor) -> Tensor:
-        parts = self.embeddings
-        positions = parts["position_embeddings"].weight[: tokens.shape[1]]
-        x = parts["word_embeddings"](tokens) + positions + parts["token_type_embeddings"].weight[0]
-        x = self.dropout(parts["LayerNorm"](x))
-        mask = is_token[:, None, None, :]
-        for block in self.encoder["layer"]:  # type: ignore[union-attr]
-            x = block(x, mask)
-        return x  # type: ignore[no-any-return]
+        return self.encoder(self.dropout(self.embeddings(tokens)), is_token[:, None, None, :])  # type: ignore[no-any-return]
 
 
 class PretrainedText(nn.Module):
