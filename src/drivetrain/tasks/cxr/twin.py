@@ -71,7 +71,9 @@ def _is_twin(folder: Path) -> bool:
     return all(not (folder / name).exists() or (folder / name / MARK).is_file() for name in (MIMIC, QBA))
 
 
-def study_files(plan: StudyPlan, seed: int, with_images: bool = True) -> tuple[dict[str, bytes], dict[str, Any], dict[str, Any], tuple[int, int]]:
+def study_files(
+    plan: StudyPlan, seed: int, with_images: bool = True
+) -> tuple[dict[str, bytes], dict[str, Any], dict[str, Any], tuple[int, int]]:
     """Returns a study's JPEGs by image, its questions, its scene graph, and the size (rows, columns) of its images."""
     rng = random_of(seed, 1, plan.number)
     columns = IMAGE_SIZE - 8 * int(rng.integers(0, 5))
@@ -170,5 +172,3 @@ def _write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[object
 def default_folder(studies: int) -> Path:
     """Returns the folder of a twin that nobody named."""
     return Path("data") / f"cxr-synthetic-{studies}"
-
-

@@ -6,6 +6,7 @@ Positions are in units of the image (0 to 1); the patient's right side is on the
 from __future__ import annotations
 
 import io
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,8 +117,8 @@ class Canvas:
     """An image that is being painted: brightness 0 to 1."""
 
     def __init__(self, height: int, width: int) -> None:
-        self.u: Plane = ((np.arange(width, dtype=np.float32) + 0.5) / width)[None, :]
-        self.v: Plane = ((np.arange(height, dtype=np.float32) + 0.5) / height)[:, None]
+        self.u: Plane = ((np.arange(width) + 0.5) / width).astype(np.float32)[None, :]
+        self.v: Plane = ((np.arange(height) + 0.5) / height).astype(np.float32)[:, None]
         self.plane: Plane = np.full((height, width), 0.03, np.float32)
 
     def window(self, box: Box) -> tuple[Plane, Plane, Plane]:
@@ -141,7 +142,7 @@ class Canvas:
 
     def add_line(self, points: list[tuple[float, float]], width: float, amount: float) -> None:
         """Brightens a line through points."""
-        for (x1, y1), (x2, y2) in zip(points, points[1:], strict=False):
+        for (x1, y1), (x2, y2) in itertools.pairwise(points):
             box = (min(x1, x2) - 3 * width, min(y1, y2) - 3 * width, max(x1, x2) + 3 * width, max(y1, y2) + 3 * width)
             u, v, pixels = self.window(box)
             length = max((x2 - x1) ** 2 + (y2 - y1) ** 2, 1e-9)

@@ -99,7 +99,7 @@ def plan_study(seed: int, number: int) -> StudyPlan:
     patient = patient_of(number)
     devices = tuple(PlantedFinding(name, is_uncertain=False) for name in DEVICES if rng.random() < 0.12)
     findings = () if rng.random() < 0.2 else _plant(rng)
-    views = (("PA", "AP")[int(rng.random() < 0.4)],)
+    views: tuple[str, ...] = (("PA", "AP")[int(rng.random() < 0.4)],)
     if rng.random() < 0.45:
         views = (*views, "LATERAL")
     if rng.random() < 0.08:

@@ -7,9 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from drivetrain.tasks.cxr.twin_images import Box, PlantedFinding
+from drivetrain.tasks.cxr.twin_images import PlantedFinding
 from drivetrain.tasks.cxr.twin_plan import (
-    DEVICE_REGIONS, DEVICES, FINDINGS, REGIONS, SUBCATEGORIES, SUBCATEGORY_OF, StudyPlan, regions_of, regions_with_parents,
+    DEVICE_REGIONS,
+    DEVICES,
+    FINDINGS,
+    REGIONS,
+    SUBCATEGORIES,
+    SUBCATEGORY_OF,
+    StudyPlan,
+    regions_of,
+    regions_with_parents,
 )  # fmt: skip
 from drivetrain.tasks.cxr.vocabulary import GRADES, SEVERITIES
 
@@ -146,7 +154,9 @@ class StudyTexts:
             "question_quality": {} if grade == GRADES[0] else {"rating": grade},
         }
 
-    def _template(self, text: str, positive: bool, entities: Iterable[str] = (), regions: Iterable[str] = (), boxes: Boxes | None = None) -> Json:
+    def _template(
+        self, text: str, positive: bool, entities: Iterable[str] = (), regions: Iterable[str] = (), boxes: Boxes | None = None
+    ) -> Json:
         entities, regions = list(entities), list(regions)
         return {
             "answer_type": "main_answer", "answer_level": 0, "text": text, "name_tag": text.rstrip(".").lower(),
@@ -169,7 +179,9 @@ class StudyTexts:
             "from_report": True,
         }
 
-    def _describe(self, kind: str, text: str, found: Sequence[PlantedFinding], empty: str, regions: Sequence[str] = (), **variables: str) -> Json:
+    def _describe(
+        self, kind: str, text: str, found: Sequence[PlantedFinding], empty: str, regions: Sequence[str] = (), **variables: str
+    ) -> Json:
         """Returns a question whose main answers are findings, or that there are none."""
         answers = [self._report(finding, main=True) for finding in found]
         boxes = self.regions.get(regions[0]) if regions else None
@@ -183,7 +195,9 @@ class StudyTexts:
         entities = [finding.entity for finding in found]
         regions = [region for finding in found for region in regions_of(finding)]
         boxes = self.boxes[found[0]] if found else None
-        return self._question(kind, text, [self._template(text_of_answer, has_findings, entities, regions, boxes), *details], dict(variables))
+        return self._question(
+            kind, text, [self._template(text_of_answer, has_findings, entities, regions, boxes), *details], dict(variables)
+        )
 
     def _indication(self) -> Iterator[Json]:
         entity = FINDINGS[int(self.rng.integers(len(FINDINGS)))]
@@ -196,7 +210,9 @@ class StudyTexts:
     def _whole_study(self) -> Iterator[Json]:
         found = self.plan.findings
         yield self._describe("B01_describe_all", "Describe the given study.", found, "There are no abnormal findings.")
-        yield self._describe("B02_describe_abnormal", "Describe the abnormal findings of the study.", found, "There are no abnormal findings.")
+        yield self._describe(
+            "B02_describe_abnormal", "Describe the abnormal findings of the study.", found, "There are no abnormal findings."
+        )
         yield self._yes_no("B03_is_abnormal", "Is the study abnormal?", found, "abnormal findings")
         yield self._yes_no("B04_is_normal", "Is the study normal?", found, "abnormal findings")
 
@@ -205,7 +221,9 @@ class StudyTexts:
             found = [finding for finding in self.plan.findings if finding.entity in entities]
             variables = {"subcategory": subcategory}
             yield self._describe("B08_describe_subcat", f"Describe the {words}.", found, f"There are no {words}.", **variables)
-            yield self._describe("B09_describe_abnormal_subcat", f"Describe the abnormal {words}.", found, f"There are no {words}.", **variables)
+            yield self._describe(
+                "B09_describe_abnormal_subcat", f"Describe the abnormal {words}.", found, f"There are no {words}.", **variables
+            )
             yield self._yes_no("B10_is_abnormal_subcat", f"Are there any {words}?", found, words, **variables)
             yield self._yes_no("B11_is_normal_subcat", f"Is the study normal with regard to {words}?", found, words, **variables)
 
@@ -217,7 +235,11 @@ class StudyTexts:
     def _acquisition(self) -> Iterator[Json]:
         low, artifact = self.plan.has_low_volumes, self.plan.has_artifact
         text = "The lung volumes are low." if low else "The lungs are well inflated."
-        yield self._question("B14_describe_acquisition", "Describe the acquisition.", [self._template(text, low, ["low lung volumes"] * low, ["lungs"], self.regions["lungs"])])
+        yield self._question(
+            "B14_describe_acquisition",
+            "Describe the acquisition.",
+            [self._template(text, low, ["low lung volumes"] * low, ["lungs"], self.regions["lungs"])],
+        )
         text = "There are motion artifacts." if artifact else "There are no imaging artifacts."
         answers = [self._template(text, artifact, ["motion artifact"] * artifact)]
         yield self._question("B15_describe_imaging_artifacts", "Describe the imaging artifacts.", answers)
@@ -235,11 +257,21 @@ class StudyTexts:
         devices = [finding for finding in self.plan.devices if region in regions_with_parents(finding)]
         normal = f"The {region} is normal."
         yield self._describe("C01_describe_region", f"Describe the {region}.", found, normal, [region], region=region)
-        yield self._describe("C02_describe_abnormal_region", f"Describe abnormal findings of the {region}.", found, normal, [region], region=region)
+        yield self._describe(
+            "C02_describe_abnormal_region", f"Describe abnormal findings of the {region}.", found, normal, [region], region=region
+        )
         yield self._yes_no("C03_is_abnormal_region", f"Is the {region} abnormal?", found, f"findings in the {region}", region=region)
         yield self._yes_no("C04_is_normal_region", f"Is the {region} normal?", found, f"findings in the {region}", region=region)
-        yield self._describe("C07_describe_region_device", f"Describe devices in the {region}.", devices, f"There are no devices in the {region}.", region=region)
-        yield self._yes_no("C08_has_region_device", f"Are there devices in the {region}?", devices, f"devices in the {region}", region=region)
+        yield self._describe(
+            "C07_describe_region_device",
+            f"Describe devices in the {region}.",
+            devices,
+            f"There are no devices in the {region}.",
+            region=region,
+        )
+        yield self._yes_no(
+            "C08_has_region_device", f"Are there devices in the {region}?", devices, f"devices in the {region}", region=region
+        )
 
     def _finding(self, entity: str) -> Iterator[Json]:
         found = [self.present[entity]] if entity in self.present else []
