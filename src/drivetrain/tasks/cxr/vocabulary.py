@@ -112,10 +112,15 @@ def grade_id(name: object) -> int | None:
 
 
 def question_grade(quality: object, other_qualities: Iterable[object] = ()) -> int:
-    """Returns the grade of a question: its rating, or else the worst grade that its criteria and `other_qualities` allow."""
+    """Returns the grade of a question: its rating, or else the worst grade that its criteria and `other_qualities` allow.
+
+    A question whose own quality is empty was not evaluated: it is unrated.
+    """
     if isinstance(quality, str):
         return grade_id(quality) or UNRATED
     if isinstance(quality, Mapping):
+        if not quality:
+            return UNRATED
         for key in RATING_KEYS:
             if key in quality and not isinstance(quality[key], (int, float)):
                 return grade_id(quality[key]) or UNRATED
