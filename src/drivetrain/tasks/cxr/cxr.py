@@ -16,9 +16,10 @@ from drivetrain.outcomes import Problem
 from drivetrain.settings import Duration, Range
 from drivetrain.task import Task
 from drivetrain.tasks.cxr import answers, augmentation, evaluation, losses, report
+from drivetrain.tasks.cxr.columns import CxrIndex
 from drivetrain.tasks.cxr.encoders import build_image_encoder, check_weights
-from drivetrain.tasks.cxr.images import read_image
-from drivetrain.tasks.cxr.index import Index, open_index
+from drivetrain.tasks.cxr.images import BadImageError, decode
+from drivetrain.tasks.cxr.index import find_or_build
 from drivetrain.tasks.cxr.model import CxrModel, GraphSource, ModelSizes
 from drivetrain.tasks.cxr.pictures import Shown, draw
 from drivetrain.tasks.cxr.samples import CxrDataset, collate
@@ -46,6 +47,15 @@ class AnswerGraph(nn.Module):
         return outputs | {"chexpert": self.model.label(encoded)}
 
 
+def _read_image(file: str, size: int) -> np.ndarray:
+    """Returns an image file as [1, size, size] bytes."""
+    path = Path(file).expanduser()
+    try:
+        return decode(path, size)[None]
+    except (OSError, BadImageError) as error:
+        raise Problem(f"{path} cannot be read as an image: {error}") from None
+
+
 def empty_graph(images: int, nodes: int, device: torch.device) -> dict[str, Tensor]:
     """Returns the entries of a batch for images without a scene graph."""
     no = torch.zeros(images, nodes, dtype=torch.bool, device=device)
@@ -68,7 +78,7 @@ class Cxr(Task):
     studies: Annotated[int, Range(20)] = 4000
     """Studies of data=twin."""
     cache: str = ""
-    """Folder of the index and of resized images; by default one in the user's cache folder."""
+    """Folder of the index and of resized images (with data=twin also of the twin); by default beside the questions, or in the user's cache."""
     grade: Literal["unrated", "D", "C", "B", "A", "A+", "A++"] = "A"
     """The lowest quality grade of a question."""
     views: Literal["frontal_only", "lateral_only", "all"] = "frontal_only"
@@ -83,8 +93,10 @@ class Cxr(Task):
     """Whether a missing or damaged image stops the run, or is left out and named."""
     eval_split: Literal["train", "validate", "test"] = "validate"
     """The split that evaluations use."""
-    first: Annotated[int, Range(1)] | None = None
-    """Use only this many samples of each split."""
+    max_studies: Annotated[int, Range(1)] | None = None
+    """Use only this many studies of each split."""
+    types: list[str] = []
+    """Question types to use, such as D02_has_finding; by default all."""
 
     encoder: str = "convnext_base"
     """The image encoder: convnext_tiny, convnext_small, convnext_base, nano (small, for CPUs), or any name of timm."""
@@ -154,7 +166,7 @@ class Cxr(Task):
     # --- the data ---
 
     @cached_property
-    def _index(self) -> Index:
+    def _index(self) -> CxrIndex:
         cache = Path(self.cache).expanduser() if self.cache else cache_folder("cxr")
         if self.data == "twin":
             folder = cache / f"twin-{self.studies}"
@@ -166,26 +178,35 @@ class Cxr(Task):
             images, questions = Path(self.data).expanduser(), Path(self.questions).expanduser()
         else:
             raise Problem(f"data={self.data} needs the questions, too: give questions=FOLDER of MIMIC-Ext-CXR-QBA")
-        return open_index(images, questions, cache)
+        return find_or_build(images, questions, cache / "index" if self.cache else None)
 
     @cached_property
     def _tokenizer(self) -> WordTokenizer | PretrainedTokenizer:
         if self.text == "small":
-            return WordTokenizer(self._index.vocabulary)
-        return PretrainedTokenizer(PretrainedSource(self.text).tokenizer())
+            return WordTokenizer(self._dataset("train", None).vocabulary)
+        return PretrainedTokenizer(PretrainedSource(self.text).tokenizer(), self.max_tokens)
 
-    def _dataset(self, split: str) -> CxrDataset:
+    def _dataset(self, split: str, tokenizer: WordTokenizer | PretrainedTokenizer | None) -> CxrDataset:
         return CxrDataset(
-            self._index, split, tokenizer=self._tokenizer, max_tokens=self.max_tokens, questions_per_image=self.questions_per_image,
-            grade=self.grade, views=self.views, image_size=self.image_size, max_nodes=self.max_nodes, bad_images=self.bad_images, first=self.first,
+            self._index, split, tokenizer=tokenizer, views=self.views, grade=self.grade, types=self.types,
+            questions_per_image=self.questions_per_image, size=self.image_size, max_nodes=self.max_nodes, max_tokens=self.max_tokens,
+            bad_images=self.bad_images, max_studies=self.max_studies,
         )  # fmt: skip
 
     @cached_property
     def _eval_dataset(self) -> CxrDataset:
-        return self._dataset(self.eval_split)
+        return self._dataset(self.eval_split, self._tokenizer)
+
+    @cached_property
+    def _samples_of_image(self) -> np.ndarray:
+        """The number of evaluation samples of each image of the index."""
+        data = self._eval_dataset
+        counts = np.ones(len(self._index.image["study"]), np.int64)
+        counts[data.selection.image] = -(-np.diff(data.selection.first_row) // self.questions_per_image)
+        return counts
 
     def train_data(self) -> CxrDataset:
-        return self._dataset("train")
+        return self._dataset("train", self._tokenizer)
 
     def eval_data(self) -> CxrDataset:
         return self._eval_dataset
@@ -197,7 +218,7 @@ class Cxr(Task):
 
     @property
     def _names(self) -> answers.Names:
-        return answers.Names(self._index.region_classes)
+        return answers.Names(self._index.region_names)
 
     @property
     def _num_entities(self) -> int:
@@ -217,7 +238,14 @@ class Cxr(Task):
             text = PretrainedSource(self.text).model(self.max_tokens)
         classes = {"binary": 2, "category": len(CHEXPERT), "region": len(self._names.region), "severity": len(SEVERITIES)}
         sizes = ModelSizes(
-            len(self._index.region_names), self._num_entities, classes, self.width, self.heads, self.layers, self.dropout, self.max_nodes
+            len(self._index.region_names),
+            self._num_entities,
+            classes,
+            self.width,
+            self.heads,
+            self.layers,
+            self.dropout,
+            min(max(self._index.largest_graph, 1), self.max_nodes),
         )
         return CxrModel(image, text, image.num_features, text.width, sizes)
 
@@ -257,7 +285,9 @@ class Cxr(Task):
         return evaluation.evaluate(model, batch, self.graph, self.uncertain, self.box_weight > 0)
 
     def summary(self, values: dict[str, Tensor]) -> dict[str, Any]:
-        return report.summarise(values, report.Scoring(self.graph, self._weights, self.uncertain, self._names.region))
+        return report.summarise(
+            values, report.Scoring(self.graph, self._weights, self.uncertain, self._names.region, self._samples_of_image)
+        )
 
     def summary_fields(self) -> dict[str, Any]:
         return {"Dataset": self.data, "Image encoder": self.encoder, "Text encoder": self.text, "Scene graph": self.graph}
@@ -308,7 +338,7 @@ class Cxr(Task):
         """Yields the answer to a question on an image file, and the CheXpert labels; `picture` is a PNG file to write."""
         if graph not in ("none", "predicted"):
             raise Problem(f"graph={graph} does not fit: none or predicted (an image alone has no other scene graph)")
-        batch = self._question_on(read_image(Path(given).expanduser(), self.image_size), question or "?")
+        batch = self._question_on(_read_image(given, self.image_size), question or "?")
         encoded = model.encode(batch)
         nodes = model.nodes(batch, encoded, "predicted" if graph == "predicted" else "none")
         if question:
@@ -331,7 +361,7 @@ class Cxr(Task):
 
     def _question_on(self, image: np.ndarray, question: str) -> dict[str, Tensor]:
         """Returns a batch of one image with one question."""
-        tokens = torch.tensor(self._tokenizer([question], self.max_tokens), dtype=torch.int32)[None]
+        tokens = torch.tensor(self._tokenizer.encode([question])[0][: self.max_tokens], dtype=torch.int32).view(1, 1, -1)
         num_tokens = torch.tensor([[tokens.shape[-1]]])
         return {"image": torch.from_numpy(image)[None], "tokens": tokens, "num_tokens": num_tokens} | empty_graph(1, 1, tokens.device)
 

@@ -30,7 +30,7 @@ def evaluate(model: CxrModel, batch: dict[str, Tensor], graph: GraphSource, unce
         values[f"answer_{source}"] = answers.gather(-1, head.clamp(min=0)[..., None])[..., 0]
         if source == graph:
             values["head_loss"] = answer_losses(outputs, batch)
-            values["pointing"] = _pointing(model.attention(encoded, nodes), batch)
+            values["is_inside"] = _pointing(model.attention(encoded, nodes), batch)
             if with_boxes:
                 values["box_overlap"] = box_overlap(outputs["answer_box"], batch["answer_boxes"])
     scores = model.label(encoded).float()
@@ -51,7 +51,7 @@ def _label_values(scores: Tensor, batch: dict[str, Tensor], uncertain: Uncertain
     loss = F.binary_cross_entropy_with_logits(scores, target, reduction="none").masked_fill(~counted, float("nan"))
     return {
         "chexpert_score": scores, "chexpert_label": batch["chexpert"].long(), "chexpert_loss": loss,
-        "share": batch["image_share"].float()[:, None],
+        "image": batch["image_row"],
     }  # fmt: skip
 
 

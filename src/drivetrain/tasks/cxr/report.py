@@ -31,6 +31,8 @@ class Scoring:
     uncertain: Uncertain
     regions: Sequence[str]
     """Names of the classes of the region head."""
+    samples_of_image: Array
+    """Number of samples of each image: with its inverse as weight, each image counts once, also in a resample."""
 
 
 def summarise(values: dict[str, Tensor], scoring: Scoring) -> dict[str, Any]:
@@ -39,7 +41,7 @@ def summarise(values: dict[str, Tensor], scoring: Scoring) -> dict[str, Any]:
     counted = array["head"] >= 0
     flat = {name: array[name][counted] for name in ("head", "target", "type", "head_loss")}
     answers = {source: array[f"answer_{source}"][counted] for source in GRAPH_SOURCES}
-    label_scores, label_table = _labels(array, scoring.uncertain)
+    label_scores, label_table = _labels(array, scoring)
     result: dict[str, Any] = {"loss": _loss(flat, array, scoring)}
     for source in (scoring.graph, *(source for source in GRAPH_SOURCES if source != scoring.graph)):
         suffix = "" if source == scoring.graph else f"_{source}"
@@ -90,14 +92,14 @@ def _confusion(flat: dict[str, Array], answers: Array, head: str, classes: int) 
     return torch.from_numpy(counts.reshape(classes, classes))
 
 
-def _labels(array: dict[str, Array], uncertain: Uncertain) -> tuple[dict[str, float], dict[str, float]]:
+def _labels(array: dict[str, Array], scoring: Scoring) -> tuple[dict[str, float], dict[str, float]]:
     """Returns the mean AUROC over the labels, and that of each; every image counts once.
 
     Uncertain labels count as the policy says; with uncertain=soft they are neither, and are left out.
     """
-    policy: Uncertain = "ignore" if uncertain == "soft" else uncertain
+    policy: Uncertain = "ignore" if scoring.uncertain == "soft" else scoring.uncertain
     target, counted = (part.numpy() for part in label_targets(torch.from_numpy(array["chexpert_label"]), policy))
-    share, table = array["share"][:, 0], {}
+    share, table = 1 / scoring.samples_of_image[array["image"]], {}
     for index, name in enumerate(CHEXPERT):
         rows = counted[:, index]
         if share[rows].sum() >= MIN_LABELS:
@@ -116,8 +118,8 @@ def _loss(flat: dict[str, Array], array: dict[str, Array], scoring: Scoring) -> 
 
 def _grounding(array: dict[str, Array]) -> dict[str, float]:
     """Returns the mean overlap with the answers' boxes, and how often the attention's peak is in the box."""
-    rows = array["pointing"] >= 0
-    result = {"pointing": _mean(array["pointing"][rows])}
+    rows = array["is_inside"] >= 0
+    result = {"pointing": _mean(array["is_inside"][rows])}
     return result | ({"box_iou": _mean(array["box_overlap"][rows])} if "box_overlap" in array else {})
 
 
