@@ -62,7 +62,7 @@ class CxrModel(nn.Module):
         self.crop = nn.Sequential(nn.Linear(channels, CROP), nn.LayerNorm(CROP), nn.GELU(), nn.Linear(CROP, width))
         self.position = nn.Linear(6, width)
         self.node_features = NodeFeatures(sizes.num_regions, sizes.num_entities, width)
-        self.graph = GraphPredictor(width, sizes.num_regions, sizes.num_entities)
+        self.graph_predictor = GraphPredictor(width, sizes.num_regions, sizes.num_entities)
         self.fusion = Fusion(width, sizes.heads, sizes.layers, sizes.dropout)
         self.answers = nn.ModuleDict({name: head(width, HIDDEN[name], count, sizes.dropout) for name, count in sizes.classes.items()})
         self.answer_box = head(width, 256, 4, sizes.dropout)
@@ -111,7 +111,7 @@ class CxrModel(nn.Module):
         return self.labels(encoded.grid.mean(1))  # type: ignore[no-any-return]
 
     def predict_graph(self, encoded: Encoded) -> PredictedGraph:
-        return self.graph(encoded.grid, encoded.cells)  # type: ignore[no-any-return]
+        return self.graph_predictor(encoded.grid, encoded.cells)  # type: ignore[no-any-return]
 
     def nodes(self, batch: dict[str, Tensor], encoded: Encoded, source: GraphSource) -> Nodes:
         """Returns the nodes of the scene graphs from the index, none, or those that the model predicts."""
