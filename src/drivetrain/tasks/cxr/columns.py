@@ -60,6 +60,21 @@ class Texts:
 
 
 @dataclass(frozen=True)
+class MappedArray:
+    """An array in a file, read through a memory map. Only its path is pickled."""
+
+    path: Path
+
+    @cached_property
+    def array(self) -> Array:
+        array: Array = np.load(self.path, mmap_mode="r", allow_pickle=False)
+        return array
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path}
+
+
+@dataclass(frozen=True)
 class CxrIndex:
     """All studies, images, nodes and questions of the data sets."""
 
@@ -82,6 +97,9 @@ class CxrIndex:
     """What was read, and what was left out."""
     examples: Mapping[str, list[str]] = field(default_factory=dict)
     """A few names for each kind of fault in `counts`."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_index, (self.folder, self.mimic)  # a loader worker maps the files itself
 
     @property
     def num_questions(self) -> int:

@@ -158,7 +158,7 @@ def _write_at(file: int, data: bytes, offset: int) -> None:
 
 def _checksum(pixels: Pixels) -> int:
     """Returns a checksum that is never 0."""
-    return zlib.crc32(pixels) or 1
+    return zlib.crc32(pixels.tobytes()) or 1
 
 
 def cache_key(text: str) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from drivetrain.outcomes import Outcome, Problem
-from drivetrain.tasks.cxr.columns import BOX_UNIT, NO_LOCATION, CxrIndex
+from drivetrain.tasks.cxr.columns import BOX_UNIT, NO_LOCATION, CxrIndex, MappedArray
 from drivetrain.tasks.cxr.images import BadImages, ImageReader, cache_key
 from drivetrain.tasks.cxr.vocabulary import GRADES, HEADS, QUESTION_TYPES, SPLITS, Grade, Label, ViewFilter, allowed_views, type_id
 from drivetrain.tasks.lora.cache import create_once
@@ -61,8 +61,12 @@ class Selection:
     """The image of each of these studies."""
     first_row: Array
     """Where the questions of each group begin in `rows`; one entry more than groups."""
-    rows: Array
-    """The questions' rows in the index, memory-mapped."""
+    mapped_rows: MappedArray
+
+    @property
+    def rows(self) -> Array:
+        """The questions' rows in the index."""
+        return self.mapped_rows.array
 
 
 class CxrDataset(Dataset[Sample]):
@@ -130,14 +134,13 @@ class CxrDataset(Dataset[Sample]):
         with create_once(folder) as empty:
             if empty is not None:
                 _write_selection(empty, self.index, studies, grade, types)
-        load = functools.partial(np.load, mmap_mode="r", allow_pickle=False)
-        counts, left_out = load(folder / "counts.npy"), load(folder / "left_out.npy")
+        counts, left_out = (np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("counts", "left_out"))
         self.counts["questions below the grade or of other types"] = int(left_out[0])
         self.counts["questions without a target"] = int(left_out[1])
-        has_questions = np.asarray(counts) > 0
+        has_questions = counts > 0
         self.counts["studies without a selected question"] = int((~has_questions).sum())
-        first_row = np.concatenate([[0], np.cumsum(np.asarray(counts)[has_questions])])
-        return Selection(studies[has_questions], images[has_questions], first_row, load(folder / "rows.npy"))
+        first_row = np.concatenate([[0], np.cumsum(counts[has_questions])])
+        return Selection(studies[has_questions], images[has_questions], first_row, MappedArray(folder / "rows.npy"))
 
     def _reasons(self) -> str:
         return "; ".join(f"{count:,} {reason}" for reason, count in self.counts.items() if count) or "the index has none"
@@ -209,8 +212,9 @@ class CxrDataset(Dataset[Sample]):
         arrays["tokens"], arrays["num_tokens"] = np.zeros((size, self.max_tokens), np.int32), np.zeros(size, np.int16)
         if self._tokens and count:
             texts = columns["text"][rows]
-            arrays["tokens"][:count] = self._tokens.tokens[texts]
-            arrays["num_tokens"][:count] = self._tokens.lengths[texts]
+            tokens, lengths = self._tokens
+            arrays["tokens"][:count] = tokens.array[texts]
+            arrays["num_tokens"][:count] = lengths.array[texts]
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     # --- names and texts -------------------------------------------------------------------------
@@ -299,15 +303,8 @@ def _write_selection(folder: Path, index: CxrIndex, studies: Array, grade: int, 
     np.save(folder / "left_out.npy", left_out)
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    tokens: Array
-    """[texts, max_tokens], padded with 0."""
-    lengths: Array
-
-
-def _read_tokens(index: CxrIndex, tokenizer: QuestionTokenizer, max_tokens: int) -> _Tokens:
-    """Returns the tokens of all question texts, from a file beside the index that is made once for each tokenizer."""
+def _read_tokens(index: CxrIndex, tokenizer: QuestionTokenizer, max_tokens: int) -> tuple[MappedArray, MappedArray]:
+    """Returns the tokens [texts, max_tokens] of all question texts and their numbers, from files made once for each tokenizer."""
     folder = _cache_parent(index) / f"{index.folder.name}-tokens-{max_tokens}-{cache_key(tokenizer.key)}"
     with create_once(folder) as empty:
         if empty is not None:
@@ -316,11 +313,6 @@ def _read_tokens(index: CxrIndex, tokenizer: QuestionTokenizer, max_tokens: int)
             for number, ids in enumerate(tokenizer.encode(texts)):
                 lengths[number] = min(len(ids), max_tokens)
                 tokens[number, : lengths[number]] = ids[:max_tokens]
-            np.save(folder_file(empty, "tokens"), tokens)
-            np.save(folder_file(empty, "lengths"), lengths)
-    arrays = [np.load(folder_file(folder, name), mmap_mode="r", allow_pickle=False) for name in ("tokens", "lengths")]
-    return _Tokens(*arrays)
-
-
-def folder_file(folder: Path, name: str) -> Path:
-    return folder / f"{name}.npy"
+            np.save(empty / "tokens.npy", tokens)
+            np.save(empty / "lengths.npy", lengths)
+    return MappedArray(folder / "tokens.npy"), MappedArray(folder / "lengths.npy")

@@ -47,7 +47,7 @@ def write_twin(folder: Path, studies: int, seed: int = 0, progress: Progress | N
         plans.append((plan, *_write_study(mimic, qba, plan, seed)))
         if progress and time.monotonic() - said > 2:
             said = time.monotonic()
-            progress(f"{number + 1:,} of {studies:,} studies written, {(number + 1) / (said - begin):.0f} a second")
+            progress(f"{number + 1:,} of {studies:,} studies written, {(number + 1) / (said - begin):.1f} a second")
     _write_tables(mimic, qba, plans)
     (folder / MARK).write_text(json.dumps(facts))
     return mimic, qba

@@ -35,8 +35,8 @@ class Ellipse:
 
     def distance(self, u: Plane, v: Plane) -> Plane:
         """Returns 1 on the ellipse, less inside it and more outside."""
-        distance: Plane = np.sqrt(((u - self.x) / self.rx) ** 2 + ((v - self.y) / self.ry) ** 2)
-        return distance
+        squares: Plane = ((u - self.x) / self.rx) ** 2 + ((v - self.y) / self.ry) ** 2
+        return np.sqrt(squares, out=squares)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,10 @@ def heart_scale(findings: tuple[PlantedFinding, ...]) -> float:
 
 def _inside(distance: Plane, edge: float) -> Plane:
     """Returns 1 inside, 0 outside and a smooth edge between."""
-    inside: Plane = np.clip((1 - distance) / edge + 0.5, 0, 1)
+    inside: Plane = distance * (-1 / edge)
+    inside += 1 / edge + 0.5
+    np.minimum(inside, 1, out=inside)
+    np.maximum(inside, 0, out=inside)
     return inside
 
 
@@ -124,8 +127,8 @@ class Canvas:
     def window(self, box: Box) -> tuple[Plane, Plane, Plane]:
         """Returns the coordinates and the pixels of a part of the image."""
         height, width = self.plane.shape
-        x1, x2 = (int(np.clip(x * width, 0, width)) for x in (box[0], box[2]))
-        y1, y2 = (int(np.clip(y * height, 0, height)) for y in (box[1], box[3]))
+        x1, x2 = (int(min(max(x * width, 0), width)) for x in (box[0], box[2]))
+        y1, y2 = (int(min(max(y * height, 0), height)) for y in (box[1], box[3]))
         return self.u[:, x1:x2], self.v[y1:y2], self.plane[y1:y2, x1:x2]
 
     def add_blob(self, x: float, y: float, rx: float, ry: float, amount: float) -> None:
@@ -146,9 +149,10 @@ class Canvas:
             box = (min(x1, x2) - 3 * width, min(y1, y2) - 3 * width, max(x1, x2) + 3 * width, max(y1, y2) + 3 * width)
             u, v, pixels = self.window(box)
             length = max((x2 - x1) ** 2 + (y2 - y1) ** 2, 1e-9)
-            along = np.clip(((u - x1) * (x2 - x1) + (v - y1) * (y2 - y1)) / length, 0, 1)
-            distance = (u - x1 - along * (x2 - x1)) ** 2 + (v - y1 - along * (y2 - y1)) ** 2
-            np.maximum(pixels, amount * np.exp(-distance / width**2) + pixels * (1 - np.exp(-distance / width**2)), out=pixels)
+            along = (u - x1) * ((x2 - x1) / length) + (v - y1) * ((y2 - y1) / length)
+            along = np.minimum(np.maximum(along, 0), 1)
+            share = np.exp(((u - x1 - along * (x2 - x1)) ** 2 + (v - y1 - along * (y2 - y1)) ** 2) * (-1 / width**2))
+            np.maximum(pixels, pixels + (amount - pixels) * share, out=pixels)
 
 
 def paint(
@@ -160,12 +164,13 @@ def paint(
     boxes = {number: _PAINTERS[finding.entity](canvas, chest, finding, rng) for number, finding in enumerate(findings)}
     if has_artifact:
         stripes = np.sin(canvas.v * 160) * (np.abs(canvas.v - 0.5) < 0.3)
-        canvas.plane += 0.09 * stripes
+        canvas.plane += 0.06 * stripes
     coarse = Image.fromarray(rng.standard_normal((12, 12), dtype=np.float32)).resize(size[::-1], Image.Resampling.BILINEAR)
     plane = canvas.plane * (1 + rng.normal(0, 0.03)) + 0.012 * np.asarray(coarse)
-    plane += 0.018 * rng.standard_normal(plane.shape, dtype=np.float32)
+    plane += 0.045 * (rng.random(plane.shape, np.float32) + rng.random(plane.shape, np.float32) - 1)
     file = io.BytesIO()
-    Image.fromarray((np.clip(plane, 0, 1) * 255).astype(np.uint8)).save(file, "JPEG", quality=90)
+    plane *= 255
+    Image.fromarray(np.minimum(np.maximum(plane, 0), 255).astype(np.uint8)).save(file, "JPEG", quality=90)
     return file.getvalue(), boxes
 
 
@@ -177,7 +182,7 @@ def _paint_anatomy(canvas: Canvas, chest: Chest, rng: np.random.Generator) -> No
         canvas.fill(lung, 0.16, 0.12)
         u, v, pixels = canvas.window(lung.box)
         rib = np.cos((v - lung.y + 0.9 * (u - chest.middle) ** 2) * 2 * np.pi * 11)
-        pixels += 0.10 * np.clip(rib - 0.45, 0, 1) * _inside(lung.distance(u, v), 0.2)
+        pixels += 0.10 * np.maximum(rib - 0.45, 0) * _inside(lung.distance(u, v), 0.2)
     for side in ("right", "left"):
         x, y = chest.hilum(side)
         for _ in range(4):
@@ -189,7 +194,9 @@ def _paint_anatomy(canvas: Canvas, chest: Chest, rng: np.random.Generator) -> No
     canvas.fill(Ellipse(chest.spine, 0.5, 0.03, 0.6), 0.62, 0.3, 0.8)
     canvas.fill(Ellipse(chest.middle, 0.33, 0.05, 0.28), SOFT, 0.3)
     canvas.fill(Ellipse(chest.middle, 0.1, 0.012, 0.16), 0.38, 0.5)
-    canvas.fill(chest.heart, 0.63, 0.12)
+    heart = chest.heart
+    canvas.fill(Ellipse(heart.x - 0.25 * heart.rx, heart.y - 0.2 * heart.ry, 0.75 * heart.rx, 0.8 * heart.ry), 0.61, 0.15)
+    canvas.fill(Ellipse(heart.x + 0.12 * heart.rx, heart.y + 0.1 * heart.ry, 0.88 * heart.rx, 0.86 * heart.ry), 0.63, 0.15)
 
 
 # --- findings ------------------------------------------------------------------------------------
@@ -206,7 +213,9 @@ def _around(x: float, y: float, rx: float, ry: float) -> list[Box]:
 def _consolidation(canvas: Canvas, chest: Chest, finding: PlantedFinding, rng: np.random.Generator) -> list[Box]:
     x, y = _cell(canvas, chest, finding)
     radius = 0.05 + 0.016 * finding.severity
-    canvas.fill(Ellipse(x, y, radius, 1.15 * radius), DENSE, 0.3, 0.9 * finding.strength)
+    for dx, dy in rng.uniform(-0.4, 0.4, (3, 2)) * radius:
+        canvas.fill(Ellipse(x + dx, y + dy, 0.62 * radius, 0.75 * radius), DENSE, 0.35, 0.85 * finding.strength)
+    canvas.add_line([(x - 0.5 * radius, y - 0.5 * radius), (x, y), (x + 0.4 * radius, y + 0.6 * radius)], 0.004, 0.45)
     return _around(x, y, radius, 1.15 * radius)
 
 

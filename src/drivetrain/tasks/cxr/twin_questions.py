@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ Boxes = dict[str, list[list[float]]]
 """Boxes in pixels by image."""
 Json = dict[str, Any]
 SEVERITY_NAMES = (("mild", "small", "minimal"), ("moderate",), ("severe", "marked", "large"))
-GRADE_WEIGHTS = np.array([0.12, 0.02, 0.03, 0.23, 0.25, 0.15, 0.20])
+GRADE_LIMITS = (0.12, 0.14, 0.17, 0.40, 0.65, 0.80)
+"""Cumulative shares of the grades but the last one."""
 STRATEGIES = {"A": "indication", "B": "abnormal", "C": "region_abnormal", "D": "finding"}
 ASKED_REGIONS = ("lungs", "heart", "mediastinum", "right lung", "left lung")
 SYMPTOMS = ("cough", "fever", "chest pain", "shortness of breath", "fall", "weakness")
@@ -139,7 +141,7 @@ class StudyTexts:
     def _question(self, kind: str, text: str, answers: Sequence[Json], variables: Json | None = None) -> Json:
         """Returns a question; the first answer is the main one, unless answers say otherwise."""
         entities = {entity for answer in answers for entity in answer["obs_entities"]}
-        grade = GRADES[int(self.rng.choice(len(GRADES), p=GRADE_WEIGHTS))]
+        grade = GRADES[bisect.bisect(GRADE_LIMITS, self.rng.random())]
         level = {"A++": 5, "A+": 4, "A": 3, "B": 2, "C": 1, "D": 0}.get(grade, 5)
         return {
             "question_type": kind,
@@ -246,11 +248,13 @@ class StudyTexts:
         yield self._question("B16_has_imaging_artifacts", "Are there any imaging artifacts?", answers)
 
     def _asked_regions(self) -> list[str]:
-        """Returns a few regions: those of findings, and others."""
+        """Returns a few regions: those of findings and devices, and others."""
         own = [region for finding in self.plan.findings for region in regions_of(finding)[:1]]
         other = [REGIONS[i] for i in self.rng.choice(len(REGIONS), size=3, replace=False)]
         fixed = ASKED_REGIONS[int(self.rng.integers(len(ASKED_REGIONS)))]
-        return list(dict.fromkeys((*own, fixed, *other)))
+        devices = list(DEVICE_REGIONS.values())
+        of_devices = [regions_of(device)[0] for device in self.plan.devices] + [devices[int(self.rng.integers(len(devices)))][0]]
+        return list(dict.fromkeys((*own, fixed, *other, *of_devices)))
 
     def _region(self, region: str) -> Iterator[Json]:
         found = [finding for finding in self.plan.findings if region in regions_with_parents(finding)]
