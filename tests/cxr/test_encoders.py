@@ -32,7 +32,13 @@ def test_sizes_are_those_of_timm(name: str) -> None:
 def test_names_are_those_of_timm() -> None:
     names = set(build_image_encoder("nano", "none").state_dict())
     block = {f"stages.2.blocks.3.{part}" for part in ("gamma", "conv_dw.weight", "norm.weight", "mlp.fc1.weight", "mlp.fc2.bias")}
-    assert names >= block | {"stem.0.weight", "stem.1.weight", "stages.1.downsample.0.weight", "stages.1.downsample.1.bias", "head.norm.weight"}
+    assert names >= block | {
+        "stem.0.weight",
+        "stem.1.weight",
+        "stages.1.downsample.0.weight",
+        "stages.1.downsample.1.bias",
+        "head.norm.weight",
+    }
     assert not any(name.startswith("stages.0.downsample") for name in names)
 
 

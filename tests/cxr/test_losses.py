@@ -55,6 +55,7 @@ def test_weights_multiply_their_parts_and_zero_leaves_one_out() -> None:
 
 def padded(batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Returns the same batch with two questions of padding for each image, with outputs that are far off."""
+
     def extend(value: Tensor, fill: float) -> Tensor:
         return torch.cat([value, torch.full_like(value[:, :1], fill).expand(-1, 2, *value.shape[2:])], 1)
 
@@ -80,7 +81,11 @@ def test_micro_batches_add_up() -> None:
     full = losses(outputs, batch, WEIGHTS, "soft", ENTITIES)
     pieces = [
         losses(
-            {name: value[rows] for name, value in outputs.items()}, {name: value[rows] for name, value in batch.items()}, WEIGHTS, "soft", ENTITIES
+            {name: value[rows] for name, value in outputs.items()},
+            {name: value[rows] for name, value in batch.items()},
+            WEIGHTS,
+            "soft",
+            ENTITIES,
         )
         for rows in (slice(0, 2), slice(2, 5))
     ]
