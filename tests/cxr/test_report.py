@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from drivetrain.tasks.cxr.answers import Names
 from drivetrain.tasks.cxr.evaluation import evaluate, routed
 from drivetrain.tasks.cxr.losses import HEADS, LossWeights, Uncertain
 from drivetrain.tasks.cxr.report import Scoring, summarise
+from drivetrain.tasks.cxr.texts import AnswerTexts
 from drivetrain.tasks.cxr.vocabulary import CHEXPERT, QUESTION_TYPES
 from tests.cxr.batches import random_batch, small_model
 
@@ -19,7 +21,8 @@ REGION_NAMES = ("unknown", "left lung", "right lung")
 
 
 def scoring(uncertain: Uncertain = "ignore", samples_of_image: list[int] | None = None) -> Scoring:
-    return Scoring("none", LossWeights(), uncertain, REGION_NAMES, np.array(samples_of_image or [1] * 100))
+    texts = AnswerTexts(Names(REGION_NAMES), lambda question: "There is no effusion in the left lung.")
+    return Scoring("none", LossWeights(), uncertain, REGION_NAMES, np.array(samples_of_image or [1] * 100), texts)
 
 
 def values(head: list[int], target: list[int], answer: list[int], kind: list[int] | None = None) -> dict[str, Tensor]:
@@ -44,6 +47,9 @@ def test_accuracies_by_head_type_and_region() -> None:
     assert found["macro F1 by head"] == {"binary": pytest.approx(1 / 3), "region": pytest.approx(2 / 3)}
     assert found["yes or no"]["sensitivity"] == 1 and found["yes or no"]["specificity"] == 0
     assert found["loss"] == pytest.approx(1 + 0.5)
+    assert found["answers as text"] == {
+        "exact match": 3 / 5, "token F1": pytest.approx(3.5 / 5), "ROUGE-L": pytest.approx(0.8 / 5), "BLEU-4": 0.0,
+    }  # fmt: skip
 
 
 def label_values(scores: list[float], labels: list[int], images: list[int]) -> dict[str, Tensor]:
@@ -100,5 +106,8 @@ def test_an_evaluation_keeps_what_the_report_needs() -> None:
             expected = -outputs[name][row, column].log_softmax(-1)[target[row, column]]
             torch.testing.assert_close(found["head_loss"][row, column], expected)
     assert ((found["is_inside"] >= 0) == batch["has_answer_box"]).all()
-    result = summarise(found, Scoring("none", LossWeights(), "ignore", [str(i) for i in range(9)], np.ones(6)))
+    regions = [str(number) for number in range(9)]
+    result = summarise(
+        found, Scoring("none", LossWeights(), "ignore", regions, np.ones(6), AnswerTexts(Names(regions), lambda question: ""))
+    )
     assert {"accuracy", "accuracy_oracle", "accuracy_predicted", "pointing", "box_iou", "loss"} <= set(result)

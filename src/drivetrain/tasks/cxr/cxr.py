@@ -24,6 +24,7 @@ from drivetrain.tasks.cxr.model import CxrModel, GraphSource, ModelSizes
 from drivetrain.tasks.cxr.pictures import Shown, draw
 from drivetrain.tasks.cxr.samples import CxrDataset, collate
 from drivetrain.tasks.cxr.text_encoders import PretrainedSource, build_small
+from drivetrain.tasks.cxr.texts import AnswerTexts
 from drivetrain.tasks.cxr.tokens import PretrainedTokenizer, WordTokenizer
 from drivetrain.tasks.cxr.twin import write_twin
 from drivetrain.tasks.cxr.vocabulary import CHEXPERT, SEVERITIES
@@ -285,9 +286,12 @@ class Cxr(Task):
         return evaluation.evaluate(model, batch, self.graph, self.uncertain, self.box_weight > 0)
 
     def summary(self, values: dict[str, Tensor]) -> dict[str, Any]:
-        return report.summarise(
-            values, report.Scoring(self.graph, self._weights, self.uncertain, self._names.region, self._samples_of_image)
-        )
+        return report.summarise(values, self._scoring)
+
+    @cached_property
+    def _scoring(self) -> report.Scoring:
+        texts = AnswerTexts(self._names, self._eval_dataset.answer_text)
+        return report.Scoring(self.graph, self._weights, self.uncertain, self._names.region, self._samples_of_image, texts)
 
     def summary_fields(self) -> dict[str, Any]:
         return {"Dataset": self.data, "Image encoder": self.encoder, "Text encoder": self.text, "Scene graph": self.graph}

@@ -14,6 +14,7 @@ from torch import Tensor
 from drivetrain.tasks.cxr import scores
 from drivetrain.tasks.cxr.losses import HEADS, LossWeights, Uncertain, label_targets
 from drivetrain.tasks.cxr.model import GRAPH_SOURCES, GraphSource
+from drivetrain.tasks.cxr.texts import AnswerTexts
 from drivetrain.tasks.cxr.vocabulary import CHEXPERT, QUESTION_TYPES
 
 Array = np.ndarray
@@ -33,13 +34,14 @@ class Scoring:
     """Names of the classes of the region head."""
     samples_of_image: Array
     """Number of samples of each image: with its inverse as weight, each image counts once, also in a resample."""
+    texts: AnswerTexts
 
 
 def summarise(values: dict[str, Tensor], scoring: Scoring) -> dict[str, Any]:
     """Returns the metrics of an evaluation: numbers, tables, and the confusion of the category head."""
     array = {name: value.cpu().numpy() for name, value in values.items()}
     counted = array["head"] >= 0
-    flat = {name: array[name][counted] for name in ("head", "target", "type", "head_loss")}
+    flat = {name: array[name][counted] for name in ("head", "target", "type", "question", "head_loss")}
     answers = {source: array[f"answer_{source}"][counted] for source in GRAPH_SOURCES}
     label_scores, label_table = _labels(array, scoring)
     result: dict[str, Any] = {"loss": _loss(flat, array, scoring)}
@@ -53,6 +55,7 @@ def summarise(values: dict[str, Tensor], scoring: Scoring) -> dict[str, Any]:
     result["accuracy by region"] = _by_class(flat, own, "region", scoring.regions)
     is_binary = flat["head"] == HEADS.index("binary")
     result["yes or no"] = _finite(scores.rates(flat["target"][is_binary], own[is_binary]))
+    result["answers as text"] = scoring.texts.table(flat["question"], flat["head"], flat["target"], own)
     result["AUROC by label"] = label_table
     result["confusion"] = _confusion(flat, own, "category", len(CHEXPERT))
     return {name: value for name, value in result.items() if not _is_empty(value)}

@@ -81,15 +81,20 @@ def token_f1(answer: str, reference: str) -> float:
 
 def bleu4(answers: Sequence[str], references: Sequence[str]) -> float:
     """Returns the corpus BLEU-4 with one reference each, from 0 to 1: n-grams of 1 to 4 words, with the brevity penalty, unsmoothed."""
-    matches, totals = np.zeros(4), np.zeros(4)
-    length = reference_length = 0
-    for answer, reference in zip(answers, references, strict=True):
-        one, other = words(answer), words(reference)
-        length, reference_length = length + len(one), reference_length + len(other)
-        for n in range(1, 5):
-            own = _ngrams(one, n)
-            matches[n - 1] += sum((own & _ngrams(other, n)).values())
-            totals[n - 1] += sum(own.values())
+    return bleu_of_counts(np.sum([bleu_counts(*pair) for pair in zip(answers, references, strict=True)], axis=0))
+
+
+def bleu_counts(answer: str, reference: str) -> Array:
+    """Returns what BLEU-4 adds up over a corpus: matching n-grams and n-grams for n = 1 to 4, and both lengths."""
+    one, other = words(answer), words(reference)
+    own = [_ngrams(one, n) for n in range(1, 5)]
+    matches = [sum((counts & _ngrams(other, n)).values()) for n, counts in enumerate(own, 1)]
+    return np.array([*matches, *(sum(counts.values()) for counts in own), len(one), len(other)], float)
+
+
+def bleu_of_counts(counts: Array) -> float:
+    """Returns BLEU-4 from the sums of `bleu_counts`."""
+    matches, totals, (length, reference_length) = counts[:4], counts[4:8], counts[8:]
     if not matches.all():
         return 0.0
     penalty = min(1.0, math.exp(1 - reference_length / length))
