@@ -8,6 +8,7 @@ python benchmarks/cxr_index.py --questions 5 --json benchmarks/results/cxr-index
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import platform
@@ -15,6 +16,7 @@ import random
 import resource
 import shutil
 import tempfile
+import threading
 import time
 import zipfile
 from collections.abc import Callable
@@ -22,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
+import psutil
 
 from drivetrain.hardware import cpu_cores
 from drivetrain.tasks.cxr.layout import split_name
@@ -104,17 +106,34 @@ def put_result(results: Any, work: Callable[..., dict[str, Any]], *arguments: An
     results.put(work(*arguments))
 
 
+class WorkerMemory(threading.Thread):
+    """Watches the memory of this process's children; a child's own `ru_maxrss` would begin with that of its parent."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak_bytes = 0
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            for child in psutil.Process().children():
+                with contextlib.suppress(psutil.Error):
+                    self.peak_bytes = max(self.peak_bytes, child.memory_info().rss)
+            time.sleep(0.2)
+
+
 def build(folder: Path, processes: int) -> dict[str, Any]:
     """Builds the index; returns its seconds, bytes and peak memory."""
     from drivetrain.tasks.cxr.index import find_or_build
 
+    workers = WorkerMemory()
     begin = time.monotonic()
     index = find_or_build(folder / "mimic", folder / "qba", processes=processes)
     return {
         "questions": index.num_questions,
         "build_seconds": time.monotonic() - begin,
         "build_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "worker_peak_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
+        "worker_peak_bytes": workers.peak_bytes,
         **{f"{kind}_bytes": size for kind, size in index.bytes_by_kind().items()},
     }
 
@@ -157,6 +176,8 @@ def main() -> None:
     parser.add_argument("--folder", metavar="DIR", help="where to write the data (default: a temporary folder, removed in the end)")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
+    import torch  # here, so that the processes that are measured do not import it
+
     folder = Path(args.folder) if args.folder else Path(tempfile.mkdtemp(prefix="cxr-index-"))
     try:
         row = write_data(folder, int(args.questions * 1e6))
