@@ -17,7 +17,7 @@ from tests.cxr.small_data import answer, build, question, write_data
 
 BAD_FILES = {
     "truncated": (lambda data: data[: len(data) // 2], "truncated"),
-    "corrupt": (lambda data: data[:100] + bytes(len(data) - 100), ""),
+    "corrupt": (lambda data: data[:100] + bytes(len(data) - 100), None),
     "no image": (lambda data: b"<html>not found</html>", "it is no image"),
     "empty": (lambda data: b"", "it is no image"),
     "missing": (lambda data: None, "the file is missing"),

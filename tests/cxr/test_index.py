@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from drivetrain.outcomes import Problem
@@ -22,6 +23,7 @@ from drivetrain.tasks.cxr import index as index_module
 from drivetrain.tasks.cxr import layout
 from drivetrain.tasks.cxr.columns import CxrIndex
 from drivetrain.tasks.cxr.index import find_or_build
+from tests.cxr.conftest import TWIN_STUDIES
 from tests.cxr.small_data import PATIENT, STUDY, answer, build, question, quiet, write_data, write_table
 
 BUILD = "import sys; from drivetrain.tasks.cxr.index import find_or_build; find_or_build(sys.argv[1], sys.argv[2], processes=1)"
@@ -65,6 +67,23 @@ def test_several_processes_write_the_same_bytes(
     assert answers == other_answers
 
 
+def test_workers_end_with_a_killed_build(twin: tuple[Path, Path], tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib; from drivetrain.tasks.cxr import index; index.STUDIES_PER_PART = 1; "
+        "index.find_or_build(sys.argv[1], sys.argv[2], pathlib.Path(sys.argv[3]), processes=2)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, *map(str, twin), str(tmp_path)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".cxr-*.parts/p*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    workers = psutil.Process(process.pid).children()
+    process.kill()
+    process.wait()
+    assert len(workers) == 2
+    assert not psutil.wait_procs(workers, timeout=60)[1], "they are still alive"
+    assert find_or_build(*twin, folder=tmp_path, processes=1, notice=quiet).num_studies == TWIN_STUDIES
+
+
 def test_a_damaged_part_is_built_again(twin: tuple[Path, Path], twin_index: CxrIndex, tmp_path: Path) -> None:
     specs, _ = index_module.part_specs(*twin, tmp_path / f".{twin_index.folder.name}.parts")
     from drivetrain.tasks.cxr import parts
@@ -90,7 +109,7 @@ def test_columns_take_at_most_40_bytes_a_question(twin_index: CxrIndex) -> None:
     assert row_bytes == 21
     shared = sum(array.nbytes for array in (twin_index.node_boxes, twin_index.answer_boxes, *twin_index.node.values()))
     assert row_bytes + shared / twin_index.num_questions < 40
-    assert all(isinstance(column, np.memmap) for column in twin_index.question.values())
+    assert all(isinstance(column.base, np.memmap) for column in twin_index.question.values())
 
 
 def test_a_pickled_index_holds_no_columns(twin_index: CxrIndex) -> None:

@@ -59,6 +59,11 @@ class Texts:
         return [self[index] for index in range(len(self))]
 
 
+def map_array(path: Path) -> Array:
+    """Returns the array in a file, through a memory map; a plain array is indexed several times faster than numpy's memmap class."""
+    return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+
+
 @dataclass(frozen=True)
 class MappedArray:
     """An array in a file, read through a memory map. Only its path is pickled."""
@@ -67,8 +72,7 @@ class MappedArray:
 
     @cached_property
     def array(self) -> Array:
-        array: Array = np.load(self.path, mmap_mode="r", allow_pickle=False)
-        return array
+        return map_array(self.path)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path}
@@ -168,8 +172,7 @@ def open_index(folder: Path, mimic: Path) -> CxrIndex | None:
             return None
 
         def load(name: str) -> Array:
-            array: Array = np.load(folder / name, mmap_mode="r", allow_pickle=False)
-            return array
+            return map_array(folder / name)
 
         def table(name: str, columns: Any) -> dict[str, Array]:
             return {column: load(file_of(name, column)) for column in columns}

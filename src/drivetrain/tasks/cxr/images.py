@@ -124,7 +124,7 @@ class _ImageCache:
                     os.truncate(file, self.index.num_images * length)  # no space is used before pixels are written
             shapes: list[tuple[int, ...]] = [(self.index.num_images, self.size, self.size), (self.index.num_images,)]
             types = (np.uint8, np.uint32)
-            self.maps = [np.memmap(p, t, "r", shape=s) for p, t, s in zip(self.paths, types, shapes, strict=True)]
+            self.maps = [np.asarray(np.memmap(p, t, "r", shape=s)) for p, t, s in zip(self.paths, types, shapes, strict=True)]
         except OSError as error:
             self._give_up(error)
         return not self.is_broken

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -160,7 +161,10 @@ def main() -> None:
             answer: dict[str, Any] = {"questions": build_part(json.loads(line))}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
+        try:
+            print(json.dumps(answer), flush=True)
+        except BrokenPipeError:  # the build was killed
+            os._exit(1)
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ class CxrDataset(Dataset[Sample]):
         if pixels is None:  # a sample without weight: every sample's place in the epoch is kept
             pixels = np.zeros((self.size, self.size), np.uint8)
             labels = np.full(len(labels), Label.MISSING, np.int8)
-        sample["image"] = torch.from_numpy(pixels.copy())[None]
+        sample["image"] = torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy())[None]
         sample["chexpert"] = torch.from_numpy(labels.copy())
         sample["image_row"] = torch.tensor(image)
         return sample

@@ -48,7 +48,7 @@ def write_twin(folder: Path, studies: int, seed: int = 0, progress: Progress | N
         if progress and time.monotonic() - said > 2:
             said = time.monotonic()
             progress(f"{number + 1:,} of {studies:,} studies written, {(number + 1) / (said - begin):.1f} a second")
-    _write_tables(mimic, qba, plans)
+    write_tables(mimic, qba, plans)
     (folder / MARK).write_text(json.dumps(facts))
     return mimic, qba
 
@@ -114,7 +114,7 @@ def _write_study(mimic: Path, qba: Path, plan: StudyPlan, seed: int) -> tuple[tu
     return size, len(questions["questions"])
 
 
-def _write_tables(mimic: Path, qba: Path, plans: Sequence[tuple[StudyPlan, tuple[int, int], int]]) -> None:
+def write_tables(mimic: Path, qba: Path, plans: Sequence[tuple[StudyPlan, tuple[int, int], int]]) -> None:
     """Writes the CSV files of both data sets, and the vocabularies."""
     images = [(plan, size, view, image) for plan, size, _ in plans for view, image in zip(plan.views, plan.images, strict=True)]
     _write_csv(
