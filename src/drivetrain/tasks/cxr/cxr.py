@@ -10,16 +10,18 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 
 from drivetrain.data import Picture, Rand
-from drivetrain.outcomes import Problem
+from drivetrain.outcomes import Outcome, Problem
 from drivetrain.settings import Duration, Range
 from drivetrain.task import Task
 from drivetrain.tasks.cxr import answers, augmentation, evaluation, losses, report
+from drivetrain.tasks.cxr.check import check_data
 from drivetrain.tasks.cxr.columns import CxrIndex
 from drivetrain.tasks.cxr.encoders import build_image_encoder, check_weights
 from drivetrain.tasks.cxr.images import BadImageError, decode
-from drivetrain.tasks.cxr.index import find_or_build
+from drivetrain.tasks.cxr.index import find_or_build, print_notice
 from drivetrain.tasks.cxr.model import CxrModel, GraphSource, ModelSizes
 from drivetrain.tasks.cxr.pictures import Shown, draw
 from drivetrain.tasks.cxr.samples import CxrDataset, collate
@@ -98,6 +100,8 @@ class Cxr(Task):
     """Use only this many studies of each split."""
     types: list[str] = []
     """Question types to use, such as D02_has_finding; by default all."""
+    check: bool = True
+    """Check the data before training: faults end the run, and warnings are shown (`drivetrain data cxr-check` prints all)."""
 
     encoder: str = "convnext_base"
     """The image encoder: convnext_tiny, convnext_small, convnext_base, nano (small, for CPUs), or any name of timm."""
@@ -207,7 +211,17 @@ class Cxr(Task):
         return counts
 
     def train_data(self) -> CxrDataset:
+        if self.check and detect_fake_mode() is None:
+            self._check_data()
         return self._dataset("train", self._tokenizer)
+
+    def _check_data(self) -> None:
+        """Raises Problem if nothing could be learned from the data; prints what else is wrong with it."""
+        found = check_data(self._index)
+        if found["errors"]:
+            raise Problem(f"the data check fails: {found['errors'][0]} (check=false trains nevertheless)", Outcome.DATA)
+        for warning in found["warnings"]:
+            print_notice(f"data check: {warning}")
 
     def eval_data(self) -> CxrDataset:
         return self._eval_dataset

@@ -82,9 +82,10 @@ class GraphPredictor(nn.Module):
         self.key, self.value = nn.Linear(width, QUERY), nn.Linear(width, width)
         self.geometry = nn.Linear(6, QUERY)
         self.norm = nn.LayerNorm(width + QUERY)
-        self.presence = head(width + QUERY, width, 1, 0.0)
-        self.region = head(width + QUERY, width, num_regions, 0.0)
-        self.boxes = head(width + QUERY, width, 4, 0.0)
+        hidden = min(width, 256)
+        self.presence = head(width + QUERY, hidden, 1, 0.0)
+        self.region = head(width + QUERY, hidden, num_regions, 0.0)
+        self.boxes = head(width + QUERY, hidden, 4, 0.0)
 
     def forward(self, grid: Tensor, cells: Tensor) -> PredictedGraph:
         """`grid`: features of the image's cells [n, cells, width]; `cells`: their boxes [cells, 4]."""
