@@ -22,7 +22,7 @@ from drivetrain.tasks.cxr.columns import CxrIndex
 from drivetrain.tasks.cxr.encoders import build_image_encoder, check_weights
 from drivetrain.tasks.cxr.images import BadImageError, decode
 from drivetrain.tasks.cxr.index import find_or_build, print_notice
-from drivetrain.tasks.cxr.model import CxrModel, GraphSource, ModelSizes
+from drivetrain.tasks.cxr.model import CxrModel, ModelSizes
 from drivetrain.tasks.cxr.pictures import Shown, draw
 from drivetrain.tasks.cxr.samples import CxrDataset, collate
 from drivetrain.tasks.cxr.text_encoders import PretrainedSource, build_small
@@ -122,7 +122,7 @@ class Cxr(Task):
     max_nodes: Annotated[int, Range(1, 1024)] = 64
     """Nodes of a scene graph; further ones are cut, and counted."""
 
-    graph: GraphSource = "none"
+    graph: Literal["none", "oracle", "predicted"] = "none"
     """The scene graph behind the main metrics and `predict`: none, oracle (of the report, which also gave the answer), or predicted."""
     graph_dropout: Annotated[float, Range(0, 1)] = 0.5
     """Share of training images without their scene graph, so that the model answers without one, too."""
