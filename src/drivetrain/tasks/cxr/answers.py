@@ -40,9 +40,8 @@ def head_of_question(question: str) -> str:
     return next((head for pattern, head in _HEAD_OF_QUESTION if re.search(pattern, question.lower())), "category")
 
 
-def describe(logits: Tensor, names: Sequence[str], most: int = 3) -> str:
+def describe(probability: Tensor, names: Sequence[str], most: int = 3) -> str:
     """Returns the likeliest classes with their probabilities."""
-    probability = logits.float().softmax(-1)
     values, places = probability.topk(min(most, len(names)))
     return ", ".join(f"{names[place]} {value:.0%}" for value, place in zip(values.tolist(), places.tolist(), strict=True))
 

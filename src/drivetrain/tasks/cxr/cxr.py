@@ -22,8 +22,8 @@ from drivetrain.tasks.cxr.columns import CxrIndex
 from drivetrain.tasks.cxr.encoders import build_image_encoder, check_weights
 from drivetrain.tasks.cxr.images import BadImageError, decode
 from drivetrain.tasks.cxr.index import find_or_build, print_notice
-from drivetrain.tasks.cxr.model import CxrModel, ModelSizes
-from drivetrain.tasks.cxr.pictures import Shown, draw
+from drivetrain.tasks.cxr.model import CxrModel, GraphSource, ModelSizes
+from drivetrain.tasks.cxr.pictures import Shown, draw, write_picture
 from drivetrain.tasks.cxr.samples import CxrDataset, collate
 from drivetrain.tasks.cxr.text_encoders import PretrainedSource, build_small
 from drivetrain.tasks.cxr.texts import AnswerTexts
@@ -54,7 +54,7 @@ def _read_image(file: str, size: int) -> np.ndarray:
     """Returns an image file as [1, size, size] bytes."""
     path = Path(file).expanduser()
     try:
-        return decode(path, size)[None]
+        return decode(path, size)[None].copy()
     except (OSError, BadImageError) as error:
         raise Problem(f"{path} cannot be read as an image: {error}") from None
 
@@ -356,37 +356,37 @@ class Cxr(Task):
         """Yields the answer to a question on an image file, and the CheXpert labels; `picture` is a PNG file to write."""
         if graph not in ("none", "predicted"):
             raise Problem(f"graph={graph} does not fit: none or predicted (an image alone has no other scene graph)")
-        batch = self._question_on(_read_image(given, self.image_size), question or "?")
+        yield from self._answer(
+            model, _read_image(given, self.image_size), question, "predicted" if graph == "predicted" else "none", picture
+        )
+
+    @torch.no_grad()
+    def _answer(self, model: CxrModel, image: np.ndarray, question: str, graph: GraphSource, picture: str) -> list[str]:
+        batch = self._question_on(image, question or "?")
         encoded = model.encode(batch)
-        nodes = model.nodes(batch, encoded, "predicted" if graph == "predicted" else "none")
+        nodes, lines = model.nodes(batch, encoded, graph), []
         if question:
             head = answers.head_of_question(question)
             outputs, names = model.answer(encoded, nodes), self._names.of(head)
-            logits = outputs[head][0, 0]
-            yield f"{question}\n  {answers.describe(logits, names)}\n"
+            probability = outputs[head][0, 0].float().softmax(-1)
+            lines.append(f"{question}\n  {answers.describe(probability, names)}\n")
             if picture:
-                place = int(logits.argmax())
+                place = int(probability.argmax())
                 entry = Shown(
-                    batch["image"][0, 0].numpy(), question, names[place], float(logits.float().softmax(-1)[place]),
-                    attention=model.attention(encoded, nodes)[0, 0].float().numpy(), predicted_box=outputs["answer_box"][0, 0].tolist(),
-                    nodes=self._named_nodes(nodes, 0),
+                    image[0], question, names[place], float(probability[place]),
+                    attention=model.attention(encoded, nodes)[0, 0].float().numpy(),
+                    predicted_box=outputs["answer_box"][0, 0].tolist() if self.box_weight else None, nodes=self._named_nodes(nodes, 0),
                 )  # fmt: skip
-                self._write_picture(entry, picture)
-                yield f"  picture: {picture}\n"
-        yield "CheXpert labels\n"
-        yield from answers.describe_labels(model.label(encoded)[0])
-        yield "Research software, no medical device.\n"
+                write_picture(draw([entry]), picture)
+                lines.append(f"  picture: {picture}\n")
+        lines += ["CheXpert labels\n", *answers.describe_labels(model.label(encoded)[0]), "Research software, no medical device.\n"]
+        return lines
 
     def _question_on(self, image: np.ndarray, question: str) -> dict[str, Tensor]:
         """Returns a batch of one image with one question."""
         tokens = torch.tensor(self._tokenizer.encode([question])[0][: self.max_tokens], dtype=torch.int32).view(1, 1, -1)
         num_tokens = torch.tensor([[tokens.shape[-1]]])
         return {"image": torch.from_numpy(image)[None], "tokens": tokens, "num_tokens": num_tokens} | empty_graph(1, 1, tokens.device)
-
-    def _write_picture(self, entry: Shown, file: str) -> None:
-        from PIL import Image
-
-        Image.fromarray(draw([entry])).save(Path(file).expanduser())
 
     def exports(self, model: CxrModel) -> dict[str, tuple[nn.Module, dict[str, Tensor]]]:
         size = self.image_size

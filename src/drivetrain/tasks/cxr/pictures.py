@@ -5,9 +5,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from drivetrain.outcomes import Problem
 
 GREEN, ORANGE, BLUE, RED = "#2a9d4a", "#e08a1e", "#3d8bd4", "#c8372d"
 COLUMNS = 4
@@ -62,6 +65,16 @@ def draw(shown: Sequence[Shown], title: str = "") -> np.ndarray:
         figure.suptitle(title, fontsize=11)
     _legend(figure, shown)
     return _pixels(figure)
+
+
+def write_picture(pixels: np.ndarray, file: str) -> None:
+    from PIL import Image
+
+    path = Path(file).expanduser()
+    try:
+        Image.fromarray(pixels).save(path, "PNG")
+    except OSError as error:
+        raise Problem(f"picture={file} cannot be written: {error.strerror or error}") from None
 
 
 def _draw_boxes(axis: Any, entry: Shown) -> None:
