@@ -15,6 +15,8 @@ from drivetrain.outcomes import Problem
 GREEN, ORANGE, BLUE, RED = "#2a9d4a", "#e08a1e", "#3d8bd4", "#c8372d"
 COLUMNS = 4
 """Questions in one row of a picture."""
+EVEN = 4.0
+"""Attention of so many times the mean has the full colour."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,10 @@ def _draw_attention(axis: Any, entry: Shown) -> None:
     side = entry.image.shape[0]
     axis.imshow(entry.image, cmap="gray", vmin=0, vmax=255)
     if entry.attention is not None:
-        axis.imshow(
-            entry.attention / max(float(entry.attention.max()), 1e-9), cmap="inferno", alpha=0.5, vmin=0, vmax=1,
-            extent=(-0.5, side - 0.5, side - 0.5, -0.5), interpolation="bilinear",
-        )  # fmt: skip
+        weights = _enlarged(entry.attention, side)
+        # Even attention stays pale: the colour says how much more a place gets than the mean.
+        share = weights / max(float(weights.max()), EVEN * float(weights.mean()), 1e-9)
+        axis.imshow(share, cmap="inferno", alpha=0.6 * share, vmin=0, vmax=1)
     if entry.answer_box is not None:
         _rectangle(axis, entry.answer_box, side, GREEN, 1.4)
     text = f"{entry.answer} ({entry.confidence:.0%})"
@@ -106,6 +108,13 @@ def _draw_attention(axis: Any, entry: Shown) -> None:
         colour = GREEN if entry.is_right else RED
         text += "" if entry.is_right else f"\nexpected: {entry.reference}"
     axis.set_title(text, fontsize=8, color=colour)
+
+
+def _enlarged(attention: np.ndarray, side: int) -> np.ndarray:
+    from PIL import Image
+
+    image = Image.fromarray(attention.astype(np.float32)).resize((side, side), Image.Resampling.BILINEAR)
+    return np.asarray(image)
 
 
 def _rectangle(axis: Any, box: Sequence[float], side: int, colour: str, width: float, style: str = "-") -> None:
