@@ -54,7 +54,7 @@ class TimmEncoder(nn.Module):
         if features.dim() == 3:  # tokens of a transformer, row by row
             features = features[:, self.num_prefix_tokens :]
             side = round(features.shape[1] ** 0.5)
-            return features.transpose(1, 2).unflatten(2, (side, side))
+            return features.transpose(1, 2).unflatten(2, (side, side))  # type: ignore[no-any-return]
         return features if features.shape[1] == self.num_features else features.permute(0, 3, 1, 2)
 
 
@@ -81,10 +81,10 @@ def check_weights(weights: str) -> None:
 
 def _read(name: str, weights: str) -> dict[str, Tensor]:
     if weights != "imagenet":
-        return load_file(weights)
+        return load_file(weights)  # type: ignore[no-any-return]
     if not SHAPES[name].weights:
         raise Problem(f"encoder={name} has no ImageNet weights: take encoder_weights=none, or an encoder such as convnext_tiny")
-    return load_file(_downloaded(SHAPES[name].weights, "model.safetensors"))
+    return load_file(_downloaded(SHAPES[name].weights, "model.safetensors"))  # type: ignore[no-any-return]
 
 
 def _downloaded(repository: str, file: str) -> str:
@@ -105,7 +105,7 @@ def _downloaded(repository: str, file: str) -> str:
 
 
 def load_named_weights(module: nn.Module, tensors: Mapping[str, Tensor], origin: str, ignored: tuple[str, ...] = ()) -> None:
-    """Loads a state dict; raises Problem if a name or a shape does not fit. Names that begin with `ignored` are left out."""
+    """Loads a state dict; raises Problem if a name or a shape does not fit. AnswerNames that begin with `ignored` are left out."""
     own = module.state_dict()
     given = {name: tensor for name, tensor in tensors.items() if not name.startswith(ignored)}
     missing, foreign = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())

@@ -53,7 +53,7 @@ class CrossAttention(nn.Module):
         return scores.softmax(-1).mean(1)  # type: ignore[no-any-return]
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # type: ignore[no-any-return]
 
 
 class InteractionLayer(nn.Module):

@@ -104,7 +104,7 @@ class CxrModel(nn.Module):
         weights = self.fusion.attention(*self._tokens(encoded, nodes))[:, : encoded.grid.shape[1]]
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-9)
         height, width = encoded.features.shape[-2:]
-        return weights.unflatten(-1, (height, width)).unflatten(0, (-1, encoded.num_questions))
+        return weights.unflatten(-1, (height, width)).unflatten(0, (-1, encoded.num_questions))  # type: ignore[no-any-return]
 
     def label(self, encoded: Encoded) -> Tensor:
         """Returns the logits of the CheXpert labels. They depend on the image alone: no box of a graph can reveal them."""

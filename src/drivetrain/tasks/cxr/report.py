@@ -31,7 +31,7 @@ class Scoring:
     weights: LossWeights
     uncertain: Uncertain
     regions: Sequence[str]
-    """Names of the classes of the region head."""
+    """AnswerNames of the classes of the region head."""
     samples_of_image: Array
     """Number of samples of each image: with its inverse as weight, each image counts once, also in a resample."""
     texts: AnswerTexts
