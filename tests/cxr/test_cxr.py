@@ -12,7 +12,7 @@ import yaml
 from drivetrain import recipe
 from drivetrain.outcomes import Problem
 from drivetrain.tasks.cxr import losses
-from drivetrain.tasks.cxr.answers import AnswerNames, head_of_question
+from drivetrain.tasks.cxr.answers import ClassNames, head_of_question
 from drivetrain.tasks.cxr.cxr import AnswerGraph, Cxr
 from tests.command import expect_error, run_ok
 from tests.cxr.conftest import TWIN_STUDIES
@@ -119,7 +119,7 @@ def test_a_free_question_is_answered_by_the_head_of_its_wording(question: str, h
 
 
 def test_answers_have_names() -> None:
-    names = AnswerNames(["unknown", "left lung"])
+    names = ClassNames(["unknown", "left lung"])
     assert (
         names.answer(0, 1) == "yes" and names.answer(2, 1) == "left lung" and names.answer(3, 3) == "severe" and names.answer(-1, 0) == ""
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.tasks.cxr.answers import AnswerNames
+from drivetrain.tasks.cxr.answers import ClassNames
 from drivetrain.tasks.cxr.evaluation import evaluate, routed
 from drivetrain.tasks.cxr.losses import HEADS, LossWeights, Uncertain
 from drivetrain.tasks.cxr.report import Scoring, summarise
@@ -21,7 +21,7 @@ REGION_NAMES = ("unknown", "left lung", "right lung")
 
 
 def scoring(uncertain: Uncertain = "ignore", samples_of_image: list[int] | None = None) -> Scoring:
-    texts = AnswerTexts(AnswerNames(REGION_NAMES), lambda question: "There is no effusion in the left lung.")
+    texts = AnswerTexts(ClassNames(REGION_NAMES), lambda question: "There is no effusion in the left lung.")
     return Scoring("none", LossWeights(), uncertain, REGION_NAMES, np.array(samples_of_image or [1] * 100), texts)
 
 
@@ -108,6 +108,6 @@ def test_an_evaluation_keeps_what_the_report_needs() -> None:
     assert ((found["is_inside"] >= 0) == batch["has_answer_box"]).all()
     regions = [str(number) for number in range(9)]
     result = summarise(
-        found, Scoring("none", LossWeights(), "ignore", regions, np.ones(6), AnswerTexts(AnswerNames(regions), lambda question: ""))
+        found, Scoring("none", LossWeights(), "ignore", regions, np.ones(6), AnswerTexts(ClassNames(regions), lambda question: ""))
     )
     assert {"accuracy", "accuracy_oracle", "accuracy_predicted", "pointing", "box_iou", "loss"} <= set(result)

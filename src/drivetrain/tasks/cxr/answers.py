@@ -22,7 +22,7 @@ _HEAD_OF_QUESTION = (
 
 
 @dataclass(frozen=True)
-class AnswerNames:
+class ClassNames:
     """The names of the classes of each head."""
 
     region: Sequence[str]

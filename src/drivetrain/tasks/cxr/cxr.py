@@ -232,8 +232,8 @@ class Cxr(Task):
     # --- the model ---
 
     @property
-    def _names(self) -> answers.AnswerNames:
-        return answers.AnswerNames(self._index.region_names)
+    def _names(self) -> answers.ClassNames:
+        return answers.ClassNames(self._index.region_names)
 
     @property
     def _num_entities(self) -> int:

@@ -105,7 +105,7 @@ def _downloaded(repository: str, file: str) -> str:
 
 
 def load_named_weights(module: nn.Module, tensors: Mapping[str, Tensor], origin: str, ignored: tuple[str, ...] = ()) -> None:
-    """Loads a state dict; raises Problem if a name or a shape does not fit. AnswerNames that begin with `ignored` are left out."""
+    """Loads a state dict; raises Problem if a name or a shape does not fit. Names that begin with `ignored` are left out."""
     own = module.state_dict()
     given = {name: tensor for name, tensor in tensors.items() if not name.startswith(ignored)}
     missing, foreign = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())

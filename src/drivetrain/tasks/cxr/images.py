@@ -76,7 +76,7 @@ class ImageReader:
         return pixels
 
     def _report(self, row: int, path: Path, reason: str) -> None:
-        """AnswerNames a bad image, once in a process, and in the list beside the index."""
+        """Names a bad image, once in a process, and in the list beside the index."""
         if row in self.bad:
             return
         self.bad[row] = reason

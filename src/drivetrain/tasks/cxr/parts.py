@@ -21,7 +21,7 @@ import numpy as np
 
 from drivetrain.tasks.cxr.columns import IMAGE_COLUMNS, NODE_COLUMNS, QUESTION_COLUMNS, file_of
 from drivetrain.tasks.cxr.layout import JsonFile, image_path
-from drivetrain.tasks.cxr.studies import AnswerNames, Faults, StudyImage, StudyReader, StudyRows
+from drivetrain.tasks.cxr.studies import Faults, Names, StudyImage, StudyReader, StudyRows
 
 FACTS = "part.json"
 """The file of names, counts and sizes of a part. It is written last."""
@@ -64,7 +64,7 @@ def build_part(spec: Spec) -> int:
 class _PartBuilder:
     def __init__(self, mimic: Path) -> None:
         self.mimic, self.faults = mimic, Faults()
-        self.texts, self.answers, self.regions, self.entities = AnswerNames(), AnswerNames(), AnswerNames(), AnswerNames()
+        self.texts, self.answers, self.regions, self.entities = Names(), Names(), Names(), Names()
         self.question: dict[str, list[Any]] = {name: [] for name in QUESTION_COLUMNS}
         self.image: dict[str, list[Any]] = {name: [] for name in IMAGE_COLUMNS}
         self.node: dict[str, list[Any]] = {name: [] for name in NODE_COLUMNS}

@@ -37,7 +37,7 @@ class Shown:
     """Where the right answer is: x1, y1, x2, y2 in 0..1."""
     predicted_box: Sequence[float] | None = None
     nodes: Sequence[tuple[str, Sequence[float]]] = field(default_factory=tuple)
-    """AnswerNames and boxes of a scene graph."""
+    """Names and boxes of a scene graph."""
 
     @property
     def is_right(self) -> bool:

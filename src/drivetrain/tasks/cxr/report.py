@@ -31,7 +31,7 @@ class Scoring:
     weights: LossWeights
     uncertain: Uncertain
     regions: Sequence[str]
-    """AnswerNames of the classes of the region head."""
+    """Names of the classes of the region head."""
     samples_of_image: Array
     """Number of samples of each image: with its inverse as weight, each image counts once, also in a resample."""
     texts: AnswerTexts

@@ -40,7 +40,7 @@ class StudyImage:
     height: int
 
 
-class AnswerNames:
+class Names:
     """Numbers names in the order in which they are met; 0 is no name."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from drivetrain.tasks.cxr import scores
-from drivetrain.tasks.cxr.answers import AnswerNames
+from drivetrain.tasks.cxr.answers import ClassNames
 
 Array = np.ndarray
 
@@ -15,7 +15,7 @@ Array = np.ndarray
 class AnswerTexts:
     """Scores answers as text. Each pair of a question and an answer is compared once, also over many resamples."""
 
-    def __init__(self, names: AnswerNames, written: Callable[[int], str]) -> None:
+    def __init__(self, names: ClassNames, written: Callable[[int], str]) -> None:
         """`written` returns the written answer of a question, by its row."""
         self.names, self.written = names, written
         self._rows: dict[tuple[int, int], int] = {}

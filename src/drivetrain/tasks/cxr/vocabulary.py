@@ -1,6 +1,6 @@
 """The fixed words of the data sets: CheXpert labels, views, quality grades, question types and severities.
 
-AnswerNames are matched without regard to case. What a table does not know has no id: callers count it and never guess.
+Names are matched without regard to case. What a table does not know has no id: callers count it and never guess.
 """
 
 from __future__ import annotations
