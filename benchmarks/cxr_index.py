@@ -44,7 +44,7 @@ def write_data(folder: Path, questions: int) -> dict[str, Any]:
     (folder / "no-image.jpg").touch()  # the build looks whether the files exist, and does not read them
     begin = time.monotonic()
     pool, sizes, plans = [], 0, list[tuple[StudyPlan, tuple[int, int], int]]()
-    written, number, said = 0, 0, begin
+    written, number, last_line = 0, 0, begin
     with (
         zipfile.ZipFile(qba / "qa.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as qa,
         zipfile.ZipFile(qba / "scene_data.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as graphs,
@@ -66,8 +66,8 @@ def write_data(folder: Path, questions: int) -> dict[str, Any]:
                 (files / f"{image}.jpg").symlink_to(folder / "no-image.jpg")
             sizes += len(asked_text) + len(graph_text)
             written, number = written + count, number + 1
-            if time.monotonic() - said > 10:
-                said = time.monotonic()
+            if time.monotonic() - last_line > 10:
+                last_line = time.monotonic()
                 print(f"{written:,} of {questions:,} questions written", flush=True)
     write_tables(mimic, qba, plans)
     zips = sum(path.stat().st_size for path in qba.glob("*.zip"))

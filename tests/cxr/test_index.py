@@ -51,8 +51,8 @@ def test_a_killed_build_goes_on_where_it_was(twin: tuple[Path, Path], twin_index
     lines: list[str] = []
     index = find_or_build(mimic, qba, processes=1, notice=lines.append)
     assert f"index: {len(published)} of 10 parts exist already" in lines
-    mine, others = contents(index), contents(twin_index)
-    assert mine == others
+    built, expected = contents(index), contents(twin_index)
+    assert built == expected
     assert not list(cache.glob(".cxr-*.parts")), "the parts are removed in the end"
 
 
@@ -61,9 +61,9 @@ def test_several_processes_write_the_same_bytes(
 ) -> None:
     monkeypatch.setattr(index_module, "STUDIES_PER_PART", 2)  # so that the twin is large enough for processes
     index = find_or_build(*twin, folder=tmp_path, processes=2, notice=quiet)
-    mine, others = contents(index), contents(twin_index)
-    names = set(mine) - {"index.json", "texts-answers.npy", "texts-answers_ends.npy", "question-answer.npy"}  # answers are stored by part
-    assert {name: mine[name] for name in names} == {name: others[name] for name in names}
+    built, expected = contents(index), contents(twin_index)
+    names = set(built) - {"index.json", "texts-answers.npy", "texts-answers_ends.npy", "question-answer.npy"}  # answers are stored by part
+    assert {name: built[name] for name in names} == {name: expected[name] for name in names}
     answers, other_answers = ([i.answer_texts[int(a)] for a in i.question["answer"][:200]] for i in (index, twin_index))
     assert answers == other_answers
 

@@ -149,15 +149,15 @@ def _decode(index: CxrIndex, number: int, notice: Callable[[str], None] | None) 
         if number
         else []
     )
-    unreadable, said = {}, time.monotonic()
+    unreadable, last_notice = {}, time.monotonic()
     for position, row in enumerate(rows):
         path = index.image_path(int(row))
         try:
             decode(path, 64)
         except BadImageError as error:
             unreadable[str(path)] = str(error)
-        if notice and time.monotonic() - said > 2:
-            said = time.monotonic()
+        if notice and time.monotonic() - last_notice > 2:
+            last_notice = time.monotonic()
             notice(f"check: {position + 1:,} of {len(rows):,} images read, {len(unreadable):,} cannot be read")
     return unreadable
 

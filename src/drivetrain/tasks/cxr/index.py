@@ -100,15 +100,15 @@ def _lock(parent: Path, key: str, notice: Notice) -> Iterator[None]:
     """Locks an index for one process; while another one has it, a notice says so."""
     parent.mkdir(parents=True, exist_ok=True)
     with open(parent / f".{key}.lock", "w") as file:
-        said = time.monotonic()
+        last_notice = time.monotonic()
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 time.sleep(0.1)
-            if time.monotonic() - said > LOCK_NOTICE_SECONDS:
-                said = time.monotonic()
+            if time.monotonic() - last_notice > LOCK_NOTICE_SECONDS:
+                last_notice = time.monotonic()
                 notice("index: waiting for another process that builds it")
         yield
 
@@ -126,8 +126,8 @@ def _with_new_images(index: CxrIndex, parent: Path, notice: Notice) -> CxrIndex:
         with _lock(parent, index.folder.name, notice):
             is_present = index.image["is_present"].copy()
             is_present[missing] = [index.image_path(int(row)).is_file() for row in missing]
-            found = int(is_present.sum()) - (len(is_present) - len(missing))
-            notice(f"index: {found:,} of {len(missing):,} missing images exist now")
+            num_found = int(is_present.sum()) - (len(is_present) - len(missing))
+            notice(f"index: {num_found:,} of {len(missing):,} missing images exist now")
             replace_column(index.folder, "image", "is_present", is_present)
     except OSError as error:
         notice(f"index: images that exist now are still left out ({index.folder}: {error.strerror or error})")
@@ -216,16 +216,16 @@ class _Progress:
 
     def __init__(self, total: int, notice: Notice) -> None:
         self.total, self.notice, self.studies, self.questions = total, notice, 0, 0
-        self.begin = self.said = time.monotonic()
+        self.begin = self.last_line = time.monotonic()
         self.lock = threading.Lock()
 
     def add(self, studies: int, questions: int) -> None:
         with self.lock:
             self.studies, self.questions = self.studies + studies, self.questions + questions
             now = time.monotonic()
-            if now - self.said < PROGRESS_SECONDS:
+            if now - self.last_line < PROGRESS_SECONDS:
                 return
-            self.said, seconds = now, now - self.begin
+            self.last_line, seconds = now, now - self.begin
             left = seconds * (self.total - self.studies) / max(self.studies, 1)
             speed = f"{self.questions / seconds:,.0f} questions/s"
             self.notice(f"index: {self.studies:,} of {self.total:,} studies, {self.questions:,} questions, {speed}, {left:,.0f} s left")
