@@ -13,7 +13,6 @@ import json
 import multiprocessing
 import platform
 import random
-import resource
 import shutil
 import tempfile
 import threading
@@ -44,7 +43,7 @@ def write_data(folder: Path, questions: int) -> dict[str, Any]:
     (folder / "no-image.jpg").touch()  # the build looks whether the files exist, and does not read them
     begin = time.monotonic()
     pool, sizes, plans = [], 0, list[tuple[StudyPlan, tuple[int, int], int]]()
-    written, number, said = 0, 0, begin
+    written, number, last_line = 0, 0, begin
     with (
         zipfile.ZipFile(qba / "qa.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as qa,
         zipfile.ZipFile(qba / "scene_data.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as graphs,
@@ -66,8 +65,8 @@ def write_data(folder: Path, questions: int) -> dict[str, Any]:
                 (files / f"{image}.jpg").symlink_to(folder / "no-image.jpg")
             sizes += len(asked_text) + len(graph_text)
             written, number = written + count, number + 1
-            if time.monotonic() - said > 10:
-                said = time.monotonic()
+            if time.monotonic() - last_line > 10:
+                last_line = time.monotonic()
                 print(f"{written:,} of {questions:,} questions written", flush=True)
     write_tables(mimic, qba, plans)
     zips = sum(path.stat().st_size for path in qba.glob("*.zip"))
@@ -107,7 +106,7 @@ def put_result(results: Any, work: Callable[..., dict[str, Any]], *arguments: An
 
 
 class WorkerMemory(threading.Thread):
-    """Watches the memory of this process's children; a child's own `ru_maxrss` would begin with that of its parent."""
+    """Watches the memory of this process's children."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -132,10 +131,16 @@ def build(folder: Path, processes: int) -> dict[str, Any]:
     return {
         "questions": index.num_questions,
         "build_seconds": time.monotonic() - begin,
-        "build_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "build_peak_bytes": peak_bytes(),
         "worker_peak_bytes": workers.peak_bytes,
         **{f"{kind}_bytes": size for kind, size in index.bytes_by_kind().items()},
     }
+
+
+def peak_bytes() -> int:
+    """Returns the largest memory of this process; its `ru_maxrss` would begin with that of its parent."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
 
 
 def private_bytes() -> int:

@@ -21,6 +21,7 @@ import pytest
 from drivetrain.outcomes import Problem
 from drivetrain.tasks.cxr import index as index_module
 from drivetrain.tasks.cxr import layout
+from drivetrain.tasks.cxr.check import check_data, report_text
 from drivetrain.tasks.cxr.columns import CxrIndex
 from drivetrain.tasks.cxr.index import find_or_build
 from tests.cxr.conftest import TWIN_STUDIES
@@ -50,8 +51,8 @@ def test_a_killed_build_goes_on_where_it_was(twin: tuple[Path, Path], twin_index
     lines: list[str] = []
     index = find_or_build(mimic, qba, processes=1, notice=lines.append)
     assert f"index: {len(published)} of 10 parts exist already" in lines
-    mine, others = contents(index), contents(twin_index)
-    assert mine == others
+    built, expected = contents(index), contents(twin_index)
+    assert built == expected
     assert not list(cache.glob(".cxr-*.parts")), "the parts are removed in the end"
 
 
@@ -60,9 +61,9 @@ def test_several_processes_write_the_same_bytes(
 ) -> None:
     monkeypatch.setattr(index_module, "STUDIES_PER_PART", 2)  # so that the twin is large enough for processes
     index = find_or_build(*twin, folder=tmp_path, processes=2, notice=quiet)
-    mine, others = contents(index), contents(twin_index)
-    names = set(mine) - {"index.json", "texts-answers.npy", "texts-answers_ends.npy", "question-answer.npy"}  # answers are stored by part
-    assert {name: mine[name] for name in names} == {name: others[name] for name in names}
+    built, expected = contents(index), contents(twin_index)
+    names = set(built) - {"index.json", "texts-answers.npy", "texts-answers_ends.npy", "question-answer.npy"}  # answers are stored by part
+    assert {name: built[name] for name in names} == {name: expected[name] for name in names}
     answers, other_answers = ([i.answer_texts[int(a)] for a in i.question["answer"][:200]] for i in (index, twin_index))
     assert answers == other_answers
 
@@ -253,3 +254,28 @@ def test_a_changed_table_gives_a_new_index(tmp_path: Path) -> None:
     first = build(mimic, qba)
     os.utime(mimic / "mimic-cxr-2.0.0-split.csv.gz", (1, 1))
     assert build(mimic, qba).folder != first.folder
+
+
+def test_images_that_were_copied_later_are_used(tmp_path: Path) -> None:
+    mimic, qba = write_data(tmp_path, ASKED, images=(("image-a", "PA"), ("image-b", "AP")))
+    path = next(mimic.rglob("image-a.jpg"))
+    path.rename(tmp_path / "later.jpg")
+    first = build(mimic, qba)
+    assert first.image["is_present"].tolist() == [False, True]
+    assert check_data(first)["left_out"] == {"missing image files": 1}
+    assert build(mimic, qba).image["is_present"].tolist() == [False, True]
+    (tmp_path / "later.jpg").rename(path)
+    lines: list[str] = []
+    second = find_or_build(mimic, qba, notice=lines.append)
+    assert lines == ["index: 1 of 1 missing images exist now"]
+    assert second.folder == first.folder
+    assert second.image["is_present"].tolist() == [True, True]
+    assert check_data(second)["left_out"] == {}
+
+
+def test_without_any_image_the_report_is_an_error(tmp_path: Path) -> None:
+    mimic, qba = write_data(tmp_path, ASKED)
+    shutil.rmtree(mimic / "files")
+    report = check_data(build(mimic, qba))
+    assert any("no image file exists" in error for error in report["errors"])
+    assert "the data cannot be trained on" in report_text(report)

@@ -137,7 +137,5 @@ def test_the_verb_writes_and_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     words = ["data", "cxr-check", "--mimic", "twin/mimic-cxr-jpg", "--qba", "twin/mimic-ext-cxr-qba", "--json"]
     report = json.loads(run_ok(*words))
     assert report["totals"]["studies"] == 5
-    for path in Path("twin").rglob("*.jpg"):
-        path.unlink()
     assert "needs both folders" in expect_error("data", "cxr-check", "--qba", "twin")
     assert "--studies says how many" in expect_error("data", "cxr-synthetic")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from drivetrain.tasks.cxr.columns import Array, CxrIndex
+from drivetrain.tasks.cxr.columns import MISSING_IMAGES, Array, CxrIndex
 from drivetrain.tasks.cxr.images import BadImageError, bad_images, decode
 from drivetrain.tasks.cxr.layout import split_name
 from drivetrain.tasks.cxr.vocabulary import CHEXPERT, GRADES, HEADS, QUESTION_TYPES, SEVERITIES, SPLITS, VIEWS, Label
@@ -37,7 +37,7 @@ def check_data(index: CxrIndex, decode_images: int = 0, notice: Callable[[str], 
         "targets": _targets(index),
         "chexpert": _chexpert(index),
         "question_alone": _question_alone(index),
-        "left_out": dict(index.counts),
+        "left_out": _left_out(index),
         "examples": {fault: list(names) for fault, names in index.examples.items()},
         "unreadable_images": bad_images(index) | _decode(index, decode_images, notice),
     }
@@ -57,6 +57,13 @@ def _totals(index: CxrIndex) -> dict[str, int]:
         "regions": len(index.region_names) - 1,
         "entities": len(index.entity_names) - 1,
     }
+
+
+def _left_out(index: CxrIndex) -> dict[str, int]:
+    """Returns the faults of the build; images that were missing then and exist now do not count."""
+    missing = int((~index.image["is_present"]).sum())
+    others = {fault: count for fault, count in index.counts.items() if fault != MISSING_IMAGES}
+    return others | ({MISSING_IMAGES: missing} if missing else {})
 
 
 def _split_of_studies(index: CxrIndex) -> Array:
@@ -142,15 +149,15 @@ def _decode(index: CxrIndex, number: int, notice: Callable[[str], None] | None) 
         if number
         else []
     )
-    unreadable, said = {}, time.monotonic()
+    unreadable, last_notice = {}, time.monotonic()
     for position, row in enumerate(rows):
         path = index.image_path(int(row))
         try:
             decode(path, 64)
         except BadImageError as error:
             unreadable[str(path)] = str(error)
-        if notice and time.monotonic() - said > 2:
-            said = time.monotonic()
+        if notice and time.monotonic() - last_notice > 2:
+            last_notice = time.monotonic()
             notice(f"check: {position + 1:,} of {len(rows):,} images read, {len(unreadable):,} cannot be read")
     return unreadable
 

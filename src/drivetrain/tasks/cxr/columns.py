@@ -13,6 +13,7 @@ its answer locations a table [locations, images]; a location is the first box of
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,6 +30,8 @@ META = "index.json"
 UNKNOWN = "unknown"
 """The region and the entity with id 0."""
 NO_TARGET, NO_LOCATION = -1, -1
+MISSING_IMAGES = "missing image files"
+"""The fault of images in the tables whose files did not exist when the index was built."""
 BOX_UNIT = 65535
 """Value of a box coordinate at the right or lower edge of the image."""
 QUESTION_COLUMNS: Mapping[str, Any] = {
@@ -162,6 +165,14 @@ class CxrIndex:
 
 def file_of(table: str, column: str) -> str:
     return f"{table}-{column}.npy"
+
+
+def replace_column(folder: Path, table: str, column: str, values: Array) -> None:
+    """Replaces a column by another one of the same length and type; a process that reads the old one keeps it."""
+    hidden = folder / f".{file_of(table, column)}.{os.getpid()}"
+    with open(hidden, "wb") as file:
+        np.save(file, values)
+    hidden.replace(folder / file_of(table, column))
 
 
 def open_index(folder: Path, mimic: Path) -> CxrIndex | None:

@@ -26,7 +26,7 @@ import numpy as np
 
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.tasks.cxr import merge, parts
-from drivetrain.tasks.cxr.columns import FORMAT, CxrIndex, open_index
+from drivetrain.tasks.cxr.columns import FORMAT, CxrIndex, open_index, replace_column
 from drivetrain.tasks.cxr.layout import (
     JsonFile,
     Listing,
@@ -44,6 +44,7 @@ CACHE_FOLDER = ".drivetrain-cache"
 STUDIES_PER_PART = 1000
 LOCK_NOTICE_SECONDS = 5.0
 PROGRESS_SECONDS = 2.0
+MAX_LOOKED_FOR = 1000
 Notice = Callable[[str], None]
 
 
@@ -62,7 +63,7 @@ def find_or_build(
     parents = [folder] if folder else _cache_parents(qba)
     for parent in parents:
         if index := open_index(parent / key, mimic):
-            return index
+            return _with_new_images(index, parent, notice)
     failures = []
     for parent in parents:
         try:
@@ -99,17 +100,38 @@ def _lock(parent: Path, key: str, notice: Notice) -> Iterator[None]:
     """Locks an index for one process; while another one has it, a notice says so."""
     parent.mkdir(parents=True, exist_ok=True)
     with open(parent / f".{key}.lock", "w") as file:
-        said = time.monotonic()
+        last_notice = time.monotonic()
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 time.sleep(0.1)
-            if time.monotonic() - said > LOCK_NOTICE_SECONDS:
-                said = time.monotonic()
+            if time.monotonic() - last_notice > LOCK_NOTICE_SECONDS:
+                last_notice = time.monotonic()
                 notice("index: waiting for another process that builds it")
         yield
+
+
+def _with_new_images(index: CxrIndex, parent: Path, notice: Notice) -> CxrIndex:
+    """Returns the index with the images that were missing when it was built and exist now.
+
+    Up to a thousand of the missing ones are looked for; if any exists, all are. Every process does the same, so that all agree.
+    """
+    missing = np.flatnonzero(~index.image["is_present"])
+    looked_for = missing[np.linspace(0, len(missing) - 1, min(len(missing), MAX_LOOKED_FOR)).astype(int)] if len(missing) else missing
+    if not any(index.image_path(int(row)).is_file() for row in looked_for):
+        return index
+    try:
+        with _lock(parent, index.folder.name, notice):
+            is_present = index.image["is_present"].copy()
+            is_present[missing] = [index.image_path(int(row)).is_file() for row in missing]
+            num_found = int(is_present.sum()) - (len(is_present) - len(missing))
+            notice(f"index: {num_found:,} of {len(missing):,} missing images exist now")
+            replace_column(index.folder, "image", "is_present", is_present)
+    except OSError as error:
+        notice(f"index: images that exist now are still left out ({index.folder}: {error.strerror or error})")
+    return open_index(index.folder, index.mimic) or index
 
 
 def _build(folder: Path, mimic: Path, qba: Path, processes: int | None, notice: Notice) -> CxrIndex:
@@ -120,6 +142,7 @@ def _build(folder: Path, mimic: Path, qba: Path, processes: int | None, notice: 
     if len(missing) < len(specs):
         notice(f"index: {len(specs) - len(missing)} of {len(specs)} parts exist already")
     _build_parts(missing, processes or len(os.sched_getaffinity(0)), _Progress(sum(len(spec["studies"]) for spec in missing), notice))
+    notice(f"index: joining {len(specs)} parts")
     info = read_info(qba)
     regions = info_names(info, "regions", "region_names")
     entities = info_names(info, "finding_entities", "entities", "entity_names", "obs_entities")
@@ -193,16 +216,16 @@ class _Progress:
 
     def __init__(self, total: int, notice: Notice) -> None:
         self.total, self.notice, self.studies, self.questions = total, notice, 0, 0
-        self.begin = self.said = time.monotonic()
+        self.begin = self.last_line = time.monotonic()
         self.lock = threading.Lock()
 
     def add(self, studies: int, questions: int) -> None:
         with self.lock:
             self.studies, self.questions = self.studies + studies, self.questions + questions
             now = time.monotonic()
-            if now - self.said < PROGRESS_SECONDS:
+            if now - self.last_line < PROGRESS_SECONDS:
                 return
-            self.said, seconds = now, now - self.begin
+            self.last_line, seconds = now, now - self.begin
             left = seconds * (self.total - self.studies) / max(self.studies, 1)
             speed = f"{self.questions / seconds:,.0f} questions/s"
             self.notice(f"index: {self.studies:,} of {self.total:,} studies, {self.questions:,} questions, {speed}, {left:,.0f} s left")

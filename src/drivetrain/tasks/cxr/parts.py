@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from drivetrain.tasks.cxr.columns import IMAGE_COLUMNS, NODE_COLUMNS, QUESTION_COLUMNS, file_of
+from drivetrain.tasks.cxr.columns import IMAGE_COLUMNS, MISSING_IMAGES, NODE_COLUMNS, QUESTION_COLUMNS, file_of
 from drivetrain.tasks.cxr.layout import JsonFile, image_path
 from drivetrain.tasks.cxr.studies import Faults, Names, StudyImage, StudyReader, StudyRows
 
@@ -100,7 +100,7 @@ class _PartBuilder:
         for (name, view, split, _, _), is_present in zip(spec["images"], present, strict=True):
             self._append(self.image, study=study, view=view, split=split, is_present=is_present, name=name.encode())
             if not is_present:
-                self.faults.add("missing image files", f"p{spec['patient']}/s{spec['study']}/{name}.jpg")
+                self.faults.add(MISSING_IMAGES, f"p{spec['patient']}/s{spec['study']}/{name}.jpg")
         for region, entity in rows.nodes:
             self._append(self.node, region=self.regions.id(region), entity=self.entities.id(entity))
         for row in rows.questions:

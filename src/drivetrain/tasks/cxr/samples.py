@@ -25,11 +25,14 @@ from torch.utils.data import Dataset
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.tasks.cxr.columns import BOX_UNIT, NO_LOCATION, CxrIndex, MappedArray
 from drivetrain.tasks.cxr.images import BadImages, ImageReader, cache_key
+from drivetrain.tasks.cxr.index import print_notice
 from drivetrain.tasks.cxr.vocabulary import GRADES, HEADS, QUESTION_TYPES, SPLITS, Grade, Label, ViewFilter, allowed_views, type_id
 from drivetrain.tasks.lora.cache import create_once
 
 CHUNK = 1 << 22
 """Questions that are selected at a time."""
+MANY_TEXTS = 20_000
+"""Texts whose tokens take seconds to make."""
 WORD = re.compile(r"[a-z0-9]+|[^\sa-z0-9]")
 Sample = dict[str, Tensor]
 Array = np.ndarray[Any, Any]
@@ -287,6 +290,8 @@ def _write_selection(folder: Path, index: CxrIndex, studies: Array, grade: int, 
     counts = np.zeros(index.num_studies, np.int64)
     left_out = np.zeros(2, np.int64)
     rows = []
+    if index.num_questions > CHUNK:
+        print_notice(f"questions: selecting those of grade {GRADES[grade]} or better from {index.num_questions:,}")
     for begin in range(0, index.num_questions, CHUNK):
         part = {
             name: np.asarray(column[begin : begin + CHUNK]) for name, column in index.question.items() if name not in ("text", "answer")
@@ -309,6 +314,8 @@ def _read_tokens(index: CxrIndex, tokenizer: QuestionTokenizer, max_tokens: int)
     with create_once(folder) as empty:
         if empty is not None:
             texts = index.question_texts.all()
+            if len(texts) > MANY_TEXTS:
+                print_notice(f"questions: making the tokens of {len(texts):,} texts")
             tokens, lengths = np.zeros((len(texts), max_tokens), np.int32), np.zeros(len(texts), np.int16)
             for number, ids in enumerate(tokenizer.encode(texts)):
                 lengths[number] = min(len(ids), max_tokens)

@@ -131,7 +131,7 @@ class StudyReader:
         """Returns a box in units of the image; boxes that leave the image are clipped and counted, empty ones are no boxes."""
         try:
             x1, y1, x2, y2 = (float(value) for value in box)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             x1 = math.nan
         if not image.width or not image.height:
             self.fault("boxes in images of unknown size")

@@ -40,14 +40,14 @@ def write_twin(folder: Path, studies: int, seed: int = 0, progress: Progress | N
     if (folder / MARK).is_file() and json.loads((folder / MARK).read_text()) == facts:
         return mimic, qba
     _remove_older(folder)
-    begin = said = time.monotonic()
+    begin = last_line = time.monotonic()
     plans = []
     for number in range(studies):
         plan = plan_study(seed, number)
         plans.append((plan, *_write_study(mimic, qba, plan, seed)))
-        if progress and time.monotonic() - said > 2:
-            said = time.monotonic()
-            progress(f"{number + 1:,} of {studies:,} studies written, {(number + 1) / (said - begin):.1f} a second")
+        if progress and time.monotonic() - last_line > 2:
+            last_line = time.monotonic()
+            progress(f"{number + 1:,} of {studies:,} studies written, {(number + 1) / (last_line - begin):.1f} a second")
     write_tables(mimic, qba, plans)
     (folder / MARK).write_text(json.dumps(facts))
     return mimic, qba
@@ -84,9 +84,9 @@ def study_files(
     for view, image in zip(plan.views, plan.images, strict=True):
         chest = make_chest(rng, view == "LATERAL", plan.has_low_volumes, heart_scale(plan.findings))
         painted = size if with_images else (32, 32)
-        images[image], found = paint(chest, plan.planted, plan.has_artifact, painted, rng)
+        images[image], painted_boxes = paint(chest, plan.planted, plan.has_artifact, painted, rng)
         for number, finding in enumerate(plan.planted):
-            boxes[finding][image] = [_pixels(box, size) for box in found[number]]
+            boxes[finding][image] = [_pixels(box, size) for box in painted_boxes[number]]
         for name, box in region_boxes(chest).items():
             regions.setdefault(name, {})[image] = [_pixels(box, size)]
     texts = StudyTexts(plan, boxes, regions, random_of(seed, 2, plan.number))

@@ -317,10 +317,10 @@ def _fracture(canvas: Canvas, chest: Chest, finding: PlantedFinding, rng: np.ran
     lung = chest.lung(finding.side)
     outward = 1 if chest.lateral or finding.side == "left" else -1
     x, y = lung.x + outward * lung.rx * 0.72, lung.y + {"upper": -0.35, "mid": 0.05, "lower": 0.35}[finding.zone] * lung.ry
-    bright = 0.45 + 0.5 * finding.strength
-    canvas.add_line([(x - 0.05, y + 0.012), (x - 0.006, y - 0.008)], 0.010, bright)
-    canvas.add_line([(x + 0.006, y + 0.022), (x + 0.05, y + 0.034)], 0.010, bright)
-    return _around(x, y + 0.012, 0.06, 0.04)
+    bright, length, shift = 0.45 + 0.5 * finding.strength, 0.032 + 0.008 * finding.severity, 0.014 * finding.severity
+    canvas.add_line([(x - length, y + 0.012), (x - 0.006, y)], 0.010, bright)
+    canvas.add_line([(x + 0.006, y + shift), (x + length, y + shift + 0.012)], 0.010, bright)
+    return [(x - length - 0.012, y - 0.012, x + length + 0.012, y + shift + 0.026)]
 
 
 def _tube(canvas: Canvas, chest: Chest, finding: PlantedFinding, rng: np.random.Generator) -> list[Box]:

@@ -182,21 +182,21 @@ class StudyTexts:
         }
 
     def _describe(
-        self, kind: str, text: str, found: Sequence[PlantedFinding], empty: str, regions: Sequence[str] = (), **variables: str
+        self, kind: str, text: str, findings: Sequence[PlantedFinding], empty: str, regions: Sequence[str] = (), **variables: str
     ) -> Json:
         """Returns a question whose main answers are findings, or that there are none."""
-        answers = [self._report(finding, main=True) for finding in found]
+        answers = [self._report(finding, main=True) for finding in findings]
         boxes = self.regions.get(regions[0]) if regions else None
         return self._question(kind, text, answers or [self._template(empty, False, (), regions, boxes)], dict(variables))
 
-    def _yes_no(self, kind: str, text: str, found: Sequence[PlantedFinding], what: str, **variables: str) -> Json:
+    def _yes_no(self, kind: str, text: str, findings: Sequence[PlantedFinding], what: str, **variables: str) -> Json:
         """Returns a yes-no question; a positive answer reports findings, also where the question is whether all is normal."""
-        has_findings, asks_normal = bool(found), "_is_normal" in kind
+        has_findings, asks_normal = bool(findings), "_is_normal" in kind
         text_of_answer = f"{'No' if has_findings == asks_normal else 'Yes'}, there {'are' if has_findings else 'are no'} {what}."
-        details = [self._report(finding, main=False) for finding in found]
-        entities = [finding.entity for finding in found]
-        regions = [region for finding in found for region in regions_of(finding)]
-        boxes = self.boxes[found[0]] if found else None
+        details = [self._report(finding, main=False) for finding in findings]
+        entities = [finding.entity for finding in findings]
+        regions = [region for finding in findings for region in regions_of(finding)]
+        boxes = self.boxes[findings[0]] if findings else None
         return self._question(
             kind, text, [self._template(text_of_answer, has_findings, entities, regions, boxes), *details], dict(variables)
         )
@@ -205,34 +205,34 @@ class StudyTexts:
         entity = FINDINGS[int(self.rng.integers(len(FINDINGS)))]
         symptom = SYMPTOMS[int(self.rng.integers(len(SYMPTOMS)))]
         text = f"Patient with {symptom}. Evaluate for {entity}."
-        found = self.present.get(entity)
+        findings = self.present.get(entity)
         empty = self._template(f"There is no evidence of {entity}.", False, [entity])
-        yield self._question("A_indication", text, [self._report(found, main=True)] if found else [empty], {"indication": symptom})
+        yield self._question("A_indication", text, [self._report(findings, main=True)] if findings else [empty], {"indication": symptom})
 
     def _whole_study(self) -> Iterator[Json]:
-        found = self.plan.findings
-        yield self._describe("B01_describe_all", "Describe the given study.", found, "There are no abnormal findings.")
+        findings = self.plan.findings
+        yield self._describe("B01_describe_all", "Describe the given study.", findings, "There are no abnormal findings.")
         yield self._describe(
-            "B02_describe_abnormal", "Describe the abnormal findings of the study.", found, "There are no abnormal findings."
+            "B02_describe_abnormal", "Describe the abnormal findings of the study.", findings, "There are no abnormal findings."
         )
-        yield self._yes_no("B03_is_abnormal", "Is the study abnormal?", found, "abnormal findings")
-        yield self._yes_no("B04_is_normal", "Is the study normal?", found, "abnormal findings")
+        yield self._yes_no("B03_is_abnormal", "Is the study abnormal?", findings, "abnormal findings")
+        yield self._yes_no("B04_is_normal", "Is the study normal?", findings, "abnormal findings")
 
     def _subcategories(self) -> Iterator[Json]:
         for subcategory, (words, entities) in SUBCATEGORIES.items():
-            found = [finding for finding in self.plan.findings if finding.entity in entities]
+            findings = [finding for finding in self.plan.findings if finding.entity in entities]
             variables = {"subcategory": subcategory}
-            yield self._describe("B08_describe_subcat", f"Describe the {words}.", found, f"There are no {words}.", **variables)
+            yield self._describe("B08_describe_subcat", f"Describe the {words}.", findings, f"There are no {words}.", **variables)
             yield self._describe(
-                "B09_describe_abnormal_subcat", f"Describe the abnormal {words}.", found, f"There are no {words}.", **variables
+                "B09_describe_abnormal_subcat", f"Describe the abnormal {words}.", findings, f"There are no {words}.", **variables
             )
-            yield self._yes_no("B10_is_abnormal_subcat", f"Are there any {words}?", found, words, **variables)
-            yield self._yes_no("B11_is_normal_subcat", f"Is the study normal with regard to {words}?", found, words, **variables)
+            yield self._yes_no("B10_is_abnormal_subcat", f"Are there any {words}?", findings, words, **variables)
+            yield self._yes_no("B11_is_normal_subcat", f"Is the study normal with regard to {words}?", findings, words, **variables)
 
     def _devices(self) -> Iterator[Json]:
-        found = self.plan.devices
-        yield self._describe("B12_describe_device", "Describe the devices in the study.", found, "There are no devices.")
-        yield self._yes_no("B13_has_devices", "Are there any devices?", found, "devices")
+        findings = self.plan.devices
+        yield self._describe("B12_describe_device", "Describe the devices in the study.", findings, "There are no devices.")
+        yield self._yes_no("B13_has_devices", "Are there any devices?", findings, "devices")
 
     def _acquisition(self) -> Iterator[Json]:
         low, artifact = self.plan.has_low_volumes, self.plan.has_artifact
@@ -257,15 +257,15 @@ class StudyTexts:
         return list(dict.fromkeys((*own, fixed, *other, *of_devices)))
 
     def _region(self, region: str) -> Iterator[Json]:
-        found = [finding for finding in self.plan.findings if region in regions_with_parents(finding)]
+        findings = [finding for finding in self.plan.findings if region in regions_with_parents(finding)]
         devices = [finding for finding in self.plan.devices if region in regions_with_parents(finding)]
         normal = f"The {region} is normal."
-        yield self._describe("C01_describe_region", f"Describe the {region}.", found, normal, [region], region=region)
+        yield self._describe("C01_describe_region", f"Describe the {region}.", findings, normal, [region], region=region)
         yield self._describe(
-            "C02_describe_abnormal_region", f"Describe abnormal findings of the {region}.", found, normal, [region], region=region
+            "C02_describe_abnormal_region", f"Describe abnormal findings of the {region}.", findings, normal, [region], region=region
         )
-        yield self._yes_no("C03_is_abnormal_region", f"Is the {region} abnormal?", found, f"findings in the {region}", region=region)
-        yield self._yes_no("C04_is_normal_region", f"Is the {region} normal?", found, f"findings in the {region}", region=region)
+        yield self._yes_no("C03_is_abnormal_region", f"Is the {region} abnormal?", findings, f"findings in the {region}", region=region)
+        yield self._yes_no("C04_is_normal_region", f"Is the {region} normal?", findings, f"findings in the {region}", region=region)
         yield self._describe(
             "C07_describe_region_device",
             f"Describe devices in the {region}.",
@@ -278,21 +278,21 @@ class StudyTexts:
         )
 
     def _finding(self, entity: str) -> Iterator[Json]:
-        found = [self.present[entity]] if entity in self.present else []
+        findings = [self.present[entity]] if entity in self.present else []
         absent = self._template(f"There is no {entity}.", False, [entity])
-        answers = [self._report(finding, main=True) for finding in found] or [absent]
+        answers = [self._report(finding, main=True) for finding in findings] or [absent]
         yield self._question("D01_describe_finding", f"Describe the {entity}.", answers, {"finding": entity})
-        yield self._yes_no("D02_has_finding", f"Is there {entity}?", found, entity, finding=entity)
+        yield self._yes_no("D02_has_finding", f"Is there {entity}?", findings, entity, finding=entity)
         yield self._question("D03_where_is_finding", f"Where is the {entity}?", answers, {"finding": entity})
         yield self._question("D04_how_severe_is_finding", f"How severe is the {entity}?", answers, {"finding": entity})
 
     def _device(self, device: str) -> Iterator[Json]:
-        found = [self.present[device]] if device in self.present else []
-        if not found and self.rng.random() < 0.6:
+        findings = [self.present[device]] if device in self.present else []
+        if not findings and self.rng.random() < 0.6:
             return
-        answers = [self._report(finding, main=True) for finding in found] or [self._template(f"There is no {device}.", False, [device])]
+        answers = [self._report(finding, main=True) for finding in findings] or [self._template(f"There is no {device}.", False, [device])]
         yield self._question("D05_describe_device", f"Describe the {device}.", answers, {"device": device})
-        yield self._yes_no("D06_has_device", f"Is there a {device}?", found, device, device=device)
+        yield self._yes_no("D06_has_device", f"Is there a {device}?", findings, device, device=device)
         yield self._question("D07_where_is_device", f"Where is the {device}?", answers, {"device": device})
 
 
