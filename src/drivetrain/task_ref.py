@@ -35,6 +35,7 @@ BUILT_IN = {
     "lora": "lora/lora.py:Lora",
     "histories": "distill/collect.py:CollectHistories",
     "distill": "distill/distill.py:Distill",
+    "cxr": "cxr/cxr.py:Cxr",
 }
 RECIPES = PACKAGE / "recipes"
 """The folder of the built-in recipes: NAME.yaml."""

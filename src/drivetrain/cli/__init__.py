@@ -31,6 +31,7 @@ VERBS = {
     "doctor": ("doctor", "check a target: what is wrong, and the fix"),
     "runs": ("runs", "list runs; rm and prune make room"),
     "plan": ("plan", "how a task would run here, or on a machine you only describe, and why"),
+    "data": ("data", "make and check the data of tasks: generated chest X-rays, and the report before a training"),
     "hardware": ("hardware", "what this machine has, or one you only describe"),
     "verify-resume": ("verify_resume", "prove that a task resumes to the last bit"),
     "chaos": ("chaos", "break a training on purpose, in every way, and prove that nothing was lost"),

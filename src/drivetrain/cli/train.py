@@ -57,7 +57,9 @@ def parser(verb: str) -> Parser:
     )  # fmt: skip
     if verb == "train":
         parser.add_argument(
-            "--plan", metavar="FILE", help="a saved plan (drivetrain plan --json, a run.json), accelerate's YAML or DeepSpeed's JSON"
+            "--plan",
+            metavar="FILE",
+            help="a saved plan (drivetrain plan --json, a run.json), accelerate's YAML, DeepSpeed's JSON or guide 004's YAML",
         )
         add_run_folder(parser, "run")
         parser.add_argument(

@@ -19,6 +19,7 @@ from drivetrain.engine.faults.out_of_memory import OutOfMemoryOnRanks
 from drivetrain.engine.group import Group
 from drivetrain.engine.group.requests import SupportsBool
 from drivetrain.engine.measure.memory import allocation_errors_as_oom
+from drivetrain.engine.numerics.bootstrap import resample_metrics
 from drivetrain.engine.numerics.metrics import EvaluationMetrics
 from drivetrain.engine.numerics.precision import Precision
 from drivetrain.task import Task
@@ -30,8 +31,10 @@ class Evaluation:
 
     metrics: dict[str, float]
     figures: dict[str, Any]
-    """Tensors that `summary` returned, such as a confusion matrix."""
+    """Tensors and tables that `summary` returned, such as a confusion matrix."""
     samples: int
+    resamples: dict[str, list[float]] = field(default_factory=dict)
+    """The metrics of each bootstrap resample of the samples, on rank 0."""
 
 
 class EvaluationStopped(Exception):
@@ -92,6 +95,8 @@ class Evaluator:
     reached: Callable[[str], None] | None = None
     can_undo: bool = True
     """False where ranks communicate in the forward pass: then an out-of-memory error ends all of them."""
+    num_resamples: int = 0
+    """Number of bootstrap resamples."""
 
     def __call__(self, stop: SupportsBool = False) -> Evaluation:
         """Raises, on every rank, OutOfMemoryOnRanks where memory ran out on any, and EvaluationStopped where any was asked to stop."""
@@ -106,7 +111,9 @@ class Evaluator:
             is_out_of_memory = True
         if self.can_undo:
             self._raise_together(is_stopped, is_out_of_memory)
-        return Evaluation(*metrics.finish(self.task, self.group), self.feed.length)
+        numbers, figures = metrics.finish(self.task, self.group)
+        resamples = resample_metrics(self.task, metrics.all_values, self.num_resamples) if self.group.is_main else {}
+        return Evaluation(numbers, figures, self.feed.length, resamples)
 
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:

@@ -33,8 +33,8 @@ def _with_weights(task: Task, weights: Weights, run: Run, device: torch.device |
     return model.to(device or torch.device("cpu")).eval()
 
 
-def evaluate_run(task: Task, plan: Plan, run: Run, group: Group) -> dict[str, Any]:
-    """Evaluates the model of a run on its task's evaluation data."""
+def evaluate_run(task: Task, plan: Plan, run: Run, group: Group, num_resamples: int = 0) -> dict[str, Any]:
+    """Evaluates the model of a run on its task's evaluation data, and on so many bootstrap resamples of it."""
     prepare(plan, group)
     data = task.eval_data()
     if data is None:
@@ -42,17 +42,19 @@ def evaluate_run(task: Task, plan: Plan, run: Run, group: Group) -> dict[str, An
     task.precision = plan.precision
     weights = run_weights(run)
     model = _with_weights(task, weights, run, group.device)
-    result = _evaluate(task, model, eval_feed(task, data, plan, group), plan, group)
-    figures = {name: figure.tolist() for name, figure in result.figures.items()}
-    names = list(getattr(task, "classes", None) or [])
-    return {"metrics": result.metrics, "samples": result.samples, "step": weights.step, "figures": figures, "classes": names}
+    result = _evaluate(task, model, eval_feed(task, data, plan, group), plan, group, num_resamples)
+    figures = {name: figure if isinstance(figure, dict) else figure.tolist() for name, figure in result.figures.items()}
+    return {
+        "metrics": result.metrics, "samples": result.samples, "step": weights.step, "figures": figures,
+        "classes": list(getattr(task, "classes", None) or []), "resamples": result.resamples,
+    }  # fmt: skip
 
 
-def _evaluate(task: Task, model: nn.Module, feed: OrderedFeed, plan: Plan, group: Group) -> Evaluation:
+def _evaluate(task: Task, model: nn.Module, feed: OrderedFeed, plan: Plan, group: Group, num_resamples: int) -> Evaluation:
     """Evaluates; where memory runs out, again with half as many samples at a time."""
     while True:
         try:
-            return Evaluator(task, model, feed, Precision(plan.precision, group.device), group)()
+            return Evaluator(task, model, feed, Precision(plan.precision, group.device), group, num_resamples=num_resamples)()
         except OutOfMemoryOnRanks:
             pass
         present_size, smaller_size = halved_size(feed.max_rank_samples, feed.micro)

@@ -1,4 +1,4 @@
-"""`--plan FILE`: a saved plan, an accelerate file or a DeepSpeed file.
+"""`--plan FILE`: a saved plan, an accelerate file, a DeepSpeed file or guide 004's configuration.
 
 The command line overrides the file, and the file overrides a recipe's defaults.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from drivetrain.describe import task_settings
 from drivetrain.launch.request import Request
 from drivetrain.outcomes import Problem
 from drivetrain.plan.imported import Imported, read
@@ -31,15 +32,15 @@ def apply_plan_file(recipes: list[Recipe], request: Request, screen: Screen) -> 
 
 def _add_to_recipe(recipe: Recipe, imported: Imported, path: str) -> Recipe:
     if imported.task and imported.task != recipe.task.label:
-        raise Problem(
-            f"--plan {path} is for {imported.task}, not for {recipe.task.label}: make one with drivetrain plan {recipe.task.label} --json"
-        )
+        advice = "train that task" if imported.plan is None else f"make one with drivetrain plan {recipe.task.label} --json"
+        raise Problem(f"--plan {path} is for {imported.task}, not for {recipe.task.label}: {advice}")
     settings, origin = dict(recipe.settings), dict(recipe.origin)
+    known = task_settings(recipe.task)
     for key, value in imported.settings.items():
         if key not in settings:
             continue
         if origin[key] != "command line":
-            settings[key], origin[key] = value, path
+            settings[key], origin[key] = known[key].coerce(value), path
             continue
         is_undecided = key == "precision" and settings[key] == "auto"
         if imported.kind == "plan" and settings[key] != value and not is_undecided:

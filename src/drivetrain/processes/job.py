@@ -86,6 +86,8 @@ class EvaluateJob(TaskJob):
     """Evaluate the run's model on the task's evaluation data."""
 
     purpose: ClassVar = "eval"
+    num_resamples: int = 0
+    """Bootstrap resamples of the evaluation data on which the metrics are computed, too."""
 
 
 @dataclass(frozen=True)

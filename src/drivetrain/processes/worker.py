@@ -101,7 +101,7 @@ def _do(job: Job, group: Group, screen: Observer, stop: StopFlag, observers: Seq
     if isinstance(job, EvaluateJob):
         from drivetrain.engine.inference import evaluate_run
 
-        return {"outcome": Outcome.OK} | evaluate_run(task, job.plan, Run(job.run), group)
+        return {"outcome": Outcome.OK} | evaluate_run(task, job.plan, Run(job.run), group, job.num_resamples)
     return _train(job, task, group, stop, _observer(job, group, screen, stop, observers))
 
 

@@ -22,6 +22,8 @@ class EvaluationMetrics:
         self.sums: dict[str, Tensor] = {}
         self._forms: dict[str, str] | None = None
         """In the first batch: name -> form of its values. The first name is the main metric."""
+        self.all_values: dict[str, Tensor] = {}
+        """After `finish`: the per-sample values of all ranks."""
 
     def add(self, metrics: Any, num_real: int, num_samples: int) -> None:
         """Adds a batch's metrics; only the first `num_real` of its samples count."""
@@ -63,42 +65,52 @@ class EvaluationMetrics:
         return "one value a sample" if value.dim() == 1 else f"rows of shape {list(value.shape[1:])}"
 
     def finish(self, task: Task, group: Group) -> tuple[dict[str, float], dict[str, Any]]:
-        """Returns (means over all samples of all ranks, the tensors that `summary` returned). A collective call."""
+        """Returns (means over all samples of all ranks, the tensors and tables that `summary` returned). A collective call."""
         local = {name: torch.cat(parts).cpu() for name, parts in self.values.items()}
         gathered = group.gather_objects((self._forms, local, {name: pair.cpu() for name, pair in self.sums.items()}))
         if any(forms != self._forms for forms, _, _ in gathered):
             raise Problem(f"metrics() gave other names or shapes on other processes: {[forms for forms, _, _ in gathered]}")
-        values = {name: torch.cat([v[name] for _, v, _ in gathered]) for name in local}
-        metrics: dict[str, float] = {}
-        for name, value in values.items():
-            if value.dim() == 1 and (value.is_floating_point() or value.dtype == torch.bool):
-                metrics[name] = float(value.double().mean())
+        values = self.all_values = {name: torch.cat([v[name] for _, v, _ in gathered]) for name in local}
+        metrics = means_of(values)
         for name in self.sums:
             total, count = torch.stack([sums[name] for _, _, sums in gathered]).sum(0).tolist()
             if count < 0:
                 raise Problem(f"metrics() gave the count {count:g} for {name!r}: give how many things the total is over")
             metrics[name] = total / count if count else 0.0
-        numbers, tensors = read_summary(task.summary(values)) if overrides(task, "summary") else ({}, {})
+        numbers, figures = read_summary(task.summary(values)) if overrides(task, "summary") else ({}, {})
         metrics |= numbers
         names_in_order = [name for name in self._forms or {} if name in metrics]
         names_in_order += [name for name in metrics if name not in names_in_order]  # those that only `summary` returned
-        return {name: metrics[name] for name in names_in_order}, tensors
+        return {name: metrics[name] for name in names_in_order}, figures
+
+
+def means_of(values: dict[str, Tensor]) -> dict[str, float]:
+    """Returns the mean of each name with one fraction or boolean per sample."""
+    is_averaged = {name: value.dim() == 1 and (value.is_floating_point() or value.dtype == torch.bool) for name, value in values.items()}
+    return {name: float(value.double().mean()) for name, value in values.items() if is_averaged[name]}
 
 
 def read_summary(summary: Any) -> tuple[dict[str, float], dict[str, Any]]:
-    """Splits the return value of `summary` into (numbers, tensors)."""
+    """Splits the return value of `summary` into (numbers, figures): figures are tensors, and tables of numbers by name."""
     if not isinstance(summary, dict):
-        raise Problem(f"summary() gave {describe_value(summary)}: return a dict of name -> number or tensor")
+        raise Problem(f"summary() gave {describe_value(summary)}: return a dict of name -> number, tensor or table")
     numbers: dict[str, float] = {}
-    tensors: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for name, value in summary.items():
         if isinstance(value, Tensor) and value.dim() > 0:
-            tensors[name] = value
-        elif (number := real_number(value)) is not None:
-            numbers[name] = float(number)
+            figures[name] = value
+        elif isinstance(value, dict):
+            figures[name] = {str(row): _summary_number(f"{name}: {row}", number) for row, number in value.items()}
         else:
-            raise Problem(f"summary() gave {describe_value(value)} for {name!r}: real numbers and tensors can be kept")
-    return numbers, tensors
+            numbers[name] = _summary_number(name, value)
+    return numbers, figures
+
+
+def _summary_number(name: str, value: Any) -> float:
+    number = real_number(value)
+    if number is None:
+        raise Problem(f"summary() gave {describe_value(value)} for {name!r}: real numbers, tensors, and dicts of numbers can be kept")
+    return float(number)
 
 
 def read_remarks(remarks: Any) -> tuple[list[str], list[Picture]]:

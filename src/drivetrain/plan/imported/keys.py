@@ -196,5 +196,6 @@ def _checked(destination: Destination) -> Any:
     if destination.name == "deepspeed_config":
         return destination.value
     if destination.kind == "settings":
-        return coerce(settings_of_class(Task)[destination.name].type, destination.value)
+        known = settings_of_class(Task).get(destination.name)  # a setting of one task only is checked with its recipe
+        return destination.value if known is None else coerce(known.type, destination.value)
     return coerce((PINNABLE if destination.kind == "pins" else REQUEST)[destination.name], destination.value)

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drivetrain.outcomes import Problem
-from drivetrain.plan.imported import accelerate, deepspeed
+from drivetrain.plan.imported import accelerate, deepspeed, guide
 from drivetrain.plan.imported.keys import Draft, Key
 from drivetrain.plan.plan import Plan
 from drivetrain.structured import parse_json, parse_yaml, read_text
 
-KINDS = "a plan (drivetrain plan TASK --json, or a run.json), accelerate's default_config.yaml, or a DeepSpeed JSON"
+KINDS = "a plan (drivetrain plan TASK --json, or a run.json), accelerate's default_config.yaml, a DeepSpeed JSON, or guide 004's YAML"
 REQUIRED_KEYS = ("strategy", "device", "world_size", "global_batch", "micro_batch", "accumulation", "precision")
 
 
-FileKind = Literal["plan", "accelerate", "deepspeed"]
+FileKind = Literal["plan", "accelerate", "deepspeed", "guide"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Imported:
     kind: FileKind
     plan: Plan | None = None
     task: str = ""
-    """The label of the task of a saved plan, if its file has it."""
+    """The label of the task that the file is for, if it says so."""
     pins: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     request: dict[str, Any] = field(default_factory=dict)
@@ -47,6 +47,10 @@ def read(path: str | Path) -> Imported:
     if plan is not values or {"strategy", "world_size"} <= values.keys():
         return _read_saved_plan(path, values)
     draft = Draft(str(path))
+    if guide.is_guide(values):
+        name = guide.deepspeed_file(values)
+        guide.read_into(draft, values, _load(_named_file(path, name)) if name else None, name)
+        return _imported("guide", draft, guide.TASK)
     num_known = {"accelerate": _num_known_keys(values, accelerate.KEYS), "deepspeed": _num_known_keys(values, deepspeed.KEYS)}
     kind: FileKind = "accelerate" if num_known["accelerate"] >= num_known["deepspeed"] else "deepspeed"
     if not num_known[kind]:
@@ -56,10 +60,20 @@ def read(path: str | Path) -> Imported:
     else:
         name = accelerate.deepspeed_file(values)
         accelerate.read_into(draft, values, _load(path.parent / Path(name).expanduser()) if name else None, name)
+    return _imported(kind, draft)
+
+
+def _imported(kind: FileKind, draft: Draft, task: str = "") -> Imported:
     return Imported(
-        kind, pins=draft.pins, settings=draft.settings, request=draft.request,
+        kind, task=task, pins=draft.pins, settings=draft.settings, request=draft.request,
         used=tuple(draft.used), unused=tuple(draft.unused), notes=tuple(draft.notes),
     )  # fmt: skip
+
+
+def _named_file(path: Path, name: str) -> Path:
+    """Returns a file that another one names: relative to its folder, or to a folder above, as from a project's top."""
+    places = [folder / Path(name).expanduser() for folder in path.absolute().parents]
+    return next((place for place in places if place.is_file()), places[0])
 
 
 def _num_known_keys(values: Mapping[Any, Any], keys: list[Key]) -> int:
@@ -133,8 +147,9 @@ def _check_sizes(path: Path, plan: Plan) -> None:
 
 
 def mapping_table() -> str:
-    """Returns Markdown tables for the docs: every key of accelerate and DeepSpeed, and what it becomes."""
+    """Returns Markdown tables for the docs: every key of accelerate, DeepSpeed and guide 004, and what it becomes."""
     lines = []
-    for title, keys in (("accelerate's default_config.yaml", accelerate.KEYS), ("DeepSpeed's JSON", deepspeed.KEYS)):
+    tables = (("accelerate's default_config.yaml", accelerate.KEYS), ("DeepSpeed's JSON", deepspeed.KEYS), ("guide 004's YAML", guide.KEYS))
+    for title, keys in tables:
         lines += [f"| {title} | becomes |", "|---|---|", *(f"| `{key.name}` | {key.becomes} |" for key in keys), ""]
     return "\n".join(lines)

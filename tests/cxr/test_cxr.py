@@ -1,0 +1,151 @@
+"""The task `cxr` from the command line, on the synthetic twin: train, eval, predict, recipes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from drivetrain import recipe
+from drivetrain.outcomes import Problem
+from drivetrain.tasks.cxr import losses
+from drivetrain.tasks.cxr.answers import ClassNames, head_of_question
+from drivetrain.tasks.cxr.cxr import AnswerGraph, Cxr
+from tests.command import expect_error, run_ok
+from tests.cxr.conftest import TWIN_STUDIES
+
+ROOT = Path(__file__).parents[2]
+TINY = [
+    "encoder=nano", "encoder_weights=none", "text=small", "text_layers=1", "width=32", "heads=2", "layers=1", "image_size=64", "max_tokens=16",
+    "grade=unrated", "global_batch=8", "plan.compile=off",
+]  # fmt: skip
+
+
+def settings_of(twin: tuple[Path, Path], **more: object) -> dict[str, object]:
+    words = dict(word.split("=") for word in TINY if not word.startswith("plan."))
+    return words | {"data": str(twin[0]), "questions": str(twin[1])} | more
+
+
+class Rand:
+    """Stands for the engine's random numbers."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def uniform(self, k: int = 1) -> torch.Tensor:
+        return torch.rand(self.samples, k, generator=torch.Generator().manual_seed(0))
+
+
+def test_train_eval_predict(twin: tuple[Path, Path], folder: Path) -> None:
+    data = [f"data={twin[0]}", f"questions={twin[1]}"]
+    run_ok("train", "cxr", *TINY, *data, "steps=4", "eval_every=2", "log_every=2", "eval_split=train", "max_studies=6", "--name", "a")
+    rows = [json.loads(line) for line in Path("runs/a/metrics.jsonl").read_text().splitlines()]
+    names = set().union(*rows)
+    assert {"train/binary", "train/chexpert", "train/graph_entity", "train/accuracy"} <= names
+    assert {"eval/accuracy", "eval/accuracy_oracle", "eval/accuracy_predicted", "eval/loss"} <= names
+    assert len(list(Path("runs/a/media").glob("answers-*.png"))) == 2
+
+    output = run_ok("eval", "a", "--against", "a", "--bootstrap", "20")
+    assert "accuracy by question type:" in output and "metric" in output
+    facts = json.loads(Path("runs/a/eval.json").read_text())
+    assert facts["metrics"]["accuracy"] == pytest.approx(rows[-1]["eval/accuracy"])
+    low, high = facts["intervals"]["accuracy"]
+    assert low <= facts["metrics"]["accuracy"] <= high and low < high
+
+    image = next(twin[0].rglob("*.jpg"))
+    answer = run_ok("predict", "a", str(image), "question=Is there a pleural effusion?", "picture=seen.png")
+    assert "yes" in answer and "no" in answer and "Cardiomegaly" in answer and "no medical device" in answer
+    assert Path("seen.png").stat().st_size > 5000
+    expect_error("missing", "predict", "a", "nowhere.jpg")
+
+
+def test_a_batch_trains_on_every_head(twin: tuple[Path, Path]) -> None:
+    task = Cxr(**settings_of(twin))
+    data = task.train_data()
+    batch = task.collate([data[place] for place in range(8)])
+    changed = task.augment(batch, Rand(8))  # type: ignore[arg-type]
+    assert 0 < int(changed["use_graph"].sum()) < 8
+    assert changed["image"].dtype == torch.float32 and batch["image"].dtype == torch.uint8
+    model = task.model()
+    parts, logged = task.loss(model, changed)
+    assert set(parts) == set(task.counts(batch)) and all(int(task.counts(batch)[name]) == int(count) for name, (_, count) in parts.items())
+    assert set(losses.HEADS) < set(parts) and 0 <= logged["accuracy"][0] <= logged["accuracy"][1]
+    sum(total / count for total, count in parts.values() if count).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_predicted_graph_is_the_graph_of_the_main_metrics_if_asked(twin: tuple[Path, Path]) -> None:
+    task = Cxr(**settings_of(twin, graph="predicted", eval_split="train", max_studies=4))
+    data = task.eval_data()
+    batch = task.collate([data[place] for place in range(8)])
+    with torch.no_grad():
+        values = task.metrics(task.model().eval(), batch)
+    assert {"accuracy", "accuracy_none", "accuracy_oracle"} <= set(task.summary(values))
+
+
+def test_the_exported_graph_answers_as_the_model_does(twin: tuple[Path, Path]) -> None:
+    task = Cxr(**settings_of(twin))
+    model = task.model().eval()
+    module, inputs = task.exports(model)["model"]
+    assert isinstance(module, AnswerGraph)
+    data = task.train_data()
+    batch = task.collate([data[0], data[1]])
+    exported = torch.export.export(module, tuple(inputs.values()), strict=False).module()
+    found = exported(batch["image"], batch["tokens"].long(), batch["num_tokens"].long())
+    torch.testing.assert_close(found["binary"], model(batch, "none")["binary"], rtol=1e-4, atol=1e-5)
+
+
+def test_wrong_settings_name_the_fix(twin: tuple[Path, Path]) -> None:
+    with pytest.raises(Problem, match="width=32"):
+        Cxr(**settings_of(twin, width=33)).model()
+    with pytest.raises(Problem, match="questions=FOLDER"):
+        Cxr(**settings_of(twin, questions="")).train_data()
+    with pytest.raises(Problem, match="none or predicted"):
+        list(Cxr(**settings_of(twin)).predict(None, "x.jpg", graph="oracle"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("question", "head"),
+    [
+        ("Is there a pleural effusion?", "binary"), ("Does the patient have any devices?", "binary"), ("Where is the effusion?", "region"),
+        ("In which lobe is the opacity located?", "region"), ("How severe is the edema?", "severity"), ("Describe the lungs.", "category"),
+    ],
+)  # fmt: skip
+def test_a_free_question_is_answered_by_the_head_of_its_wording(question: str, head: str) -> None:
+    assert head_of_question(question) == head
+
+
+def test_answers_have_names() -> None:
+    names = ClassNames(["unknown", "left lung"])
+    assert (
+        names.answer(0, 1) == "yes" and names.answer(2, 1) == "left lung" and names.answer(3, 3) == "severe" and names.answer(-1, 0) == ""
+    )
+
+
+def test_the_recipe_of_guide_004_trains_in_two_stages(twin: tuple[Path, Path], folder: Path) -> None:
+    path = ROOT / "recipes" / "guide-004.yaml"
+    assert "drivetrain train recipes/guide-004.yaml" in path.read_text()
+    pretrain, finetune = recipe.load(str(path), [])
+    assert (pretrain.settings["grade"], finetune.settings["grade"]) == ("B", "A")
+    assert finetune.settings["patience"] == 5 and finetune.references == {"start": "${pretrain.path}"}
+    words = [
+        *TINY[:-3],
+        "global_batch=8",
+        "plan.compile=off",
+        f"data={twin[0]}",
+        f"questions={twin[1]}",
+        "eval_split=train",
+        "max_studies=4",
+    ]
+    run_ok("train", str(path), *words, "steps=2", "warmup=1", "questions_per_image=16", "eval_every=2", "--name", "guide")
+    assert json.loads(Path("runs/guide/2-finetune/run.json").read_text())["status"] == "finished"
+
+
+def test_the_quick_start_recipe_needs_no_download() -> None:
+    (quick,) = recipe.load("cxr-twin", [])
+    assert quick.settings["data"] == "twin" and quick.settings["text"] == "small" and quick.settings["encoder_weights"] == "none"
+    assert yaml.safe_load((ROOT / "src/drivetrain/recipes/cxr-twin.yaml").read_text())["task"] == "cxr"
+    assert TWIN_STUDIES >= 20
