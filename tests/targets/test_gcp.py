@@ -356,12 +356,12 @@ def test_a_run_needs_machines(cloud: StandInCloud) -> None:
     assert not list(Path("runs").iterdir()), "no trace of the run is left"
 
 
-def wait_for(text: str, cloud: StandInCloud, *words: str) -> str:
+def wait_for_log(name: str, text: str, cloud: StandInCloud) -> None:
+    """Waits until the log of a run has this text; at first, it has no log."""
     deadline = time.monotonic() + 120
-    while text not in (output := cloud.run(*words)):
-        assert time.monotonic() < deadline, output
+    while text not in (shown := run_drivetrain("logs", name, **cloud.variables)).stdout:
+        assert time.monotonic() < deadline, shown.stdout + shown.stderr
         time.sleep(1)
-    return output
 
 
 @pytest.mark.system  # for its length
@@ -377,7 +377,7 @@ def test_down_spares_an_active_run_and_pulls_one_that_has_ended(cloud: StandInCl
     Path("elsewhere").rename("runs/active")
     cloud.run("stop", "active")
     cloud.run("train", "slow.py", *settings, "steps=2", "--on", "gcp", "--name", "ended")
-    wait_for("done", cloud, "logs", "ended")
+    wait_for_log("ended", "done", cloud)
     cloud.run("down", "gcp", "--yes")
     assert Path("runs/ended/model/model.safetensors").exists() and not cloud.resources
 
