@@ -26,9 +26,9 @@ from typing import Any
 import psutil
 
 from drivetrain.hardware import cpu_cores
-from drivetrain.tasks.cxr.layout import split_name
-from drivetrain.tasks.cxr.twin import study_files, write_tables
-from drivetrain.tasks.cxr.twin_plan import StudyPlan, plan_study
+from drivetrain.tasks.cxr.data.layout import split_name
+from drivetrain.tasks.cxr.twin.plan import StudyPlan, plan_study
+from drivetrain.tasks.cxr.twin.write import study_files, write_tables
 from drivetrain.tasks.cxr.vocabulary import SPLITS
 
 POOL_STUDIES = 1000
@@ -123,7 +123,7 @@ class WorkerMemory(threading.Thread):
 
 def build(folder: Path, processes: int) -> dict[str, Any]:
     """Builds the index; returns its seconds, bytes and peak memory."""
-    from drivetrain.tasks.cxr.index import find_or_build
+    from drivetrain.tasks.cxr.data.index import find_or_build
 
     workers = WorkerMemory()
     begin = time.monotonic()
@@ -151,8 +151,8 @@ def private_bytes() -> int:
 
 def use(folder: Path) -> dict[str, Any]:
     """Opens the index as a training does, and reads samples without images; returns seconds and memory."""
-    from drivetrain.tasks.cxr.index import find_or_build
-    from drivetrain.tasks.cxr.samples import CxrDataset
+    from drivetrain.tasks.cxr.data.index import find_or_build
+    from drivetrain.tasks.cxr.data.samples import CxrDataset
 
     before, begin = private_bytes(), time.monotonic()
     index = find_or_build(folder / "mimic", folder / "qba")

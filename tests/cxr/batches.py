@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drivetrain.tasks.cxr.encoders import build_image_encoder
-from drivetrain.tasks.cxr.model import CxrModel, ModelSizes
-from drivetrain.tasks.cxr.text_encoders import build_small
+from drivetrain.tasks.cxr.net.encoders import build_image_encoder
+from drivetrain.tasks.cxr.net.model import CxrModel, ModelSizes
+from drivetrain.tasks.cxr.net.text_encoders import build_small
 
 REGIONS, ENTITIES, WORDS, NODES, TOKENS, SIZE = 9, 12, 50, 6, 10, 64
 CLASSES = {"binary": 2, "category": 14, "region": REGIONS, "severity": 4}

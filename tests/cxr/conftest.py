@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.tasks.cxr.columns import CxrIndex
-from drivetrain.tasks.cxr.twin import write_twin
+from drivetrain.tasks.cxr.data.columns import CxrIndex
+from drivetrain.tasks.cxr.twin.write import write_twin
 from tests.cxr.small_data import build
 
 TWIN_STUDIES = 30

@@ -11,8 +11,8 @@ from typing import Any
 
 from PIL import Image
 
-from drivetrain.tasks.cxr.columns import CxrIndex
-from drivetrain.tasks.cxr.index import find_or_build
+from drivetrain.tasks.cxr.data.columns import CxrIndex
+from drivetrain.tasks.cxr.data.index import find_or_build
 from drivetrain.tasks.cxr.vocabulary import CHEXPERT
 
 PATIENT, STUDY = 10000032, 50414267

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drivetrain.tasks.cxr.augmentation import DRAWS, Strength, augment
+from drivetrain.tasks.cxr.net.augmentation import DRAWS, Strength, augment
 
 SIZE = 64
 

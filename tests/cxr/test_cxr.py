@@ -11,9 +11,9 @@ import yaml
 
 from drivetrain import recipe
 from drivetrain.outcomes import Problem
-from drivetrain.tasks.cxr import losses
-from drivetrain.tasks.cxr.answers import ClassNames, head_of_question
 from drivetrain.tasks.cxr.cxr import AnswerGraph, Cxr
+from drivetrain.tasks.cxr.net import losses
+from drivetrain.tasks.cxr.scoring.answers import ClassNames, head_of_question
 from tests.command import expect_error, run_ok
 from tests.cxr.conftest import TWIN_STUDIES
 

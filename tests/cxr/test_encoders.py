@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from drivetrain.outcomes import Problem
-from drivetrain.tasks.cxr.convnext import SHAPES, ConvNext
-from drivetrain.tasks.cxr.encoders import GreyImages, TimmEncoder, build_image_encoder
-from drivetrain.tasks.cxr.text_encoders import Bert, PretrainedSource, PretrainedText, TextShape
-from drivetrain.tasks.cxr.tokens import PretrainedTokenizer, WordTokenizer
+from drivetrain.tasks.cxr.net.convnext import SHAPES, ConvNext
+from drivetrain.tasks.cxr.net.encoders import GreyImages, TimmEncoder, build_image_encoder
+from drivetrain.tasks.cxr.net.text_encoders import Bert, PretrainedSource, PretrainedText, TextShape
+from drivetrain.tasks.cxr.net.tokens import PretrainedTokenizer, WordTokenizer
 
 # The numbers of parameters of timm's models, without the layer of the classes (num_classes=0).
 TIMM_PARAMETERS = {"convnext_tiny": 27_820_128, "convnext_small": 49_454_688, "convnext_base": 87_566_464}

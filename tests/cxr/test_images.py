@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from drivetrain.outcomes import Problem
-from drivetrain.tasks.cxr.columns import CxrIndex
-from drivetrain.tasks.cxr.images import BadImageError, ImageReader, bad_images, decode
+from drivetrain.tasks.cxr.data.columns import CxrIndex
+from drivetrain.tasks.cxr.data.images import BadImageError, ImageReader, bad_images, decode
 from tests.cxr.small_data import answer, build, question, write_data
 
 BAD_FILES = {

@@ -19,15 +19,15 @@ import psutil
 import pytest
 
 from drivetrain.outcomes import Problem
-from drivetrain.tasks.cxr import index as index_module
-from drivetrain.tasks.cxr import layout
-from drivetrain.tasks.cxr.check import check_data, report_text
-from drivetrain.tasks.cxr.columns import CxrIndex
-from drivetrain.tasks.cxr.index import find_or_build
+from drivetrain.tasks.cxr.data import index as index_module
+from drivetrain.tasks.cxr.data import layout
+from drivetrain.tasks.cxr.data.check import check_data, report_text
+from drivetrain.tasks.cxr.data.columns import CxrIndex
+from drivetrain.tasks.cxr.data.index import find_or_build
 from tests.cxr.conftest import TWIN_STUDIES
 from tests.cxr.small_data import PATIENT, STUDY, answer, build, question, quiet, write_data, write_table
 
-BUILD = "import sys; from drivetrain.tasks.cxr.index import find_or_build; find_or_build(sys.argv[1], sys.argv[2], processes=1)"
+BUILD = "import sys; from drivetrain.tasks.cxr.data.index import find_or_build; find_or_build(sys.argv[1], sys.argv[2], processes=1)"
 
 
 def contents(index: CxrIndex) -> dict[str, bytes]:
@@ -37,7 +37,7 @@ def contents(index: CxrIndex) -> dict[str, bytes]:
 def test_a_killed_build_goes_on_where_it_was(twin: tuple[Path, Path], twin_index: CxrIndex, tmp_path: Path) -> None:
     mimic, qba = twin[0], tmp_path / "qba"
     shutil.copytree(twin[1], qba, ignore=shutil.ignore_patterns(".drivetrain-cache"))
-    slow = f"import time; from drivetrain.tasks.cxr import parts; one = parts.build_part\nparts.build_part = lambda s: (time.sleep(0.1), one(s))[1]\n{BUILD}"
+    slow = f"import time; from drivetrain.tasks.cxr.data import parts; one = parts.build_part\nparts.build_part = lambda s: (time.sleep(0.1), one(s))[1]\n{BUILD}"
     process = subprocess.Popen([sys.executable, "-c", slow, str(mimic), str(qba)], stderr=subprocess.DEVNULL)
     cache = qba / ".drivetrain-cache"
     deadline = time.monotonic() + 30
@@ -70,7 +70,7 @@ def test_several_processes_write_the_same_bytes(
 
 def test_workers_end_with_a_killed_build(twin: tuple[Path, Path], tmp_path: Path) -> None:
     program = (
-        "import sys, pathlib; from drivetrain.tasks.cxr import index; index.STUDIES_PER_PART = 1; "
+        "import sys, pathlib; from drivetrain.tasks.cxr.data import index; index.STUDIES_PER_PART = 1; "
         "index.find_or_build(sys.argv[1], sys.argv[2], pathlib.Path(sys.argv[3]), processes=2)"
     )
     process = subprocess.Popen([sys.executable, "-c", program, *map(str, twin), str(tmp_path)], stderr=subprocess.DEVNULL)
@@ -87,7 +87,7 @@ def test_workers_end_with_a_killed_build(twin: tuple[Path, Path], tmp_path: Path
 
 def test_a_damaged_part_is_built_again(twin: tuple[Path, Path], twin_index: CxrIndex, tmp_path: Path) -> None:
     specs, _ = index_module.part_specs(*twin, tmp_path / f".{twin_index.folder.name}.parts")
-    from drivetrain.tasks.cxr import parts
+    from drivetrain.tasks.cxr.data import parts
 
     for spec in specs[:3]:
         parts.build_part(spec)

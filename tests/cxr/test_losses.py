@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.tasks.cxr.losses import GraphTargets, LossWeights, Uncertain, counts, graph_targets, label_targets, losses
+from drivetrain.tasks.cxr.net.losses import GraphTargets, LossWeights, Uncertain, counts, graph_targets, label_targets, losses
 from tests.cxr.batches import CLASSES, ENTITIES, REGIONS, random_batch, small_model
 
 WEIGHTS = LossWeights()

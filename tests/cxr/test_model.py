@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.tasks.cxr.graph import GraphPredictor, PredictedGraph, nodes_of
-from drivetrain.tasks.cxr.model import GRAPH_SOURCES, GraphSource
+from drivetrain.tasks.cxr.net.graph import GraphPredictor, PredictedGraph, nodes_of
+from drivetrain.tasks.cxr.net.model import GRAPH_SOURCES, GraphSource
 from tests.cxr.batches import CLASSES, ENTITIES, NODES, REGIONS, TOKENS, random_batch, small_model
 
 

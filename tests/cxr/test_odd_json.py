@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.tasks.cxr.studies import Faults, StudyImage, StudyReader
+from drivetrain.tasks.cxr.data.studies import Faults, StudyImage, StudyReader
 from tests.cxr.small_data import answer, boxes, question
 
 JUNK = st.recursive(

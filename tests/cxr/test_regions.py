@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.tasks.cxr.model import cell_boxes
-from drivetrain.tasks.cxr.regions import box_geometry, box_means, box_overlap
+from drivetrain.tasks.cxr.net.model import cell_boxes
+from drivetrain.tasks.cxr.net.regions import box_geometry, box_means, box_overlap
 
 
 def roi_align(features: Tensor, box: list[float], points: int) -> Tensor:

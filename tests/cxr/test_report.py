@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.tasks.cxr.answers import ClassNames
-from drivetrain.tasks.cxr.evaluation import evaluate, routed
-from drivetrain.tasks.cxr.losses import HEADS, LossWeights, Uncertain
-from drivetrain.tasks.cxr.report import Scoring, summarise
-from drivetrain.tasks.cxr.texts import AnswerTexts
+from drivetrain.tasks.cxr.net.losses import HEADS, LossWeights, Uncertain
+from drivetrain.tasks.cxr.scoring.answers import ClassNames
+from drivetrain.tasks.cxr.scoring.evaluation import evaluate, routed
+from drivetrain.tasks.cxr.scoring.report import Scoring, summarise
+from drivetrain.tasks.cxr.scoring.texts import AnswerTexts
 from drivetrain.tasks.cxr.vocabulary import CHEXPERT, QUESTION_TYPES
 from tests.cxr.batches import random_batch, small_model
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from drivetrain.outcomes import Problem
-from drivetrain.tasks.cxr.columns import CxrIndex
-from drivetrain.tasks.cxr.samples import CxrDataset, collate, words_of
+from drivetrain.tasks.cxr.data.columns import CxrIndex
+from drivetrain.tasks.cxr.data.samples import CxrDataset, collate, words_of
 from drivetrain.tasks.cxr.vocabulary import CHEXPERT, HEADS, QUESTION_TYPES
 from tests.cxr.small_data import answer, boxes, build, question, write_data
 

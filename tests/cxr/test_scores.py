@@ -6,21 +6,14 @@ import math
 
 import numpy as np
 import pytest
+from sklearn import metrics
 
-from drivetrain.tasks.cxr import scores
-
-WORDS = ["there", "is", "no", "effusion", "in", "the", "left", "lung", "right", "small"]
-
-
-def texts(count: int, seed: int) -> list[str]:
-    rng = np.random.default_rng(seed)
-    return [" ".join(rng.choice(WORDS, rng.integers(4, 12))) for _ in range(count)]
+from drivetrain.tasks.cxr.scoring import scores
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("with_ties", [False, True])
 def test_auroc_equals_scikit_learn(seed: int, with_ties: bool) -> None:
-    metrics = pytest.importorskip("sklearn.metrics")
     rng = np.random.default_rng(seed)
     target, score, weight = rng.random(200) < 0.3, rng.normal(size=200), rng.integers(1, 4, 200).astype(float)
     score = np.round(score) if with_ties else score
@@ -30,7 +23,6 @@ def test_auroc_equals_scikit_learn(seed: int, with_ties: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_macro_f1_and_rates_equal_scikit_learn(seed: int) -> None:
-    metrics = pytest.importorskip("sklearn.metrics")
     rng = np.random.default_rng(seed)
     target, answer = rng.integers(0, 6, 50), rng.integers(0, 7, 50)
     assert scores.macro_f1(target, answer) == pytest.approx(metrics.f1_score(target, answer, average="macro"))
@@ -73,15 +65,6 @@ def test_bleu_and_rouge_equal_sacrebleu_and_rouge_score() -> None:
     for answer, reference, rouge in PAIRS:
         assert scores.rouge_l(answer, reference) == pytest.approx(rouge)
     assert scores.bleu4([answer for answer, _, _ in PAIRS], [reference for _, reference, _ in PAIRS]) == pytest.approx(BLEU)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_bleu_equals_an_installed_sacrebleu(seed: int) -> None:
-    sacrebleu = pytest.importorskip("sacrebleu")
-    references = texts(30, seed + 100)
-    answers = [*texts(20, seed), *references[20:]]
-    expected = sacrebleu.corpus_bleu(answers, [references], smooth_method="none", tokenize="none").score / 100
-    assert scores.bleu4(answers, references) == pytest.approx(expected) and expected > 0.2
 
 
 def test_texts_by_hand() -> None:

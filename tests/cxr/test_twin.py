@@ -12,13 +12,13 @@ import pytest
 from PIL import Image
 
 from drivetrain.outcomes import Problem
-from drivetrain.tasks.cxr.check import check_data, report_text
-from drivetrain.tasks.cxr.columns import CxrIndex
-from drivetrain.tasks.cxr.images import decode
-from drivetrain.tasks.cxr.layout import read_chexpert, read_images
-from drivetrain.tasks.cxr.twin import study_files, write_twin
-from drivetrain.tasks.cxr.twin_images import heart_scale, make_chest, paint
-from drivetrain.tasks.cxr.twin_plan import DEVICES, FINDINGS, plan_study, random_of
+from drivetrain.tasks.cxr.data.check import check_data, report_text
+from drivetrain.tasks.cxr.data.columns import CxrIndex
+from drivetrain.tasks.cxr.data.images import decode
+from drivetrain.tasks.cxr.data.layout import read_chexpert, read_images
+from drivetrain.tasks.cxr.twin.images import heart_scale, make_chest, paint
+from drivetrain.tasks.cxr.twin.plan import DEVICES, FINDINGS, plan_study, random_of
+from drivetrain.tasks.cxr.twin.write import study_files, write_twin
 from drivetrain.tasks.cxr.vocabulary import CHEXPERT, GRADES, QUESTION_TYPES, Label, chexpert_match
 from tests.command import expect_error, run_ok
 

@@ -41,7 +41,7 @@ def run(verb: str, words: list[str]) -> int:
 
 
 def _synthetic(args: argparse.Namespace) -> int:
-    from drivetrain.tasks.cxr.twin import default_folder, write_twin
+    from drivetrain.tasks.cxr.twin.write import default_folder, write_twin
 
     if args.studies is None:
         raise Problem("--studies says how many studies to write: drivetrain data cxr-synthetic --studies 1000")
@@ -53,8 +53,8 @@ def _synthetic(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from drivetrain.tasks.cxr.check import check_data, report_text
-    from drivetrain.tasks.cxr.index import find_or_build
+    from drivetrain.tasks.cxr.data.check import check_data, report_text
+    from drivetrain.tasks.cxr.data.index import find_or_build
 
     if not args.mimic or not args.qba:
         raise Problem("cxr-check needs both folders: --mimic DIR (MIMIC-CXR-JPG) and --qba DIR (MIMIC-Ext-CXR-QBA)")

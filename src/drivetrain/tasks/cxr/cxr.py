@@ -16,19 +16,20 @@ from drivetrain.data import Picture, Rand
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.settings import Duration, Range
 from drivetrain.task import Task
-from drivetrain.tasks.cxr import answers, augmentation, evaluation, losses, report
-from drivetrain.tasks.cxr.check import check_data
-from drivetrain.tasks.cxr.columns import CxrIndex
-from drivetrain.tasks.cxr.encoders import build_image_encoder, check_weights
-from drivetrain.tasks.cxr.images import BadImageError, decode
-from drivetrain.tasks.cxr.index import find_or_build, print_notice
-from drivetrain.tasks.cxr.model import CxrModel, GraphSource, ModelSizes
-from drivetrain.tasks.cxr.pictures import Shown, draw, write_picture
-from drivetrain.tasks.cxr.samples import CxrDataset, collate
-from drivetrain.tasks.cxr.text_encoders import PretrainedSource, build_small
-from drivetrain.tasks.cxr.texts import AnswerTexts
-from drivetrain.tasks.cxr.tokens import PretrainedTokenizer, WordTokenizer
-from drivetrain.tasks.cxr.twin import write_twin
+from drivetrain.tasks.cxr.data.check import check_data
+from drivetrain.tasks.cxr.data.columns import CxrIndex
+from drivetrain.tasks.cxr.data.images import BadImageError, decode
+from drivetrain.tasks.cxr.data.index import find_or_build, print_notice
+from drivetrain.tasks.cxr.data.samples import CxrDataset, collate
+from drivetrain.tasks.cxr.net import augmentation, losses
+from drivetrain.tasks.cxr.net.encoders import build_image_encoder, check_weights
+from drivetrain.tasks.cxr.net.model import CxrModel, GraphSource, ModelSizes
+from drivetrain.tasks.cxr.net.text_encoders import PretrainedSource, build_small
+from drivetrain.tasks.cxr.net.tokens import PretrainedTokenizer, WordTokenizer
+from drivetrain.tasks.cxr.scoring import answers, evaluation, report
+from drivetrain.tasks.cxr.scoring.pictures import Shown, draw, write_picture
+from drivetrain.tasks.cxr.scoring.texts import AnswerTexts
+from drivetrain.tasks.cxr.twin.write import write_twin
 from drivetrain.tasks.cxr.vocabulary import CHEXPERT, SEVERITIES
 from drivetrain.tasks.lora.cache import cache_folder, create_once
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from drivetrain.tasks.cxr.columns import BOX_UNIT, NO_LOCATION, NO_TARGET
+from drivetrain.tasks.cxr.data.columns import BOX_UNIT, NO_LOCATION, NO_TARGET
 from drivetrain.tasks.cxr.vocabulary import (
     INVERTED,
     MAIN_ANSWER,

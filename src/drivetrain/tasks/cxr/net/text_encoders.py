@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from drivetrain.outcomes import Problem
-from drivetrain.tasks.cxr.encoders import load_named_weights
+from drivetrain.tasks.cxr.net.encoders import load_named_weights
 from drivetrain.tasks.lora.base_model import hub_answers
 
 

@@ -8,10 +8,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drivetrain.tasks.cxr.encoders import GreyImages
-from drivetrain.tasks.cxr.fusion import Fusion, TokenSet, head, is_token
-from drivetrain.tasks.cxr.graph import GraphPredictor, NodeFeatures, Nodes, PredictedGraph, corners, nodes_of
-from drivetrain.tasks.cxr.regions import box_geometry, box_means
+from drivetrain.tasks.cxr.net.encoders import GreyImages
+from drivetrain.tasks.cxr.net.fusion import Fusion, TokenSet, head, is_token
+from drivetrain.tasks.cxr.net.graph import GraphPredictor, NodeFeatures, Nodes, PredictedGraph, corners, nodes_of
+from drivetrain.tasks.cxr.net.regions import box_geometry, box_means
 
 GraphSource = Literal["oracle", "none", "predicted"]
 GRAPH_SOURCES: tuple[GraphSource, ...] = ("none", "oracle", "predicted")

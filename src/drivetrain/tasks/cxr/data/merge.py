@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from drivetrain.tasks.cxr.columns import FORMAT, IMAGE_COLUMNS, META, NODE_COLUMNS, QUESTION_COLUMNS, UNKNOWN, Array, file_of
-from drivetrain.tasks.cxr.parts import ANSWERS, FACTS, write_texts
-from drivetrain.tasks.cxr.studies import MAX_EXAMPLES
+from drivetrain.tasks.cxr.data.columns import FORMAT, IMAGE_COLUMNS, META, NODE_COLUMNS, QUESTION_COLUMNS, UNKNOWN, Array, file_of
+from drivetrain.tasks.cxr.data.parts import ANSWERS, FACTS, write_texts
+from drivetrain.tasks.cxr.data.studies import MAX_EXAMPLES
 
 Change = Callable[[Array, int], Array]
 """Changes the values of a column of the part with this number."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from drivetrain.tasks.cxr.twin_images import PlantedFinding
-from drivetrain.tasks.cxr.twin_plan import (
+from drivetrain.tasks.cxr.twin.images import PlantedFinding
+from drivetrain.tasks.cxr.twin.plan import (
     DEVICE_REGIONS,
     DEVICES,
     FINDINGS,

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drivetrain.tasks.cxr.graph import nodes_of
-from drivetrain.tasks.cxr.regions import box_overlap
+from drivetrain.tasks.cxr.net.graph import nodes_of
+from drivetrain.tasks.cxr.net.regions import box_overlap
 
 HEADS = ("binary", "category", "region", "severity")
 Uncertain = Literal["ignore", "positive", "negative", "soft"]

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from drivetrain.tasks.cxr import scores
-from drivetrain.tasks.cxr.answers import ClassNames
+from drivetrain.tasks.cxr.scoring import scores
+from drivetrain.tasks.cxr.scoring.answers import ClassNames
 
 Array = np.ndarray
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from drivetrain.tasks.cxr.columns import MISSING_IMAGES, Array, CxrIndex
-from drivetrain.tasks.cxr.images import BadImageError, bad_images, decode
-from drivetrain.tasks.cxr.layout import split_name
+from drivetrain.tasks.cxr.data.columns import MISSING_IMAGES, Array, CxrIndex
+from drivetrain.tasks.cxr.data.images import BadImageError, bad_images, decode
+from drivetrain.tasks.cxr.data.layout import split_name
 from drivetrain.tasks.cxr.vocabulary import CHEXPERT, GRADES, HEADS, QUESTION_TYPES, SEVERITIES, SPLITS, VIEWS, Label
 
 Report = dict[str, Any]

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drivetrain.tasks.cxr.losses import HEADS, Uncertain, label_targets
-from drivetrain.tasks.cxr.model import GRAPH_SOURCES, CxrModel, GraphSource
-from drivetrain.tasks.cxr.regions import box_overlap
+from drivetrain.tasks.cxr.net.losses import HEADS, Uncertain, label_targets
+from drivetrain.tasks.cxr.net.model import GRAPH_SOURCES, CxrModel, GraphSource
+from drivetrain.tasks.cxr.net.regions import box_overlap
 
 
 def routed(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from drivetrain.outcomes import Outcome, Problem
-from drivetrain.tasks.cxr.columns import BOX_UNIT, NO_LOCATION, CxrIndex, MappedArray
-from drivetrain.tasks.cxr.images import BadImages, ImageReader, cache_key
-from drivetrain.tasks.cxr.index import print_notice
+from drivetrain.tasks.cxr.data.columns import BOX_UNIT, NO_LOCATION, CxrIndex, MappedArray
+from drivetrain.tasks.cxr.data.images import BadImages, ImageReader, cache_key
+from drivetrain.tasks.cxr.data.index import print_notice
 from drivetrain.tasks.cxr.vocabulary import GRADES, HEADS, QUESTION_TYPES, SPLITS, Grade, Label, ViewFilter, allowed_views, type_id
 from drivetrain.tasks.lora.cache import create_once
 

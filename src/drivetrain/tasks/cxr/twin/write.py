@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.outcomes import Problem
-from drivetrain.tasks.cxr.twin_images import Box, PlantedFinding, heart_scale, make_chest, paint, region_boxes
-from drivetrain.tasks.cxr.twin_plan import DEVICES, FINDINGS, REGIONS, SUBCATEGORIES, StudyPlan, plan_study, random_of
-from drivetrain.tasks.cxr.twin_questions import Boxes, StudyTexts
+from drivetrain.tasks.cxr.twin.images import Box, PlantedFinding, heart_scale, make_chest, paint, region_boxes
+from drivetrain.tasks.cxr.twin.plan import DEVICES, FINDINGS, REGIONS, SUBCATEGORIES, StudyPlan, plan_study, random_of
+from drivetrain.tasks.cxr.twin.questions import Boxes, StudyTexts
 from drivetrain.tasks.cxr.vocabulary import CHEXPERT, QUESTION_TYPES, SEVERITIES, Label
 
 MIMIC, QBA = "mimic-cxr-jpg", "mimic-ext-cxr-qba"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drivetrain.tasks.cxr.losses import HEADS
+from drivetrain.tasks.cxr.net.losses import HEADS
 from drivetrain.tasks.cxr.vocabulary import CHEXPERT, SEVERITIES
 
 YES_OR_NO = ("no", "yes")

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drivetrain.tasks.cxr import scores
-from drivetrain.tasks.cxr.losses import HEADS, LossWeights, Uncertain, label_targets
-from drivetrain.tasks.cxr.model import GRAPH_SOURCES, GraphSource
-from drivetrain.tasks.cxr.texts import AnswerTexts
+from drivetrain.tasks.cxr.net.losses import HEADS, LossWeights, Uncertain, label_targets
+from drivetrain.tasks.cxr.net.model import GRAPH_SOURCES, GraphSource
+from drivetrain.tasks.cxr.scoring import scores
+from drivetrain.tasks.cxr.scoring.texts import AnswerTexts
 from drivetrain.tasks.cxr.vocabulary import CHEXPERT, QUESTION_TYPES
 
 Array = np.ndarray

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from drivetrain.tasks.cxr.twin_images import PlantedFinding
+from drivetrain.tasks.cxr.twin.images import PlantedFinding
 from drivetrain.tasks.cxr.vocabulary import CHEXPERT, NO_FINDING, SUPPORT_DEVICES, Label, chexpert_match
 
 SIDES, ZONES = ("right", "left"), ("upper", "mid", "lower")

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drivetrain.tasks.cxr.fusion import head
-from drivetrain.tasks.cxr.regions import box_geometry
+from drivetrain.tasks.cxr.net.fusion import head
+from drivetrain.tasks.cxr.net.regions import box_geometry
 
 EMBEDDING = 64
 """Width of the embeddings of regions and of entities in a node."""

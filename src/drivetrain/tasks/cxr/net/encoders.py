@@ -15,7 +15,7 @@ from torch._guards import detect_fake_mode
 
 from drivetrain.outcomes import Problem
 from drivetrain.settings import nearest
-from drivetrain.tasks.cxr.convnext import SHAPES, ConvNext
+from drivetrain.tasks.cxr.net.convnext import SHAPES, ConvNext
 from drivetrain.tasks.lora.base_model import hub_answers
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from drivetrain.outcomes import Outcome, Problem
-from drivetrain.tasks.cxr.columns import CxrIndex
+from drivetrain.tasks.cxr.data.columns import CxrIndex
 
 BadImages = Literal["error", "skip"]
 FORMAT = 1

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from drivetrain.tasks.cxr.samples import words_of
+from drivetrain.tasks.cxr.data.samples import words_of
 
 UNKNOWN_WORD = 1
 """The id of a word that no training question has; 0 is padding."""

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 from drivetrain.outcomes import Outcome, Problem
-from drivetrain.tasks.cxr import merge, parts
-from drivetrain.tasks.cxr.columns import FORMAT, CxrIndex, open_index, replace_column
-from drivetrain.tasks.cxr.layout import (
+from drivetrain.tasks.cxr.data import merge, parts
+from drivetrain.tasks.cxr.data.columns import FORMAT, CxrIndex, open_index, replace_column
+from drivetrain.tasks.cxr.data.layout import (
     JsonFile,
     Listing,
     find_graphs,
@@ -263,7 +263,7 @@ def _build_parts(specs: Sequence[parts.Spec], processes: int, progress: _Progres
 
 def _serve_worker(next_spec: Callable[[], parts.Spec | None], progress: _Progress) -> None:
     """Starts a worker and hands it parts until none is left. It ends when its input is closed."""
-    command = [sys.executable, "-m", "drivetrain.tasks.cxr.parts"]
+    command = [sys.executable, "-m", "drivetrain.tasks.cxr.data.parts"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdin is not None and process.stdout is not None

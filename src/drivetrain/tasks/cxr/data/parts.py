@@ -1,6 +1,6 @@
 """Builds one part of the index: the rows of up to a thousand studies, in a folder that is published when it is complete.
 
-    python -m drivetrain.tasks.cxr.parts
+    python -m drivetrain.tasks.cxr.data.parts
 
 is a worker of the build: it reads one part a line from its input, as JSON, and writes a line for each that is done. It ends with its input,
 so that it does not outlive a killed build.
@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from drivetrain.tasks.cxr.columns import IMAGE_COLUMNS, MISSING_IMAGES, NODE_COLUMNS, QUESTION_COLUMNS, file_of
-from drivetrain.tasks.cxr.layout import JsonFile, image_path
-from drivetrain.tasks.cxr.studies import Faults, Names, StudyImage, StudyReader, StudyRows
+from drivetrain.tasks.cxr.data.columns import IMAGE_COLUMNS, MISSING_IMAGES, NODE_COLUMNS, QUESTION_COLUMNS, file_of
+from drivetrain.tasks.cxr.data.layout import JsonFile, image_path
+from drivetrain.tasks.cxr.data.studies import Faults, Names, StudyImage, StudyReader, StudyRows
 
 FACTS = "part.json"
 """The file of names, counts and sizes of a part. It is written last."""

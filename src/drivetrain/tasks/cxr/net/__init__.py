@@ -1,0 +1,1 @@
+"""The network: encoders, scene graph, fusion and losses."""

@@ -1,0 +1,1 @@
+"""Evaluation: metrics, tables, answers in words, and pictures."""

@@ -1,0 +1,1 @@
+"""The synthetic twin: generated studies in the layout of the real data sets."""
