@@ -247,7 +247,7 @@ def test_no_recipe_has_the_name_of_a_task(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_every_built_in_recipe_loads_and_is_in_the_wheel() -> None:
     for name, path in built_in_recipes().items():
-        assert all(stage.name for stage in load(name, [], {}))
+        assert load(name, [], {})
         assert package_files()[f"drivetrain/recipes/{path.name}"] == path.read_bytes()
 
 
