@@ -57,6 +57,19 @@ def test_the_benchmark_of_adapters_runs_on_any_machine(tmp_path: Path) -> None:
 
 @pytest.mark.system  # slow
 @pytest.mark.timeout(1200)
+def test_the_benchmark_of_chest_xrays_runs_on_any_machine(tmp_path: Path) -> None:
+    process = subprocess.run(
+        [sys.executable, "benchmarks/cxr.py", "--cpu", "--json", str(tmp_path / "out.json")],
+        cwd=ROOT, capture_output=True, text=True, env=environment(),
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr[-3000:]
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(row["name"], row["questions_per_image"]) for row in rows] == [(name, k) for k in (1, 2) for name in ("eager", "drivetrain")]
+    assert all(row["pairs_per_second"] > 0 for row in rows)
+
+
+@pytest.mark.system  # slow
+@pytest.mark.timeout(1200)
 def test_the_benchmark_of_tuning_runs_on_any_machine(tmp_path: Path) -> None:
     process = subprocess.run(
         [sys.executable, "benchmarks/tune.py", "--quick", "--json", str(tmp_path / "out.json")],
