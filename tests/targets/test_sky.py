@@ -257,7 +257,7 @@ def test_no_path_starts_machines_without_consent(state: Path, monkeypatch: pytes
     one, target = submission(Request()), sky_target(**GPU)
     for start in (
         lambda: target.submit(one, target.render(one), print),
-        lambda: target.submit_array([one], print),
+        lambda: list(target.submit_array([one], print)),
         lambda: target.bring_run(one, print),
     ):
         with pytest.raises(Problem, match="nothing was started without consent"):

@@ -11,7 +11,7 @@ from pathlib import Path
 from drivetrain import runs
 from drivetrain.outcomes import Problem
 from drivetrain.runs import Lock, Run
-from drivetrain.targets.record import read_record
+from drivetrain.targets.record import being_submitted, is_being_submitted, read_record
 from drivetrain.terminal import one_line
 
 
@@ -65,6 +65,8 @@ def _refuse_in_use(run: Run) -> None:
     for folder in (run.path, *studies, *(file.parent for file in run.path.glob("trials/*/lock"))):
         if pid := runs.lock_holder(folder):
             raise Problem(f"{Run(folder).name} is in use by process {pid}: stop it first")
+    if is_being_submitted(run):
+        raise being_submitted(run)
     record = None
     with contextlib.suppress(Problem):  # a damaged record
         record = read_record(run)

@@ -39,9 +39,9 @@ def train_on(name: str, recipes: Sequence[Recipe], request: Request, wait: bool,
     run_name = submit.given_name(recipes, request)
     record = find_recorded(run_name) if run_name else None
     record = submit.adopt(record) if record is not None and not record.handle else record
-    if record is None or not (record.handle or is_run(record.run.path)):  # nothing has begun
+    if record is None or not (record.handle or record.is_active or is_run(record.run.path)):  # nothing has begun
         if record is not None:
-            record.path.unlink()
+            submit.forget(record)
         submission = submit.prepare(target, recipes, request, submit.named_or_new(recipes, request))
         record = submit.submit(target, submission, agree, screen.notice)
         _report(record, screen)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.targets.consent import Agree, Cost, total_cost
-from drivetrain.targets.record import Record
+from drivetrain.targets.record import Record, being_submitted, is_being_submitted
 from drivetrain.targets.submission import Submission
 from drivetrain.targets.transfer import has_checkpoint
 
@@ -203,9 +203,9 @@ class Target(ABC):
     def pull(self, record: Record) -> None:
         """Copies the whole run to this machine."""
 
-    def submit_array(self, submissions: list[Submission], notice: Callable[[str], None]) -> list[dict[str, Any]]:
-        """Starts several runs; a system with arrays starts them as one."""
-        return [self.submit(submission, self.render(submission), notice) for submission in submissions]
+    def submit_array(self, submissions: list[Submission], notice: Callable[[str], None]) -> Iterable[dict[str, Any]]:
+        """Starts several runs and returns their handles, each as soon as its run has started; a system with arrays starts them as one."""
+        return (self.submit(submission, self.render(submission), notice) for submission in submissions)
 
     # --- machines that the target makes ---
 
@@ -234,6 +234,8 @@ class Target(ABC):
     def save_ended(self, records: Iterable[Record]) -> None:
         """Copies runs that have ended to this machine; raises Problem if one is active, or cannot be asked."""
         for record in records:
+            if is_being_submitted(record.run):
+                raise being_submitted(record.run)
             state = self.state(record)
             if state.phase in ("queued", "running"):
                 raise Problem(f"{record.run.name} is {state.phase} on {self.name}: drivetrain stop {record.run.name} first, or --force")

@@ -10,7 +10,7 @@ from drivetrain.terminal import one_line
 
 
 class Unsure(Problem):
-    """A connection broke: whether the request was carried out is not known."""
+    """Whether the request was carried out is not known, or only a part of it was: a connection broke, or one of several machines refused."""
 
 
 class FolderMissing(Problem):

@@ -18,6 +18,9 @@ from drivetrain.runs import FORMAT, RUNS, Run
 
 ACTIVE = ("queued", "running")
 RECORD = "target.json"
+SUBMISSION_LOCK = ".submission.lock"
+WAIT_SECONDS = 1.0
+"""Another command may hold the lock for a moment, only to see whether it is free."""
 JOB_VARIABLE = "DRIVETRAIN_JOB"
 """The job's folder, in the processes of a run on a target: there, `resume` trains."""
 
@@ -25,6 +28,49 @@ JOB_VARIABLE = "DRIVETRAIN_JOB"
 def is_inside(run: Run) -> bool:
     """Whether this process belongs to a run on a target, with this folder."""
     return os.environ.get(JOB_VARIABLE) == str(run.path.absolute() / "job")
+
+
+@contextlib.contextmanager
+def submission_lock(run: Run) -> Iterator[None]:
+    """Takes the right to submit a run; raises Problem while another command has it. It ends with the process at the latest."""
+    path, deadline = run.path / SUBMISSION_LOCK, time.monotonic() + WAIT_SECONDS
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            if time.monotonic() > deadline:
+                raise being_submitted(run) from None
+            time.sleep(0.05)
+            continue
+        if os.fstat(file).st_nlink:
+            break
+        os.close(file)  # the command that had the lock deleted the file
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(file)
+
+
+def is_being_submitted(run: Run) -> bool:
+    """Whether a command submits the run at this moment."""
+    try:
+        file = os.open(run.path / SUBMISSION_LOCK, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False
+
+
+def being_submitted(run: Run) -> Problem:
+    return Problem(f"{run.name} is being submitted by another command: wait for it, or end that command")
 
 
 @dataclass(frozen=True)
@@ -84,7 +130,8 @@ class Record:
         """Notes what the target answered."""
         if (phase, code, reason) == (self.phase, self.facts.get("exit_code"), self.facts.get("reason")):
             return self
-        return self.update(phase=phase, exit_code=code, reason=reason, seen=time.time())
+        is_pulled = bool(self.facts.get("pulled")) and phase == self.phase  # after another phase there is more to copy
+        return self.update(phase=phase, exit_code=code, reason=reason, seen=time.time(), pulled=is_pulled)
 
 
 def read_record(run: Run) -> Record | None:
@@ -97,10 +144,10 @@ def read_record(run: Run) -> Record | None:
     if owner not in (0, os.geteuid()):
         raise Problem(f"{run.path / RECORD} belongs to another user: its commands are not run; copy the run's files without it")
     facts = runs.parse_row(text)
+    if facts is None and is_being_submitted(run):
+        raise being_submitted(run)
     if facts is None or facts.get("format") != FORMAT or not isinstance(facts.get("handle"), dict):
-        raise Problem(
-            f"{run.path / RECORD} cannot be read: another command submits the run now, or it is damaged (then: drivetrain runs rm {run.name})"
-        )
+        raise Problem(f"{run.path / RECORD} is damaged: drivetrain runs rm {run.name}, then submit the run again")
     return Record(run, facts)
 
 

@@ -14,6 +14,7 @@ from drivetrain.outcomes import Outcome, Problem
 from drivetrain.targets.archive import Archive, package_archive
 from drivetrain.targets.base import MAX_SILENCE_SECONDS, STOP_SECONDS, Check, JobState, RenderedCommand, Rendering, Target, TargetSettings
 from drivetrain.targets.environment import EnvironmentLock, torch_backend
+from drivetrain.targets.errors import Unsure
 from drivetrain.targets.host.connection import ADDRESS, ReachableHost, SshHost, copy
 from drivetrain.targets.layout import DEFAULT_BASE, Layout
 from drivetrain.targets.local import RETRIES, job_state, request_command, secret_values
@@ -98,23 +99,32 @@ class HostsTarget(Target):
     # --- actions ---
 
     def submit(self, submission: Submission, rendering: Rendering, notice: Callable[[str], None]) -> dict[str, Any]:
-        hosts = self.hosts(submission.request.nodes)
+        hosts, settings = self.hosts(submission.request.nodes), self.settings
         secrets = secret_values(submission)
+        if len(hosts) > 1:  # so that nothing starts where a machine cannot be used
+            on_each(hosts, lambda host: prepare_host(host, submission, settings.dir, settings.python, settings.torch, notice))
+        started: list[SshHost] = []
+
+        def start(host: SshHost) -> None:
+            self._start(host, hosts.index(host), submission, secrets, notice)
+            started.append(host)
+
         try:
-            on_each(hosts, lambda host: self._start(host, hosts.index(host), submission, secrets, notice))
-        except BaseException:
-            self._end_started(hosts, submission)
+            on_each(hosts, start)
+        except BaseException as error:
+            on_each(started, lambda host: self._end(host, hosts.index(host), submission))
+            if started and isinstance(error, Problem):
+                raise Unsure(str(error), error.outcome) from None
             raise
         return self.known_handle(submission)
 
     def bring_run(self, submission: Submission, notice: Callable[[str], None]) -> bool:
         return send_run(self.hosts(submission.request.nodes)[0], submission, self.layout(submission).run_dir, notice)
 
-    def _end_started(self, hosts: list[SshHost], submission: Submission) -> None:
-        """Ends what runs on some machines after others refused the run."""
-        for rank, host in enumerate(hosts):
-            with contextlib.suppress(Problem):
-                host.call("stop", job=self.layout(submission).job(rank), grace=0.0)
+    def _end(self, host: SshHost, rank: int, submission: Submission) -> None:
+        """Ends what has started on a machine after others refused the run."""
+        with contextlib.suppress(Problem):
+            host.call("stop", job=self.layout(submission).job(rank), grace=0.0)
 
     def known_handle(self, submission: Submission) -> dict[str, Any]:
         hosts, layout = self.hosts(submission.request.nodes), self.layout(submission)
@@ -220,7 +230,7 @@ def checked_address(text: str) -> str:
 
 def on_each(hosts: list[SshHost], action: Callable[[SshHost], Result]) -> list[Result]:
     """Runs an action on all machines at once; raises the first Problem."""
-    with ThreadPoolExecutor(max_workers=min(16, len(hosts))) as pool:
+    with ThreadPoolExecutor(max_workers=max(1, min(16, len(hosts)))) as pool:
         return list(pool.map(action, hosts))
 
 

@@ -8,6 +8,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from drivetrain.targets.config import KINDS, find_target, make_target
 from drivetrain.targets.consent import Agree, Consent
 from drivetrain.targets.environment import EnvironmentLock, lock_environment
 from drivetrain.targets.errors import FolderMissing, Unsure
-from drivetrain.targets.record import RECORD, Record
+from drivetrain.targets.record import RECORD, Record, being_submitted, is_being_submitted, read_record, submission_lock
 from drivetrain.targets.submission import RECIPE, Submission, make_code, new_project, present_secrets
 
 CODE = "code.tar.gz"
@@ -112,24 +113,29 @@ def submit(target: Target, submission: Submission, agree: Agree, notice: Callabl
 
 
 def submit_array(target: Target, submissions: list[Submission], notice: Callable[[str], None]) -> list[Record]:
-    """Starts several new runs on a target and writes their records."""
-    records = [begin_record(target, submission) for submission in submissions]
-    try:
-        handles = target.submit_array(submissions, notice)
-    except Problem as problem:
-        for record in records:
-            if not isinstance(problem, Unsure) and not runs.is_run(record.run.path):
-                shutil.rmtree(record.run.path, ignore_errors=True)
-        raise
-    return [_started_record(record, handle) for record, handle in zip(records, handles, strict=True)]
+    """Starts several new runs on a target and writes their records. If one is refused, those that have started go on."""
+    begun: list[Record] = []
+    started: list[Record] = []
+    with ExitStack() as locks:
+        try:
+            for submission in submissions:
+                begun.append(begin_record(target, submission, locks))
+            for handle in target.submit_array(submissions, notice):
+                started.append(_started_record(begun[len(started)], handle))
+        except Problem as problem:
+            for record in begun[len(started) :]:
+                if not isinstance(problem, Unsure) and not runs.is_run(record.run.path):
+                    shutil.rmtree(record.run.path, ignore_errors=True)
+            raise
+    return started
 
 
 def _started_record(record: Record, handle: dict[str, Any]) -> Record:
-    return record.update(handle=handle, phase="queued" if handle.get("waits") else "running", seen=time.time())
+    return record.update(handle=handle, phase="queued" if handle.get("waits") else "running", pulled=False, seen=time.time())
 
 
-def begin_record(target: Target, submission: Submission) -> Record:
-    """Writes what a later command needs to find, resume or explain the run."""
+def begin_record(target: Target, submission: Submission, locks: ExitStack) -> Record:
+    """Writes what a later command needs to find, resume or explain the run. Until `locks` end, no other command submits or deletes it."""
     run, code = submission.run, submission.code
     if runs.is_run(run.path):
         raise Problem(f"{run.name} is a run of this machine: choose another --name, or continue it here: drivetrain resume {run.name}")
@@ -140,6 +146,7 @@ def begin_record(target: Target, submission: Submission) -> Record:
             run.path.rmdir()
         raise
     run.path.mkdir(parents=True, exist_ok=True)
+    locks.enter_context(submission_lock(run))
     _claim(run)
     if code is not None:
         (run.path / CODE).write_bytes(code.data)
@@ -154,11 +161,13 @@ def begin_record(target: Target, submission: Submission) -> Record:
 
 
 def _claim(run: Run) -> None:
-    """Creates the record's file; raises Problem if another command did so at the same time."""
+    """Creates the record's file; raises Problem if another command has done so."""
     try:
         open(run.path / RECORD, "x").close()
     except FileExistsError:
-        raise Problem(f"{run.name} is being submitted by another command: wait for it, or choose another --name") from None
+        raise Problem(
+            f"another command has submitted {run.name} meanwhile: drivetrain status {run.name}, or choose another --name"
+        ) from None
 
 
 def continue_same(record: Record, submission: Submission, target: Target, agree: Agree, notice: Callable[[str], None]) -> Record:
@@ -179,6 +188,14 @@ def continue_same(record: Record, submission: Submission, target: Target, agree:
 
 def resubmit(record: Record, changes: Sequence[str], flags: Request, agree: Agree, notice: Callable[[str], None]) -> Record:
     """Submits a run again: it continues from its last checkpoint. Of `flags` those count that are not defaults."""
+    with submission_lock(record.run):
+        newest = read_record(record.run)
+        if newest is None or newest.facts["submissions"] != record.facts["submissions"]:
+            raise Problem(f"another command has submitted {record.run.name} again meanwhile: drivetrain status {record.run.name}")
+        return _resubmit(record, changes, flags, agree, notice)
+
+
+def _resubmit(record: Record, changes: Sequence[str], flags: Request, agree: Agree, notice: Callable[[str], None]) -> Record:
     target, facts = _current_target(record), record.facts
     code = Archive((record.run.path / CODE).read_bytes()) if facts["code"] else None
     if code is not None and code.digest != facts["code"]:
@@ -247,7 +264,9 @@ def target_of(record: Record) -> Target:
 
 
 def _started(record: Record) -> Record:
-    """Returns the record; raises Problem if the target never accepted the run."""
+    """Returns the record; raises Problem if the target has not accepted the run."""
+    if is_being_submitted(record.run):
+        raise being_submitted(record.run)
     if not record.handle:
         raise Problem(f"{record.run.name} was not started on {record.target}: repeat the command that submits it")
     return record
@@ -255,12 +274,34 @@ def _started(record: Record) -> Record:
 
 def adopt(record: Record) -> Record:
     """Returns the record with the job that a command submitted and, because it was killed, did not record; the same record if there is none."""
-    handle = target_of(record).find_job(record)
-    return _started_record(record, handle) if handle else record
+    with ExitStack() as locks:
+        try:
+            locks.enter_context(submission_lock(record.run))
+        except Problem:
+            return _waiting(record)
+        record = read_record(record.run) or record
+        handle = {} if record.handle else target_of(record).find_job(record)
+        return _started_record(record, handle) if handle else record
+
+
+def _waiting(record: Record) -> Record:
+    """Returns the record of a run that another command submits now. It is not written, because that command writes it."""
+    return replace(record, facts=record.facts | {"phase": "queued", "reason": "another command submits it now"})
+
+
+def forget(record: Record) -> None:
+    """Deletes the record of a run that the target has never accepted."""
+    with submission_lock(record.run):
+        newest = read_record(record.run)
+        if newest is not None and newest.handle:
+            raise Problem(f"another command has submitted {record.run.name} meanwhile: drivetrain status {record.run.name}")
+        record.path.unlink(missing_ok=True)
 
 
 def refresh(record: Record) -> Record:
     """Asks the target how the run is doing and copies its small files here; when it has ended, all of it."""
+    if is_being_submitted(record.run):
+        return _waiting(record)
     record = record if record.handle else adopt(record)
     if not record.handle or record.is_complete:
         return record
@@ -285,6 +326,10 @@ def refresh_or_leave(record: Record, notice: Callable[[str], None]) -> Record:
 
 def follow(record: Record) -> Iterator[Record]:
     """Copies the run's small files here until it has ended; yields after each change. At the end pulls the run."""
+    while is_being_submitted(record.run):
+        yield _waiting(record)
+        time.sleep(POLL_SECONDS)
+        record = _read_again(record)
     target = target_of(_started(record))
     if record.is_complete:
         yield record
@@ -297,6 +342,13 @@ def follow(record: Record) -> Iterator[Record]:
             break
         time.sleep(POLL_SECONDS)
     yield _pulled_at_end(target, record.seen(state.phase, state.code, state.reason), state)
+
+
+def _read_again(record: Record) -> Record:
+    newest = read_record(record.run)
+    if newest is None:
+        raise Problem(f"{record.run.name} was refused: the command that submitted it has printed why")
+    return newest
 
 
 def _pulled_at_end(target: Target, record: Record, state: JobState) -> Record:
@@ -323,5 +375,5 @@ def stop(record: Record, seconds: float) -> Record:
 
 
 __all__ = [
-    "adopt", "begin_record", "consent_to", "continue_same", "dry_run", "find_target", "follow", "named_or_new", "prepare", "pull", "refresh", "refresh_or_leave", "resubmit", "stop", "submit", "submit_array", "target_of",
+    "adopt", "begin_record", "consent_to", "continue_same", "dry_run", "find_target", "follow", "forget", "named_or_new", "prepare", "pull", "refresh", "refresh_or_leave", "resubmit", "stop", "submit", "submit_array", "target_of",
 ]  # fmt: skip

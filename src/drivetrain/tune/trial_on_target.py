@@ -102,15 +102,19 @@ def start_on_target(trials: list[RunningTrial]) -> None:
         record = read_record(trial.run)
         if record is None or not record.handle:
             if record is not None:
-                record.path.unlink()  # of a submission that was killed before the target accepted it
+                submit.forget(record)  # of a submission that was killed before the target accepted it
             new.append(trial)
         elif (record := submit.refresh(record)).is_active:
             trial.begin(record)
         else:
             trial.begin(submit.resubmit(record, (), Request(), trial.agree, _ignore))
     if new:
-        for trial, record in zip(new, submit.submit_array(new[0].target, [trial.submission() for trial in new], _ignore), strict=True):
-            trial.begin(record)
+        try:
+            submit.submit_array(new[0].target, [trial.submission() for trial in new], _ignore)
+        finally:  # also if one was refused: the search stops the others only if it knows them
+            for trial in new:
+                if (record := read_record(trial.run)) is not None and record.handle:
+                    trial.begin(record)
 
 
 def _ignore(text: str) -> None:
