@@ -186,6 +186,7 @@ def test_the_build_of_torch_fits_the_driver() -> None:
     assert torch_backend([]) == "cpu"
     assert torch_backend(["580.65.06"]) == "cu130"
     assert torch_backend(["580.65.06", "570.1"]) == "cu126"
+    assert torch_backend(["550.54"]) == torch_backend(["535.183.01"]) == torch_backend(["525.60"]) == "cu126", "there is no older build"
     with pytest.raises(Problem, match=r"older than torch needs \(525\)"):
         torch_backend(["470.1"])
 
