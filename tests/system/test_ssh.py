@@ -201,6 +201,25 @@ def test_refused_logins(two_boxes: Boxes, folder: Path) -> None:
     assert not list(Path("runs").glob("*/run.json"))
 
 
+def test_the_python_and_the_meeting_point_are_checked(two_boxes: Boxes, folder: Path) -> None:
+    write_task()
+    two_boxes.write_target(python="/nonexistent/python")
+    message = two_boxes.run("train", "small.py", "--on", "boxes", code=201)
+    assert "box1: /nonexistent/python cannot be started" in message and "correct python: in the target" in message
+    assert not list(Path("runs").glob("*"))
+
+    def verdicts(**entry: str) -> dict[str, str]:
+        two_boxes.write_target(**entry)
+        checks = json.loads(two_boxes.run("doctor", "--on", "boxes", "--json", code=201))  # a small disk
+        return {check["subject"]: check["verdict"] for check in checks}
+
+    broken = verdicts(python="/nonexistent/python", rendezvous="10.77.0.12")
+    assert broken["box1: Python"] == broken["box2: Python"] == "fault"
+    assert broken["box1: meeting point"] == "fault", "it is the address of the second machine"
+    working = verdicts()
+    assert [working[name] for name in ("box1: Python", "box2: Python", "box1: meeting point", "box2: way to box1")] == ["ok"] * 4
+
+
 def test_a_full_disk_there(two_boxes: Boxes, folder: Path) -> None:
     write_task()
     two_boxes.write_target(hosts=["box1"])

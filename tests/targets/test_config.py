@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from drivetrain.confidential import looks_secret
 from drivetrain.outcomes import Problem
 from drivetrain.targets import environment
-from drivetrain.targets.config import KINDS, all_targets, find_target, settings_help
+from drivetrain.targets.config import KINDS, all_targets, find_target, make_target, settings_help
 from drivetrain.targets.environment import lock_environment, torch_backend
 from drivetrain.task_ref import find_task
 from tests.command import expect_error, run_ok, write_task
@@ -49,6 +49,7 @@ def test_every_kind_is_a_target_of_its_own_name(folder: Path) -> None:
         ({"kind": "slurm", "gpus": "many"}, "box.gpus is 'many', not a whole number"),
         ({"kind": "slurm", "prologue": ["module load\nrm -rf /"]}, "contains a line break"),
         ({"kind": "ssh", "hosts": ["a"], "env": {"HF_TOKEN": "hf_" + "x" * 30}}, "write only its name: secrets: [HF_TOKEN]"),
+        ({"kind": "ssh", "hosts": ["a"], "env": {"MY_TOKEN": "abc"}}, "write only its name: secrets: [MY_TOKEN]"),
         ({"kind": "ssh", "hosts": ["a"], "env": ["X"]}, "is a mapping of environment variables"),
         ({"kind": "slurm", "time": "24"}, "write a time, such as 24h"),
     ],
@@ -56,6 +57,46 @@ def test_every_kind_is_a_target_of_its_own_name(folder: Path) -> None:
 def test_wrong_entries_name_the_fix(entry: dict[str, object], message: str, folder: Path) -> None:
     write("drivetrain.yaml", box=entry)
     assert message in expect_error("train", "digits", "--on", "box", "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("git clone https://me:hunter2@host/x.git", "NAME"),
+        ("export WANDB_API_KEY=hunter2; module load y", "WANDB_API_KEY"),
+        ("--env=HF_TOKEN=hunter2", "HF_TOKEN"),
+        ("SetEnv=HF_TOKEN=hunter2", "HF_TOKEN"),
+        ("--export=ALL,MY_TOKEN=hunter2", "MY_TOKEN"),
+        ("huggingface-cli login --token hf_hunter2" + "x" * 30, "token"),
+        ("echo hf_hunter2" + "x" * 30, "NAME"),
+        ("login hf_hunter2" + "x" * 30 + " now", "NAME"),
+        ('export DB_PASSWORD="hunter2 and more"', "DB_PASSWORD"),
+        ("export DB_PASSWORD='$hunter2'", "DB_PASSWORD"),
+        ("DB_PASSWORD=12345678 hunter2", "DB_PASSWORD"),
+        ("--wandb-api-key=hunter2", "wandb_api_key"),
+    ],
+)
+@pytest.mark.parametrize(
+    "place", [("slurm", "prologue"), ("slurm", "sbatch"), ("ssh", "options"), ("docker", "options"), ("slurm", "partition")]
+)
+def test_no_entry_may_hold_a_secret(place: tuple[str, str], line: str, name: str, folder: Path) -> None:
+    kind, key = place
+    with pytest.raises(Problem, match=rf"box\.{key} contains a secret.* secrets: \[{name}\]") as caught:
+        make_target("box", kind, {key: line if key == "partition" else ["--first", line]}, Path("drivetrain.yaml"))
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(Problem, match=r"box\.env\.NOTE (is|contains) a secret"):
+        make_target("box", kind, {"env": {"NOTE": line}}, Path("drivetrain.yaml"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "export WANDB_API_KEY=$(cat ~/.wandb key)", 'export HF_TOKEN="$MY_TOKEN"', "export HF_TOKEN=${MY_TOKEN}", "export MAX_TOKENS=128", "unset HF_TOKEN",
+        "PasswordAuthentication=no", "source venv/bin/activate", "--exclusive", "export HF_TOKEN=", "--gres=gpu:a100:4", "http://proxy:3128",
+    ],
+)  # fmt: skip
+def test_lines_that_hold_no_secret(line: str) -> None:
+    make_target("box", "slurm", {"prologue": [line], "env": {"NOTE": line}}, Path("drivetrain.yaml"))
 
 
 def test_unknown_targets_and_files_of_another_shape(folder: Path) -> None:
@@ -84,7 +125,7 @@ def test_flags_that_do_not_go_with_a_target(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("db_password", "hunter2"), ("api_key", "abc"), ("hf_token", "x y"), ("secret", "s"), ("note", "https://me:pw@host/x.git"),
+        ("db_password", "hunter2"), ("api_key", "abc"), ("api-key", "abc"), ("hf_token", "x y"), ("token", "abc"), ("db_password", "12345678"), ("data.token", "abc"), ("secret", "s"), ("note", "https://me:pw@host/x.git"),
         ("note", "hf_" + "a" * 30), ("note", "ghp_" + "b" * 36), ("note", "AKIA" + "C" * 16),
     ],
 )  # fmt: skip
@@ -102,6 +143,9 @@ def test_secrets_are_recognised(name: str, value: str) -> None:
         ("token_dropout", "0.1"),
         ("data", "https://host:8080/x"),
         ("secret", "false"),
+        ("token", "128"),
+        ("first_pass", "1"),
+        ("eos_token", "</s>"),
     ],
 )
 def test_ordinary_settings_are_no_secrets(name: str, value: str) -> None:
@@ -142,6 +186,7 @@ def test_the_build_of_torch_fits_the_driver() -> None:
     assert torch_backend([]) == "cpu"
     assert torch_backend(["580.65.06"]) == "cu130"
     assert torch_backend(["580.65.06", "570.1"]) == "cu126"
+    assert torch_backend(["550.54"]) == torch_backend(["535.183.01"]) == torch_backend(["525.60"]) == "cu126", "there is no older build"
     with pytest.raises(Problem, match=r"older than torch needs \(525\)"):
         torch_backend(["470.1"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import stat
 import sys
@@ -13,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from drivetrain.confidential import looks_secret
+from drivetrain.confidential import looks_secret_variable, secret_in_line
 from drivetrain.names import check_name
 from drivetrain.outcomes import Problem
 from drivetrain.settings import brief, coerce, nearest
@@ -132,19 +133,27 @@ def _check_variables(value: Any, label: str) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(k, str) and k.isidentifier() for k in value):
         raise Problem(f"{label} is a mapping of environment variables, such as {{OMP_NUM_THREADS: 4}}")
     for name, text in value.items():
-        if looks_secret(name, str(text)):
+        if looks_secret_variable(name, str(text)):
             raise Problem(f"{label}.{name} is a secret: export it on this machine, and write only its name: secrets: [{name}]")
+        _check_secrets(str(text), f"{label}.{name}")
     return {name: str(text) for name, text in value.items()}
 
 
 def _check_printable(value: Any, label: str) -> None:
-    """Refuses line breaks and other control characters: the value becomes a word of a command or a line of a script."""
+    """Refuses secrets, line breaks and other control characters: the value becomes a word of a command or a line of a script."""
     for text in value if isinstance(value, list) else [value]:
-        name, equals, secret = str(text).rpartition(" ")[2].partition("=")
-        if equals and looks_secret(name.lstrip("-"), secret):
-            raise Problem(f"{label} contains a secret: export it on this machine, and write only its name: secrets: [{name.lstrip('-')}]")
+        _check_secrets(str(text), label)
         if isinstance(text, str) and not text.isprintable():
             raise Problem(f"{label} contains a line break or a control character: write it in one line")
+
+
+def _check_secrets(text: str, label: str) -> None:
+    name = secret_in_line(text)
+    if name:
+        variable = re.sub(r"\W", "_", name)
+        raise Problem(f"{label} contains a secret ({name}): export it on this machine, and write only its name: secrets: [{variable}]")
+    if name is not None:
+        raise Problem(f"{label} contains a secret: export it as a variable on this machine, and write only its name: secrets: [NAME]")
 
 
 def settings_help(kind: str) -> list[tuple[str, str]]:

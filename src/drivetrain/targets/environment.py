@@ -23,8 +23,8 @@ CORE = ("torch", "numpy", "pyyaml", "psutil", "nvidia-ml-py", "safetensors", "te
 """This package's requirements, as in pyproject.toml."""
 OF_TORCH = re.compile(r"nvidia-|cuda-|triton|pytorch-triton")
 """What a build of torch needs beside it; another build needs others."""
-MIN_DRIVERS = {"13.0": 580, "12.6": 560, "12.4": 525}
-"""CUDA version -> the oldest major version of NVIDIA's driver that it runs with."""
+MIN_DRIVERS = {"13.0": 580, "12.6": 525}
+"""CUDA version of the builds of torch -> the oldest major version of NVIDIA's driver: that of its CUDA family, 12 or 13."""
 
 
 @dataclass(frozen=True)

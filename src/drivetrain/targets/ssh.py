@@ -16,6 +16,7 @@ from drivetrain.targets.base import MAX_SILENCE_SECONDS, STOP_SECONDS, Check, Jo
 from drivetrain.targets.environment import EnvironmentLock, torch_backend
 from drivetrain.targets.errors import Unsure
 from drivetrain.targets.host.connection import ADDRESS, ReachableHost, SshHost, copy
+from drivetrain.targets.host_checks import meeting_checks, python_checks
 from drivetrain.targets.layout import DEFAULT_BASE, Layout
 from drivetrain.targets.local import RETRIES, job_state, request_command, secret_values
 from drivetrain.targets.record import Record
@@ -83,6 +84,7 @@ class HostsTarget(Target):
         words = submission.words(python, layout.run_dir, code, *meeting)
         variables = self.settings.env | {"PYTHONPATH": layout.code(package.digest), "PYTHONUNBUFFERED": "1"}
         needs = missing_arguments(submission, self.settings.dir, self.settings.python, self.settings.torch)
+        needs |= {"python": self.settings.python} if self.settings.python else {}
         return {
             "needs": needs, "job": layout.job(rank), "words": words, "variables": variables, "secrets": {}, "cwd": layout.folder,
             "output": layout.output(rank), "retries": RETRIES,
@@ -189,6 +191,8 @@ class HostsTarget(Target):
     def checks(self) -> Iterator[Check]:
         for host in self.hosts():
             yield from host_checks(host.name, host.call("facts", base=self.settings.dir), self.settings.dir, self.settings.python)
+            if self.settings.python:
+                yield from python_checks(host, self.settings.python, self.settings.env)
 
 
 class SshTarget(HostsTarget):
@@ -212,10 +216,20 @@ class SshTarget(HostsTarget):
         return [SshHost(self.settings.python, name, tuple(self.settings.options)) for name in record.handle["hosts"]]
 
     def leader_address(self) -> str:
-        return self.settings.rendezvous or self.hosts()[0].hostname
+        address = self.settings.rendezvous or self.hosts()[0].hostname
+        if ":" in address:
+            raise Problem(
+                f"machines cannot meet at the IPv6 address {address}: set rendezvous: in the target {self.name} to a name or an IPv4 address"
+            )
+        return address
 
     def has_left(self, record: Record) -> bool:
         return not set(record.handle["hosts"]) & set(self.settings.hosts)
+
+    def checks(self) -> Iterator[Check]:
+        yield from super().checks()
+        if len(self.settings.hosts) > 1:
+            yield from meeting_checks(self.hosts(), self.leader_address())
 
     def down(self) -> str:
         answers = on_each(self.hosts(), lambda host: host.call("remove", base=self.settings.dir))
@@ -313,4 +327,5 @@ def host_checks(name: str, facts: dict[str, Any], base: str, python: str | None)
         yield Check(f"{name}: GPU", "ok", evidence)
     except Problem as problem:
         yield Check(f"{name}: GPU", "fault", str(problem).partition(":")[0], str(problem).partition(": ")[2])
-    yield Check(f"{name}: Python", "ok", f"{facts['version']} ({python or facts['python']})")
+    if python is None:
+        yield Check(f"{name}: Python", "ok", f"{facts['version']} ({facts['python']})")

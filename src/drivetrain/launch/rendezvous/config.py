@@ -55,6 +55,11 @@ class RendezvousConfig:
         return hmac.new(keys.to_leader, self.identity.encode(), "sha256").hexdigest()
 
 
+def port_in_use(address: tuple[str, int]) -> str:
+    """Returns what a user reads if another program has the port."""
+    return f"port {address[1]} on {address[0]} is in use by another program: choose another port (--rendezvous; with --on: another --name), or end it"
+
+
 def interface_of(address: str) -> str:
     """Returns the name of this machine's network interface with an address; "" if there is none."""
     for name, addresses in psutil.net_if_addrs().items():

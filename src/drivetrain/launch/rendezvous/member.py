@@ -11,7 +11,7 @@ from typing import Any
 
 from drivetrain import strict
 from drivetrain.launch.rendezvous import token as tokens
-from drivetrain.launch.rendezvous.config import JOIN_SECONDS, RendezvousConfig, interface_of, machine_name
+from drivetrain.launch.rendezvous.config import JOIN_SECONDS, RendezvousConfig, interface_of, machine_name, port_in_use
 from drivetrain.launch.rendezvous.handshake import ANSWER_SECONDS, UnknownProtocol, WrongToken, prove_to_leader
 from drivetrain.launch.rendezvous.link import Link
 from drivetrain.launch.rendezvous.messages import (
@@ -80,9 +80,7 @@ class Member:
             peer.close()
             if is_reconnect:
                 raise ConnectionResetError(0, "no greeting") from None
-            raise Problem(
-                f"port {self.config.address[1]} on {self.config.address[0]} is in use by another program: choose another --rendezvous port"
-            ) from None
+            raise Problem(port_in_use(self.config.address)) from None
         except WrongToken:
             peer.close()
             raise Problem(

@@ -24,7 +24,7 @@ from drivetrain.targets.errors import explain
 from drivetrain.targets.host.library import GROWING, REPLACED
 from drivetrain.targets.host.program import tail_digest
 
-PARTS = ("library.py", "environment.py", "checkpoints.py", "program.py")
+PARTS = ("library.py", "environment.py", "network.py", "checkpoints.py", "program.py")
 """The files of the program, in the order in which they are joined."""
 MAX_DEPTH = 3  # of a file that is mirrored: STAGE/logs/FILE
 PYTHONS = ("python3.14", "python3.13", "python3.12", "python3.11", "python3")

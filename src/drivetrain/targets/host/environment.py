@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 import platform
 import shutil
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from drivetrain.targets.host.library import POLL_SECONDS, TAIL_BYTES, Failure, folder, locked, reply
+from drivetrain.targets.host.library import EXECUTE_SECONDS, POLL_SECONDS, TAIL_BYTES, Failure, folder, locked, reply
 
 # --- what the machine has ----------------------------------------------------------------------
 
@@ -42,17 +43,73 @@ def _gpus() -> list[dict[str, str]]:
     return [{"name": line[0], "driver": line[1]} for line in lines]
 
 
+# --- a Python that the user made ---------------------------------------------------------------
+
+PACKAGES = {"torch": "torch", "numpy": "numpy", "psutil": "psutil", "safetensors": "safetensors", "yaml": "pyyaml"}
+"""Module -> package."""
+PROBE = """
+import importlib.util, json, sys
+lacks = [name for name in sys.argv[2:] if importlib.util.find_spec(name) is None]
+found = {"path": sys.executable, "version": "%d.%d.%d" % sys.version_info[:3], "is_new": sys.version_info >= (3, 11), "lacks": lacks}
+if sys.argv[1] == "import" and not lacks:
+    try:
+        import psutil, torch
+        found.update(torch=torch.__version__, uses_gpu=torch.cuda.is_available())
+    except Exception as error:
+        found["error"] = "%s: %s" % (type(error).__name__, error)
+print(json.dumps(found))
+"""
+
+
+def check_python(python: str, variables: dict[str, str] | None = None, only_find: bool = False) -> dict[str, Any]:
+    """Returns what the Python of a target's `python:` is; if it cannot train, with `fault` and `fix`. `only_find`: torch is not imported,
+    which takes seconds."""
+    fix = "correct python: in the target, or leave it out: an environment is built then"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | (variables or {})
+    words = [os.path.expanduser(python), "-c", PROBE, "find" if only_find else "import", *PACKAGES]
+    output = ""
+    try:
+        done = subprocess.run(
+            words,
+            cwd="/",
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=EXECUTE_SECONDS,
+        )
+        output = (done.stderr.splitlines() or [f"code {done.returncode}"])[-1]
+        found = json.loads(done.stdout.splitlines()[-1])
+    except OSError as error:
+        return {"fault": f"{python} cannot be started ({error.strerror})", "fix": fix}
+    except subprocess.TimeoutExpired:
+        return {"fault": f"{python} does not import torch within {EXECUTE_SECONDS:.0f} s", "fix": fix}
+    except (ValueError, IndexError):
+        return {"fault": f"{python} is no Python that works ({output[:200]})", "fix": fix}
+    if not found["is_new"]:
+        return {"fault": f"{python} is Python {found['version']}, and drivetrain needs 3.11 or later", "fix": fix}
+    if found["lacks"]:
+        lacks = " ".join(PACKAGES[name] for name in found["lacks"])
+        return {"fault": f"{python} lacks {lacks}", "fix": f"{python} -m pip install {lacks}, or leave out python: in the target"}
+    if "error" in found:
+        return {"fault": f"{python} cannot import torch ({found['error'][:200]})", "fix": fix}
+    return found if only_find else found | {"has_gpu": bool(_gpus())}
+
+
 # --- code and environment ----------------------------------------------------------------------
 
 
-def missing(base: str, archives: list[str], environment: str) -> dict[str, Any]:
-    """Returns which archives and environment this machine does not have yet."""
+def missing(base: str, archives: list[str], environment: str, python: str = "") -> dict[str, Any]:
+    """Returns which archives and environment this machine does not have yet; raises Failure if the user's `python` cannot train."""
     root = folder(base)
     for path in (root, root / "code", root / "environments"):
         if path.exists() and path.stat().st_uid != os.geteuid():
             raise Failure(f"{path} belongs to another user, whose programs would run: set dir: in the target to a folder of yours")
     absent = [digest for digest in archives if not (root / "code" / digest).is_dir()]
     ready = not environment or (root / "environments" / environment / "ready").is_file()
+    if python and "fault" in (found := check_python(python, only_find=True)):
+        raise Failure(f"{found['fault']}: {found['fix']}")
     return {"archives": absent, "environment": not ready}
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.targets.host.checkpoints import position_of
-from drivetrain.targets.host.environment import build, facts, missing, store
+from drivetrain.targets.host.environment import build, check_python, facts, missing, store
 from drivetrain.targets.host.library import (
     CHUNK_BYTES,
     EXECUTE_SECONDS,
@@ -47,6 +47,7 @@ from drivetrain.targets.host.library import (
     reply,
     write_json,
 )  # fmt: skip
+from drivetrain.targets.host.network import connect, listen
 
 # --- jobs --------------------------------------------------------------------------------------
 
@@ -289,10 +290,10 @@ def remove(base: str) -> dict[str, Any]:
     return {"bytes": size}
 
 
-VERBS: dict[str, Callable[..., dict[str, Any]]] = {
-    function.__name__: function
-    for function in (facts, missing, store, build, start, job_state, position_of, stop, mirror, write, delete, execute, remove)
-}
+FUNCTIONS: tuple[Callable[..., dict[str, Any]], ...] = (
+    facts, check_python, listen, connect, missing, store, build, start, job_state, position_of, stop, mirror, write, delete, execute, remove,
+)  # fmt: skip
+VERBS = {function.__name__: function for function in FUNCTIONS}
 
 
 def answer(request: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import yaml
 
 from drivetrain import __version__
-from drivetrain.confidential import looks_secret
+from drivetrain.confidential import looks_secret_variable
 from drivetrain.outcomes import Problem
 from drivetrain.targets.base import RenderedCommand, RenderedFile, Rendering
 from drivetrain.targets.docker.engine import PROGRAMS, Engine, check_local, find_engine
@@ -64,7 +64,7 @@ def check_build(build: ImageBuild) -> None:
         if name and not NAME.fullmatch(name):
             raise Problem(f"{flag} {name!r:.200} is no name of an image: write NAME:TAG or REGISTRY/NAME:TAG")
     for name, value in build.arguments.items():
-        if looks_secret(name, value):
+        if looks_secret_variable(name, value):
             raise Problem(f"--build-arg {name} is a secret: it would stay in the image; use an index without a password during the build")
 
 

@@ -15,6 +15,7 @@ from drivetrain.targets.archive import package_archive
 from drivetrain.targets.base import STOP_SECONDS, Check, JobState, RenderedCommand, RenderedFile, Rendering, Target, TargetSettings
 from drivetrain.targets.errors import SLURM, explain
 from drivetrain.targets.host.connection import ReachableHost, SshHost, copy
+from drivetrain.targets.host_checks import python_checks
 from drivetrain.targets.layout import DEFAULT_BASE, Layout
 from drivetrain.targets.local import code_folder, folder_checks, secret_values, unpack_code
 from drivetrain.targets.record import Record
@@ -326,10 +327,10 @@ class SlurmTarget(Target):
             yield Check("GPUs", "ok" if fitting else "fault", f"{len(fitting)} machines have {gpus} or more", fix)
         if self.shares_files:
             yield from folder_checks()
-            python = self.settings.python or sys.executable
-            yield Check("Python", "ok", f"{python}, which the machines must see at the same path")
         else:
             yield from host_checks(self.host.name, self.host.call("facts", base=self.settings.dir), self.settings.dir, self.settings.python)
+        if self.shares_files or self.settings.python:  # the machines must see it at the same path
+            yield from python_checks(self.host, self.settings.python or sys.executable, self.settings.env, bool(self.settings.prologue))
 
     def _sinfo(self) -> list[str]:
         return ["sinfo", "--noheader", *([f"--partition={self.settings.partition}"] if self.settings.partition else [])]
