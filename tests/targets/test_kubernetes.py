@@ -362,6 +362,7 @@ EXPLAINED = {
     "forbidden-list": "you (bob) may not list pods",
     "kubeconfig-broken": "the kubeconfig /home/me/.kube/config cannot be read",
     "namespace": "kubectl create namespace nope, or correct namespace: in the target",
+    "no-context": "kubectl knows no cluster: copy the kubeconfig",
     "no-crd": "is the operator installed? (drivetrain doctor --on k8s)",
     "no-kubeconfig": "kubectl knows no cluster: copy the kubeconfig",
     "other-certificate": "was the cluster made again?",

@@ -22,7 +22,7 @@ KUBECTL = [
     Explanation(NAMESPACE_MISSING, "the cluster has no namespace {0}: kubectl create namespace {0}, or correct namespace: in the target"),
     Explanation(r'context "([^"]*)" does not exist|no context exists with the name: "([^"]*)"', "your kubeconfig has no context {0}{1}: kubectl config get-contexts lists them; correct context: in the target"),
     Explanation(r"stat (\S+): no such file or directory", "there is no kubeconfig {0}: correct KUBECONFIG, or copy the file that your cluster gave you to ~/.kube/config"),
-    Explanation(r"server localhost:8080 was refused|no configuration has been provided|current-context is not set", "kubectl knows no cluster: copy the kubeconfig that your cluster gave you to"
+    Explanation(r"server localhost:8080 was refused|no configuration has been provided|current-context is not set|current-context must exist", "kubectl knows no cluster: copy the kubeconfig that your cluster gave you to"
                 " ~/.kube/config, or set KUBECONFIG (kubectl config view shows what there is)"),
     Explanation(r"error loading config file \"?([^\":]+)", "the kubeconfig {0} cannot be read: kubectl config view shows where it is wrong"),
     Explanation(r"The connection to the server (\S+) was refused|dial tcp (\S+): connect: connection refused", "the cluster at {0}{1} does not answer (connection refused): is it"
