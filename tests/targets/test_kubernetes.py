@@ -540,7 +540,7 @@ def node(labels: dict[str, str], provider: str = "", gpus: int = 0, is_ready: bo
         ({}, "kind://docker/kind/kind-worker", "Kind", "nvkind cluster create"),
         ({"eks.amazonaws.com/nodegroup": "a"}, "aws:///eu-west-1a/i-0", "EKS", "eksctl create nodegroup"),
         ({"cloud.google.com/gke-nodepool": "a"}, "gce://p/z/n", "GKE", "gcloud container node-pools create"),
-        ({"kubernetes.azure.com/agentpool": "a"}, "azure:///subscriptions/x", "AKS", "az aks nodepool add"),
+        ({"kubernetes.azure.com/agentpool": "a"}, "azure:///subscriptions/x", "AKS", "--node-vm-size Standard_NC4as_T4_v3"),
         ({"node.openshift.io/os_id": "rhcos"}, "aws:///x", "OpenShift", "GPU Operator"),
         ({"minikube.k8s.io/name": "minikube"}, "", "minikube", "minikube start"),
         ({"kubernetes.io/os": "linux"}, "", "Kubernetes", "add a node with an NVIDIA GPU"),
@@ -556,8 +556,30 @@ def test_platforms(labels: dict[str, str], provider: str, name: str, command: st
 def test_gpus_of_nodes() -> None:
     assert checks._gpu_check([node({}, gpus=8)], checks.OTHER, KubernetesSettings(gpus=8)).verdict == "ok"
     assert "set gpus: to 4 or less" in checks._gpu_check([node({}, gpus=4)], checks.OTHER, KubernetesSettings(gpus=8)).fix
-    label = {"feature.node.kubernetes.io/pci-10de.present": "true"}
-    assert "the device plugin does not run there" in checks._gpu_check([node(label)], checks.OTHER, KubernetesSettings()).evidence
+
+
+@pytest.mark.parametrize(
+    ("labels", "provider"),
+    [
+        ({"feature.node.kubernetes.io/pci-10de.present": "true"}, ""),
+        ({"node.kubernetes.io/instance-type": "g4dn.xlarge"}, "aws:///eu-west-1a/i-0"),
+        ({"node.kubernetes.io/instance-type": "p5en.48xlarge"}, "aws:///eu-west-1a/i-0"),
+        ({"kubernetes.azure.com/accelerator": "nvidia"}, "azure:///subscriptions/x"),
+        ({"cloud.google.com/gke-accelerator": "nvidia-l4"}, "gce://p/z/n"),
+    ],
+)
+def test_a_node_with_a_gpu_but_without_its_plugin(labels: dict[str, str], provider: str) -> None:
+    """Another node would cost money, and have no plugin either."""
+    machine = node(labels, provider)
+    check = checks._gpu_check([machine], checks.platform_of([machine]), KubernetesSettings(gpus=1))
+    assert "the device plugin does not run there" in check.evidence
+    assert check.fix.startswith("kubectl create -f") and "nvidia-device-plugin" in check.fix
+
+
+@pytest.mark.parametrize(("machine", "provider"), [("g4ad.xlarge", "aws:///a/i-0"), ("m5.large", "aws:///a/i-0"), ("g5.xlarge", "")])
+def test_a_node_without_an_nvidia_gpu(machine: str, provider: str) -> None:
+    there = node({"node.kubernetes.io/instance-type": machine}, provider)
+    assert "no node of this" in checks._gpu_check([there], checks.platform_of([there]), KubernetesSettings(gpus=1)).evidence
 
 
 def test_shared_memory_is_that_of_docker_in_kubernetes_words() -> None:

@@ -315,7 +315,7 @@ class KubernetesTarget(Target):
                 path.write_bytes(text)
 
     def down(self) -> str:
-        return checks.remove_all(self.kubectl, self.settings.runs_volume, self.settings.code_volume)
+        return checks.remove_all(self.kubectl, self.settings)
 
     def reach(self) -> str:
         return checks.reach(self.kubectl, self.settings)
