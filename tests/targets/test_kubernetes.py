@@ -467,6 +467,24 @@ def test_states() -> None:
     assert state_of(KINDS["pytorchjob"], None, [], [], "k8s").phase == "lost"
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("pytorchjob", "Job x has failed because it was active longer than specified deadline"),
+        ("trainjob", "Job was active longer than specified deadline"),
+    ],
+)
+def test_a_deadline_preempts_the_run(kind: str, message: str) -> None:
+    """It ends when its last pod has saved; then it can be resumed."""
+    failed = [{"type": "Failed", "status": "True", "reason": "DeadlineExceeded", "message": message}]
+    answer = state(failed, kind=kind)
+    assert (answer.phase, answer.code) == ("ended", EXIT_CODES[Outcome.PREEMPTED])
+    assert answer.reason == "its deadline passed: raise deadline: in the target; drivetrain resume continues it"
+    saving = pod(RUNNING)
+    saving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    assert state(failed, saving, kind=kind) == JobState("running", None, "its deadline passed: it saves")
+
+
 def test_a_pod_that_waits_while_others_run() -> None:
     waiting = json.loads((OUTPUTS / "kubernetes-pods.json").read_text())["no-gpu"]
     answer = state([], pod(RUNNING), pod(waiting, "worker", 0, "x-worker-0"))

@@ -48,6 +48,8 @@ KUBECTL = [
 TRANSIENT = ("does not answer", "cannot be reached", "has expired")
 """Parts of the lines for what may be over in a moment: a command that follows a run asks again."""
 
+PAST_DEADLINE = r"DeadlineExceeded|active longer than specified deadline"
+"""How Kubernetes, the training operator and Trainer say that `activeDeadlineSeconds` have passed."""
 PODS = [
     Explanation(r"ErrImageNeverPull", "the nodes do not have the image {image}: kind load docker-image {image} (minikube image load {image}), or push it: drivetrain image build --push REGISTRY/NAME:TAG"),
     Explanation(r"InvalidImageName", "{image} is no name of an image: correct image: in the target"),
@@ -73,7 +75,7 @@ PODS = [
     Explanation(r"Evicted.*(?:ephemeral|disk|storage)", "the node's disk was full, and the pod was removed: set runs_volume: in the target, so that runs are not on the node's disk"),
     Explanation(r"Evicted", "the node needed its memory or disk, and the pod was removed: set memory: in the target to what the run needs"),
     Explanation(r"NodeLost|NodeShutdown|Terminated.*node|node was shutdown", "its node was lost or shut down"),
-    Explanation(r"DeadlineExceeded", "its deadline passed: raise deadline: in the target; drivetrain resume continues it"),
+    Explanation(PAST_DEADLINE, "its deadline passed: raise deadline: in the target; drivetrain resume continues it"),
     Explanation(r"0/0 nodes are available|no nodes available", "the cluster has no node: add one (drivetrain doctor --on {target})"),
 ]  # fmt: skip
 
