@@ -471,7 +471,7 @@ def test_states() -> None:
     ("kind", "message"),
     [
         ("pytorchjob", "Job x has failed because it was active longer than specified deadline"),
-        ("trainjob", "Job was active longer than specified deadline"),
+        ("trainjob", "TrainJob exceeded its active deadline"),
     ],
 )
 def test_a_deadline_preempts_the_run(kind: str, message: str) -> None:

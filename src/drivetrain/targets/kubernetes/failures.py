@@ -48,7 +48,7 @@ KUBECTL = [
 TRANSIENT = ("does not answer", "cannot be reached", "has expired")
 """Parts of the lines for what may be over in a moment: a command that follows a run asks again."""
 
-PAST_DEADLINE = r"DeadlineExceeded|active longer than specified deadline"
+PAST_DEADLINE = r"DeadlineExceeded|active longer than specified deadline|exceeded its active deadline"
 """How Kubernetes, the training operator and Trainer say that `activeDeadlineSeconds` have passed."""
 PODS = [
     Explanation(r"ErrImageNeverPull", "the nodes do not have the image {image}: kind load docker-image {image} (minikube image load {image}), or push it: drivetrain image build --push REGISTRY/NAME:TAG"),
