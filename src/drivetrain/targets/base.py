@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.targets.consent import Agree, Cost, total_cost
+from drivetrain.targets.errors import PartlyStarted
 from drivetrain.targets.record import Record
 from drivetrain.targets.submission import Submission
 from drivetrain.targets.transfer import has_checkpoint
@@ -204,8 +205,16 @@ class Target(ABC):
         """Copies the whole run to this machine."""
 
     def submit_array(self, submissions: list[Submission], notice: Callable[[str], None]) -> list[dict[str, Any]]:
-        """Starts several runs; a system with arrays starts them as one."""
-        return [self.submit(submission, self.render(submission), notice) for submission in submissions]
+        """Starts several runs; a system with arrays starts them as one. Raises PartlyStarted if a run after the first is refused."""
+        handles: list[dict[str, Any]] = []
+        for submission in submissions:
+            try:
+                handles.append(self.submit(submission, self.render(submission), notice))
+            except Problem as problem:
+                if handles:
+                    raise PartlyStarted(handles, problem) from None
+                raise
+        return handles
 
     # --- machines that the target makes ---
 

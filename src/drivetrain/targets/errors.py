@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.terminal import one_line
@@ -11,6 +11,14 @@ from drivetrain.terminal import one_line
 
 class Unsure(Problem):
     """A connection broke: whether the request was carried out is not known."""
+
+
+class PartlyStarted(Problem):
+    """Only the first of several runs were started; the text says why the next one was not."""
+
+    def __init__(self, handles: list[dict[str, Any]], cause: Problem) -> None:
+        super().__init__(str(cause), cause.outcome)
+        self.handles, self.cause = handles, cause
 
 
 class FolderMissing(Problem):

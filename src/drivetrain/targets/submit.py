@@ -21,7 +21,7 @@ from drivetrain.targets.base import POLL_SECONDS, JobState, Rendering, Target
 from drivetrain.targets.config import KINDS, find_target, make_target
 from drivetrain.targets.consent import Agree, Consent
 from drivetrain.targets.environment import EnvironmentLock, lock_environment
-from drivetrain.targets.errors import FolderMissing, Unsure
+from drivetrain.targets.errors import FolderMissing, PartlyStarted, Unsure
 from drivetrain.targets.record import RECORD, Record
 from drivetrain.targets.submission import RECIPE, Submission, make_code, new_project, present_secrets
 
@@ -112,16 +112,29 @@ def submit(target: Target, submission: Submission, agree: Agree, notice: Callabl
 
 
 def submit_array(target: Target, submissions: list[Submission], notice: Callable[[str], None]) -> list[Record]:
-    """Starts several new runs on a target and writes their records."""
+    """Starts several new runs on a target and writes their records.
+
+    If one of them is refused, those before it run: their records are kept and have their handles."""
     records = [begin_record(target, submission) for submission in submissions]
     try:
         handles = target.submit_array(submissions, notice)
+    except PartlyStarted as partly:
+        num_started = len(partly.handles)
+        for record, handle in zip(records, partly.handles, strict=False):
+            _started_record(record, handle)
+        _forget(records[num_started:], partly.cause)
+        raise
     except Problem as problem:
-        for record in records:
-            if not isinstance(problem, Unsure) and not runs.is_run(record.run.path):
-                shutil.rmtree(record.run.path, ignore_errors=True)
+        _forget(records, problem)
         raise
     return [_started_record(record, handle) for record, handle in zip(records, handles, strict=True)]
+
+
+def _forget(records: list[Record], problem: Problem) -> None:
+    """Removes the folders of runs that were not started; if that is not certain, a later command looks for their jobs."""
+    for record in records:
+        if not isinstance(problem, Unsure) and not runs.is_run(record.run.path):
+            shutil.rmtree(record.run.path, ignore_errors=True)
 
 
 def _started_record(record: Record, handle: dict[str, Any]) -> Record:

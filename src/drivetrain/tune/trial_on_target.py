@@ -100,6 +100,7 @@ def start_on_target(trials: list[RunningTrial]) -> None:
     for trial in trials:
         assert isinstance(trial, TrialOnTarget)
         record = read_record(trial.run)
+        record = submit.adopt(record) if record is not None and not record.handle else record
         if record is None or not record.handle:
             if record is not None:
                 record.path.unlink()  # of a submission that was killed before the target accepted it
@@ -109,8 +110,12 @@ def start_on_target(trials: list[RunningTrial]) -> None:
         else:
             trial.begin(submit.resubmit(record, (), Request(), trial.agree, _ignore))
     if new:
-        for trial, record in zip(new, submit.submit_array(new[0].target, [trial.submission() for trial in new], _ignore), strict=True):
-            trial.begin(record)
+        try:
+            submit.submit_array(new[0].target, [trial.submission() for trial in new], _ignore)
+        finally:  # also if a later one was refused: the search ends, and stops those that run
+            for trial in new:
+                if (record := read_record(trial.run)) is not None and record.handle:
+                    trial.begin(record)
 
 
 def _ignore(text: str) -> None:
