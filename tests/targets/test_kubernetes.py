@@ -29,6 +29,7 @@ from drivetrain.targets.image import record
 from drivetrain.targets.image.record import BuiltImage, record_image
 from drivetrain.targets.kubernetes import checks, names, specs
 from drivetrain.targets.kubernetes.failures import AlreadyExists, NotFound, explain_kubectl
+from drivetrain.targets.kubernetes.gpus import gpu_lines
 from drivetrain.targets.kubernetes.jobs import KINDS
 from drivetrain.targets.kubernetes.kubectl import Kubectl
 from drivetrain.targets.kubernetes.pod import is_operators, position
@@ -36,7 +37,7 @@ from drivetrain.targets.kubernetes.pods import PodHost, files_pod, is_sent
 from drivetrain.targets.kubernetes.rendering import to_yaml
 from drivetrain.targets.kubernetes.settings import LABEL_VALUE, KubernetesSettings
 from drivetrain.targets.kubernetes.states import pod_states, state_of
-from drivetrain.targets.kubernetes.target import KubernetesTarget, gpu_lines
+from drivetrain.targets.kubernetes.target import KubernetesTarget
 from drivetrain.targets.submission import Submission
 from tests.command import expect_error, run_ok
 
@@ -501,10 +502,12 @@ def test_what_the_gpus_of_a_pod_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the form of `nvidia-smi --format=csv,noheader,nounits`."""
     host = PodHost(None, Kubectl("k8s", None, "ml"), "x-worker-0", "pytorch")
     monkeypatch.setattr(Kubectl, "exec", lambda self, pod, container, words: "0, 97, 61203, 81559, 612.43\n1, 0, 4, 81559, [N/A]\n")
-    assert list(gpu_lines(host)) == [
-        "x-worker-0   GPU 0: 97 % busy, 61203 of 81559 MiB, 612.43 W",
-        "x-worker-0   GPU 1: 0 % busy, 4 of 81559 MiB, [N/A] W",
+    assert list(gpu_lines(host, node=1)) == [
+        "rank 2   GPU 0 of x-worker-0: 97 % busy, 61203 of 81559 MiB, 612.43 W",
+        "rank 3   GPU 1 of x-worker-0: 0 % busy, 4 of 81559 MiB, [N/A] W",
     ]
+    ranks = [line.partition("   ")[0] for line in gpu_lines(host, node=1, procs=1)]
+    assert ranks == ["rank 1", "no rank"], "one process for each pod, which has two GPUs"
 
     def fail(self: Kubectl, pod: str, container: str, words: tuple[str, ...]) -> str:
         raise Problem('exec: "nvidia-smi": executable file not found in $PATH')

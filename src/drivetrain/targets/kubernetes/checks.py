@@ -14,6 +14,7 @@ from drivetrain.targets.kubernetes.jobs import KINDS, JobKind
 from drivetrain.targets.kubernetes.kubectl import Kubectl, NotFound
 from drivetrain.targets.kubernetes.settings import KubernetesSettings
 from drivetrain.targets.kubernetes.settings import runtime as parse_runtime
+from drivetrain.targets.kubernetes.specs import IN_IMAGE
 from drivetrain.targets.kubernetes.states import pod_states
 
 PLUGIN = "kubectl create -f https://raw.githubusercontent.com/NVIDIA/k8s-device-plugin/v0.17.1/deployments/static/nvidia-device-plugin.yml"
@@ -287,6 +288,17 @@ def _volume_checks(kubectl: Kubectl, settings: KubernetesSettings) -> Iterator[C
             f"{claim} is {phase.lower()}, {', '.join(modes)}",
             "" if is_shared else "with several pods (--nodes 2) take a claim with ReadWriteMany",
         )
+
+
+def check_code_volume(kubectl: Kubectl, claim: str) -> None:
+    """Raises Problem if the volume for code that no ConfigMap can hold is not there."""
+    try:
+        kubectl.get(f"/api/v1/namespaces/{kubectl.namespace}/persistentvolumeclaims/{claim}")
+    except NotFound:
+        text = f"code_volume: there is no PersistentVolumeClaim {claim} in {kubectl.namespace}: create it, or {IN_IMAGE}"
+        raise Problem(text) from None
+    except Problem:
+        return  # a user who may not read claims: the pod that uses it will tell
 
 
 def _pending_checks(kubectl: Kubectl, kinds: Sequence[JobKind]) -> Iterator[Check]:

@@ -45,6 +45,9 @@ KUBECTL = [
     Explanation(r"error dialing backend|unable to upgrade connection|container not found|error: cannot exec|error: Internal error occurred: error (?:executing|attaching)", "the"
                 " pod cannot be reached: it has just ended, or its node does not answer; what runs there goes on"),
 ]  # fmt: skip
+NOT_SENT = r"dial tcp|TLS handshake|no such host|was refused|no route to host"
+MAYBE_CARRIED_OUT = r"context deadline exceeded|Client\.Timeout|awaiting headers|request did not complete|request timed out|etcdserver|http2:|GOAWAY|ServiceUnavailable"
+"""What kubectl prints when a request has left, but its answer did not arrive; unless the text has NOT_SENT too."""
 TRANSIENT = ("does not answer", "cannot be reached", "has expired")
 """Parts of the lines for what may be over in a moment: a command that follows a run asks again."""
 
@@ -85,14 +88,15 @@ def explain_kubectl(target: str, output: str, code: int) -> Problem:
     for explanation in KUBECTL:
         if match := re.search(explanation.pattern, output, re.DOTALL):
             text = one_line(explanation.text.format(*(group or "" for group in match.groups()), target=target))
-            return Problem(text, Outcome.INFRA if any(part in text for part in TRANSIENT) else Outcome.USAGE)
+            is_unsure = re.search(MAYBE_CARRIED_OUT, output) is not None and re.search(NOT_SENT, output) is None
+            return (Unsure if is_unsure else Problem)(text, Outcome.INFRA if any(part in text for part in TRANSIENT) else Outcome.USAGE)
     lines = [line for line in output.splitlines() if line.strip()] or [f"kubectl ended with code {code}"]
     last = one_line(lines[-1])[:300]
     if re.search(r"\(AlreadyExists\)|already exists", output):
         return AlreadyExists(f"{last}: another job has this name; choose another --name")
     if re.search(r"\(NotFound\)|not found", output):
         return NotFound(last)
-    if re.search(r"connection reset|unexpected EOF|Timeout|broken pipe", output):
+    if re.search(f"connection reset|EOF|Timeout|broken pipe|{MAYBE_CARRIED_OUT}", output):
         return Unsure(f"{target}: the connection to the cluster broke: try again; what runs there goes on", Outcome.INFRA)
     return Problem(f"{target}: {last}")
 
