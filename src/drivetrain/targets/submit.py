@@ -123,11 +123,16 @@ def submit_array(target: Target, submissions: list[Submission], notice: Callable
             for handle in target.submit_array(submissions, notice):
                 started.append(_started_record(begun[len(started)], handle))
         except Problem as problem:
-            for record in begun[len(started) :]:
-                if not isinstance(problem, Unsure) and not runs.is_run(record.run.path):
-                    shutil.rmtree(record.run.path, ignore_errors=True)
+            _forget(begun[len(started) :], problem)
             raise
     return started
+
+
+def _forget(records: list[Record], problem: Problem) -> None:
+    """Removes the folders of runs that were not started; if that is not certain, a later command looks for their jobs."""
+    for record in records:
+        if not isinstance(problem, Unsure) and not runs.is_run(record.run.path):
+            shutil.rmtree(record.run.path, ignore_errors=True)
 
 
 def _started_record(record: Record, handle: dict[str, Any]) -> Record:
