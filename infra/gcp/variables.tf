@@ -245,8 +245,8 @@ variable "ssh_public_key" {
 
 variable "ssh_source_ranges" {
   type        = list(string)
-  default     = ["0.0.0.0/0"]
-  description = "Addresses that may reach port 22, the only open one; the machines take keys, no passwords. Better: [\"YOUR.OWN.ADDRESS/32\"], or [\"35.235.240.0/20\"] for gcloud compute ssh --tunnel-through-iap"
+  default     = ["35.235.240.0/20"]
+  description = "Addresses that may reach port 22, the only open one; the machines take keys, no passwords. The default is Google's Identity-Aware Proxy (gcloud compute ssh --tunnel-through-iap); for ssh itself: [\"YOUR.OWN.ADDRESS/32\"]"
 
   validation {
     condition     = alltrue([for range in var.ssh_source_ranges : can(cidrhost(range, 0))])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,13 @@ def write(deployment: Deployment, settings: GcpSettings, minutes: int = 0) -> No
     deployment.write_configuration(terraform_variables(settings, deployment.project, deployment.name, KEY, minutes))
 
 
+def planned(deployment: Deployment) -> list[dict[str, Any]]:
+    """Returns the resources that the plan would make."""
+    deployment.plan()
+    facts = json.loads(deployment.cloud.terraform(deployment.folder, "show", "-json", PLAN).out)
+    return list(facts["planned_values"]["root_module"]["resources"])
+
+
 @pytest.mark.parametrize(
     ("gpu", "number"), [(gpu, number) for gpu, numbers in (ATTACHED | SPECIFIC).items() for number in (min(numbers), max(numbers))]
 )
@@ -59,13 +67,19 @@ def test_a_plan_of_several_machines(deployment: Deployment) -> None:
         check_changes(changes, [Machine("dt-worker-7-exp-7", "1", "us-central1-a")], "gcp")
 
 
+def test_only_googles_proxy_reaches_the_machines_by_default(deployment: Deployment) -> None:
+    """The firewall that the default settings make: port 22 for the proxy, all ports between the machines, and no more."""
+    write(deployment, GcpSettings())
+    rules = [row["values"] for row in planned(deployment) if row["type"] == "google_compute_firewall"]
+    outside = [(rule["source_ranges"], rule["allow"]) for rule in rules if not rule["source_service_accounts"]]
+    assert outside == [(["35.235.240.0/20"], [{"protocol": "tcp", "ports": ["22"]}])]
+    assert len(rules) == 2
+
+
 def test_what_is_made_can_be_found_as_an_orphan(deployment: Deployment) -> None:
     """Everything that the plan makes and that has a name is of a kind that `down --orphans` lists, and carries the deployment's name."""
     write(deployment, GcpSettings(nodes=2))
-    deployment.plan()
-    rows = json.loads(deployment.cloud.terraform(deployment.folder, "show", "-json", PLAN).out)["planned_values"]["root_module"][
-        "resources"
-    ]
+    rows = planned(deployment)
     nouns = {"google_compute_instance": "machine", "google_compute_firewall": "firewall rule", "google_compute_subnetwork": "subnetwork",
              "google_compute_network": "network", "google_service_account": "service account", "google_storage_bucket": "bucket",
              "google_artifact_registry_repository": "image repository"}  # fmt: skip

@@ -101,6 +101,8 @@ def test_only_ssh_is_open(terraform: Terraform, variables: dict[str, Any]) -> No
     assert len(inside) == 1
     assert {(allowed["protocol"], allowed["ports"]) for allowed in inside[0]["allow"]} == {("tcp", None), ("udp", None), ("icmp", None)}
     assert len(inside[0]["source_service_accounts"]) == 1  # the machines' own
+    default = resources(terraform.plan(**variables), "google_compute_firewall")
+    assert [rule["source_ranges"] for rule in default.values() if rule["source_ranges"]] == [["35.235.240.0/20"]], "Google's proxy"
     closed = resources(terraform.plan(**variables, ssh_source_ranges=[]), "google_compute_firewall")
     assert [rule["source_ranges"] for rule in closed.values()] == [None]
 

@@ -24,7 +24,7 @@ from drivetrain.targets.gcp.cloud import INSTALL
 from drivetrain.targets.gcp.machines import Machine, order_of, read_machine, to_facts
 from drivetrain.targets.gcp.orphans import KINDS, delete_words, owner_of
 from drivetrain.targets.gcp.prices import cost_of, price_list
-from drivetrain.targets.gcp.settings import ATTACHED, SPECIFIC, GcpSettings, deployment_name
+from drivetrain.targets.gcp.settings import ATTACHED, SPECIFIC, GcpSettings, deployment_name, terraform_variables
 from drivetrain.targets.gcp.target import GcpTarget
 from drivetrain.targets.host.connection import FIND_PYTHON
 from tests.targets.test_rendering import WILD, _control_path, submission
@@ -142,6 +142,15 @@ def test_secrets_appear_nowhere(home: Path, monkeypatch: pytest.MonkeyPatch) -> 
     files = [path for path in target.deployment.folder.rglob("*") if path.is_file()]
     assert files
     assert not [part for part in (text, *(path.read_text() for path in files)) if "planted-secret" in part]
+
+
+def test_only_googles_proxy_reaches_port_22_by_default() -> None:
+    """The variable is always given, so that no default of Terraform's files can open the port."""
+    for settings, expected in (
+        (GcpSettings(), ["35.235.240.0/20"]),
+        (GcpSettings(ssh_source_ranges=["203.0.113.7/32"]), ["203.0.113.7/32"]),
+    ):
+        assert terraform_variables(settings, "demo-project", "gcp", "KEY", 0)["ssh_source_ranges"] == expected
 
 
 @pytest.mark.parametrize(("own_limit", "expected"), [(None, 3420), (600.0, 600)])

@@ -10,6 +10,8 @@ from drivetrain.outcomes import Problem
 from drivetrain.targets.ssh import HostSettings
 
 SSH_USER = "drivetrain"
+IAP_RANGE = "35.235.240.0/20"
+"""The addresses from which Google's Identity-Aware Proxy reaches machines."""
 MAX_NAME = 18  # Google's names of service accounts are short
 LABEL_VALUE = re.compile(r"[a-z](?:[a-z0-9-]{0,16}[a-z0-9])?")
 PROJECT = re.compile(r"(?:[a-z0-9.-]+:)?[a-z][a-z0-9-]{4,28}[a-z0-9]")
@@ -60,7 +62,7 @@ class GcpSettings(HostSettings):
     boot_disk_gb: int = 50
     """Size of each machine's disk, which has the code, environments and runs."""
     ssh_source_ranges: list[str] = field(default_factory=list)
-    """Networks that may reach port 22, as 203.0.113.7/32; default: none, and ssh goes through Google's Identity-Aware Proxy."""
+    """Networks that may reach port 22, as 203.0.113.7/32; default: only Google's Identity-Aware Proxy, through which ssh then goes."""
     ssh_key: str = ""
     """A private key for ssh, with its public key beside it, as ~/.ssh/id_ed25519 (default: one that `up` makes)."""
     deployment: str = ""
@@ -131,11 +133,9 @@ def terraform_variables(settings: GcpSettings, project: str, deployment: str, pu
         "project_id": project, "region": region(settings), "zone": (settings.zones or [settings.zone])[0], "zones": settings.zones, "num_workers": num_machines(settings) - 1,
         "deployment": deployment, "use_gpu": settings.use_gpu, "accelerator_type": settings.accelerator_type, "gpus_per_machine": settings.gpus_per_machine,
         "spot": settings.spot, "max_run_minutes": max_minutes, "idle_minutes": settings.idle_minutes, "boot_disk_gb": settings.boot_disk_gb,
-        "ssh_user": SSH_USER, "ssh_public_key": public_key,
+        "ssh_user": SSH_USER, "ssh_public_key": public_key, "ssh_source_ranges": settings.ssh_source_ranges or [IAP_RANGE],
     }  # fmt: skip
     variables["gpu_machine_type" if settings.use_gpu else "machine_type"] = machine_type(settings)
-    if settings.ssh_source_ranges:
-        variables["ssh_source_ranges"] = settings.ssh_source_ranges
     if settings.budget_amount:
         variables |= {"budget_amount": settings.budget_amount, "billing_account": settings.billing_account}
     return variables
