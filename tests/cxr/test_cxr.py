@@ -77,6 +77,13 @@ def test_a_batch_trains_on_every_head(twin: tuple[Path, Path]) -> None:
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
+def test_words_keep_their_ids_whatever_the_grade(twin: tuple[Path, Path]) -> None:
+    """The second stage of a recipe begins with the embeddings of the first."""
+    first, second = (Cxr(**settings_of(twin, grade=grade))._tokenizer for grade in ("B", "A"))
+    question = ["Is there a pleural effusion in the left lung?"]
+    assert first.encode(question) == second.encode(question) and first.key == second.key
+
+
 def test_a_predicted_graph_is_the_graph_of_the_main_metrics_if_asked(twin: tuple[Path, Path]) -> None:
     task = Cxr(**settings_of(twin, graph="predicted", eval_split="train", max_studies=4))
     data = task.eval_data()

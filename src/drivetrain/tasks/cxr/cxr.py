@@ -21,6 +21,7 @@ from drivetrain.tasks.cxr.data.columns import CxrIndex
 from drivetrain.tasks.cxr.data.images import BadImageError, decode
 from drivetrain.tasks.cxr.data.index import find_or_build, print_notice
 from drivetrain.tasks.cxr.data.samples import CxrDataset, collate
+from drivetrain.tasks.cxr.data.words import all_words
 from drivetrain.tasks.cxr.net import augmentation, losses
 from drivetrain.tasks.cxr.net.encoders import build_image_encoder, check_weights
 from drivetrain.tasks.cxr.net.model import CxrModel, GraphSource, ModelSizes
@@ -109,7 +110,7 @@ class Cxr(Task):
     encoder_weights: str = "imagenet"
     """First weights of the image encoder: imagenet (downloaded), none (random), or a .safetensors file with timm's names."""
     text: str = "emilyalsentzer/Bio_ClinicalBERT"
-    """The text encoder: a folder or a name on the hub of Hugging Face, or small (random weights, words of the training questions)."""
+    """The text encoder: a folder or a name on the hub of Hugging Face, or small (random weights, the words of all questions)."""
     text_layers: Annotated[int, Range(1, 48)] = 2
     """With text=small: its layers."""
     width: Annotated[int, Range(32, 8192)] = 768
@@ -189,7 +190,7 @@ class Cxr(Task):
     @cached_property
     def _tokenizer(self) -> WordTokenizer | PretrainedTokenizer:
         if self.text == "small":
-            return WordTokenizer(self._dataset("train", None).vocabulary)
+            return WordTokenizer(all_words(self._index.question_texts))
         return PretrainedTokenizer(PretrainedSource(self.text).tokenizer(), self.max_tokens)
 
     def _dataset(self, split: str, tokenizer: WordTokenizer | PretrainedTokenizer | None) -> CxrDataset:
