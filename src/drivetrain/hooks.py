@@ -11,6 +11,7 @@ HOOKS = {
     "counts": "the counts of a loss with several parts",
     "metrics": "the metrics of a batch in evaluation",
     "summary": "metrics of all evaluation data",
+    "resample_groups": "the groups of samples that the bootstrap draws",
     "remarks": "lines for the log and pictures, after an evaluation",
     "augment": "changes a training batch on the device",
     "optimizer": "an optimizer of the task's own",

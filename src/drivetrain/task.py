@@ -153,6 +153,14 @@ class Task:
         """
         return {}
 
+    def resample_groups(self, values: dict[str, Tensor]) -> Tensor | tuple[Tensor, Tensor] | None:
+        """Returns a whole number for each sample, its group; None: every sample is a group. The bootstrap draws whole groups.
+
+        Samples that depend on each other belong to one group: those of one patient, for example. With a second tensor, rows of whole
+        numbers that name what was evaluated, runs are compared by these rows, and their samples may differ.
+        """
+        return None
+
     def remarks(self, model: Any) -> Sequence[str | Picture]:
         """Returns lines for the log and `Picture`s after an evaluation: samples of what the model generates, for example.
 

@@ -10,9 +10,11 @@ import torch
 import yaml
 
 from drivetrain import recipe
+from drivetrain.engine.numerics.bootstrap import sample_groups
 from drivetrain.outcomes import Problem
-from drivetrain.tasks.cxr.cxr import AnswerGraph, Cxr
+from drivetrain.tasks.cxr.cxr import Cxr
 from drivetrain.tasks.cxr.net import losses
+from drivetrain.tasks.cxr.net.answer_graph import AnswerGraph
 from drivetrain.tasks.cxr.scoring.answers import ClassNames, head_of_question
 from tests.command import expect_error, run_ok
 from tests.cxr.conftest import TWIN_STUDIES
@@ -48,8 +50,9 @@ def test_train_eval_predict(twin: tuple[Path, Path], folder: Path) -> None:
     assert {"eval/accuracy", "eval/accuracy_oracle", "eval/accuracy_predicted", "eval/loss"} <= names
     assert len(list(Path("runs/a/media").glob("answers-*.png"))) == 2
 
-    output = run_ok("eval", "a", "--against", "a", "--bootstrap", "20")
-    assert "accuracy by question type:" in output and "metric" in output
+    run_ok("train", "cxr", *TINY, *data, "steps=1", "eval_split=train", "max_studies=6", "questions_per_image=1", "--name", "b")
+    output = run_ok("eval", "a", "--against", "b", "--bootstrap", "20")
+    assert "accuracy by question type:" in output and "metric" in output and "by resampling" in output
     facts = json.loads(Path("runs/a/eval.json").read_text())
     assert facts["metrics"]["accuracy"] == pytest.approx(rows[-1]["eval/accuracy"])
     low, high = facts["intervals"]["accuracy"]
@@ -82,6 +85,23 @@ def test_words_keep_their_ids_whatever_the_grade(twin: tuple[Path, Path]) -> Non
     first, second = (Cxr(**settings_of(twin, grade=grade))._tokenizer for grade in ("B", "A"))
     question = ["Is there a pleural effusion in the left lung?"]
     assert first.encode(question) == second.encode(question) and first.key == second.key
+
+
+def test_runs_with_other_questions_per_image_are_compared_by_patient_and_question(twin: tuple[Path, Path]) -> None:
+    found = []
+    for k, seed in ((1, 0), (4, 0), (4, 1)):
+        task = Cxr(**settings_of(twin, questions_per_image=k, eval_split="train", max_studies=4 + seed))
+        data = task.eval_data()
+        batch = task.collate([data[place] for place in range(len(data))])
+        with torch.no_grad():
+            values = task.metrics(task.model().eval(), batch)
+        groups = sample_groups(task, values)
+        assert groups is not None and sum(map(len, groups.members)) == len(data)
+        patients = {int(task._index.study["patient"][study]) for study in data.selection.study}
+        assert len(groups.members) == len(patients)
+        found.append(groups)
+    assert found[0].digest == found[1].digest != found[2].digest
+    assert len(found[0].members[0]) > 1
 
 
 def test_a_predicted_graph_is_the_graph_of_the_main_metrics_if_asked(twin: tuple[Path, Path]) -> None:

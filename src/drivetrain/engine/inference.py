@@ -47,6 +47,7 @@ def evaluate_run(task: Task, plan: Plan, run: Run, group: Group, num_resamples: 
     return {
         "metrics": result.metrics, "samples": result.samples, "step": weights.step, "figures": figures,
         "classes": list(getattr(task, "classes", None) or []), "resamples": result.resamples,
+        "groups": result.groups, "digest": result.digest,
     }  # fmt: skip
 
 

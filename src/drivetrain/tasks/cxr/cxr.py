@@ -23,6 +23,7 @@ from drivetrain.tasks.cxr.data.index import find_or_build, print_notice
 from drivetrain.tasks.cxr.data.samples import CxrDataset, collate
 from drivetrain.tasks.cxr.data.words import all_words
 from drivetrain.tasks.cxr.net import augmentation, losses
+from drivetrain.tasks.cxr.net.answer_graph import AnswerGraph, empty_graph
 from drivetrain.tasks.cxr.net.encoders import build_image_encoder, check_weights
 from drivetrain.tasks.cxr.net.model import CxrModel, GraphSource, ModelSizes
 from drivetrain.tasks.cxr.net.text_encoders import PretrainedSource, build_small
@@ -38,20 +39,6 @@ SHOWN = 8
 """Questions in the picture of an evaluation."""
 
 
-class AnswerGraph(nn.Module):
-    """The model for `export`: an image and questions to the logits of all heads, without a scene graph."""
-
-    def __init__(self, model: CxrModel) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, image: Tensor, tokens: Tensor, num_tokens: Tensor) -> dict[str, Tensor]:
-        batch = {"image": image, "tokens": tokens, "num_tokens": num_tokens} | empty_graph(len(image), 1, image.device)
-        encoded = self.model.encode(batch)
-        outputs = self.model.answer(encoded, self.model.nodes(batch, encoded, "none"))
-        return outputs | {"chexpert": self.model.label(encoded)}
-
-
 def _read_image(file: str, size: int) -> np.ndarray:
     """Returns an image file as [1, size, size] bytes."""
     path = Path(file).expanduser()
@@ -59,18 +46,6 @@ def _read_image(file: str, size: int) -> np.ndarray:
         return decode(path, size)[None].copy()
     except (OSError, BadImageError) as error:
         raise Problem(f"{path} cannot be read as an image: {error}") from None
-
-
-def empty_graph(images: int, nodes: int, device: torch.device) -> dict[str, Tensor]:
-    """Returns the entries of a batch for images without a scene graph."""
-    no = torch.zeros(images, nodes, dtype=torch.bool, device=device)
-    return {
-        "boxes": no[..., None].expand(-1, -1, 4).float(),
-        "has_box": no,
-        "is_node": no,
-        "node_region": no.short(),
-        "node_entity": no.short(),
-    }
 
 
 class Cxr(Task):
@@ -303,6 +278,11 @@ class Cxr(Task):
 
     def summary(self, values: dict[str, Tensor]) -> dict[str, Any]:
         return report.summarise(values, self._scoring)
+
+    def resample_groups(self, values: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns the patient of each sample, and each question with its image and target."""
+        study = self._index.image["study"][values["image"].cpu().numpy()]
+        return torch.from_numpy(self._index.study["patient"][study]), evaluation.asked(values)
 
     @cached_property
     def _scoring(self) -> report.Scoring:
