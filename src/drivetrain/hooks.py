@@ -31,6 +31,7 @@ RESERVED = {
     "settings": "a method that returns the values of all settings",
     "chosen_settings": "a method that returns the settings whose values are not the defaults",
     **TUNE_FACTS,
+    "run_folder": "the run's folder, which drivetrain sets",
     "task": "a key of recipes",
     "name": "a key of recipes: the run's name",
     "plan": "a key of recipes",

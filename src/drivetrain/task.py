@@ -67,6 +67,9 @@ class Task:
     keep: Annotated[int, Range(1)] = 2
     """Number of checkpoints to keep, besides the best one."""
 
+    run_folder: ClassVar[Path | None] = None
+    """The folder of the run that this task trains, evaluates or predicts with; None while a plan is made. drivetrain sets it."""
+
     search: ClassVar[dict[str, str]] = {}
     """What `drivetrain tune` searches: setting -> `LOW..HIGH`, `LOW..HIGH,log` or `A|B|C`."""
     tune_metric: ClassVar[str] = "loss"

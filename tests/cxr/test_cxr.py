@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,25 @@ def test_wrong_settings_name_the_fix(twin: tuple[Path, Path]) -> None:
         Cxr(**settings_of(twin, questions="")).train_data()
     with pytest.raises(Problem, match="none or predicted"):
         list(Cxr(**settings_of(twin)).predict(None, "x.jpg", graph="oracle"))  # type: ignore[arg-type]
+
+
+def test_a_trained_model_answers_without_the_data_and_refuses_other_data(twin: tuple[Path, Path], folder: Path) -> None:
+    copy = Path(shutil.copytree(twin[0].parent, "copy"))
+    data = [f"data={copy / twin[0].name}", f"questions={copy / twin[1].name}", "eval_split=train", "max_studies=2"]
+    run_ok("train", "cxr", *TINY, *data, "steps=1", "--name", "a")
+    image = str(shutil.copy(next(copy.rglob("*.jpg")), "x.jpg"))
+    words = ("predict", "a", image, "question=Where is the effusion?", "graph=predicted")
+    answer = run_ok(*words)
+    moved = copy.rename("moved")
+    assert run_ok(*words) == answer
+
+    moved.rename(copy)
+    names = Path("runs/a/cxr-names.json")
+    stored = json.loads(names.read_text())
+    stored["regions"][1:3] = stored["regions"][2:0:-1]
+    names.write_text(json.dumps(stored))
+    expect_error("was trained on data with other regions", "eval", "a")
+    expect_error("start=a was trained on data with other regions", "train", "cxr", *TINY, *data, "steps=1", "start=a", "--name", "b")
 
 
 @pytest.mark.parametrize(
