@@ -67,6 +67,9 @@ class Task:
     keep: Annotated[int, Range(1)] = 2
     """Number of checkpoints to keep, besides the best one."""
 
+    run_folder: ClassVar[Path | None] = None
+    """The folder of the run that this task trains, evaluates or predicts with; None while a plan is made. drivetrain sets it."""
+
     search: ClassVar[dict[str, str]] = {}
     """What `drivetrain tune` searches: setting -> `LOW..HIGH`, `LOW..HIGH,log` or `A|B|C`."""
     tune_metric: ClassVar[str] = "loss"
@@ -152,6 +155,14 @@ class Task:
         Numbers are logged. `eval` draws a square matrix called `confusion`; the attribute `classes`, if the task has it, gives the names.
         """
         return {}
+
+    def resample_groups(self, values: dict[str, Tensor]) -> Tensor | tuple[Tensor, Tensor] | None:
+        """Returns a whole number for each sample, its group; None: every sample is a group. The bootstrap draws whole groups.
+
+        Samples that depend on each other belong to one group: those of one patient, for example. With a second tensor, rows of whole
+        numbers that name what was evaluated, runs are compared by these rows, and their samples may differ.
+        """
+        return None
 
     def remarks(self, model: Any) -> Sequence[str | Picture]:
         """Returns lines for the log and `Picture`s after an evaluation: samples of what the model generates, for example.

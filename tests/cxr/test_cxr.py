@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 import yaml
 
 from drivetrain import recipe
+from drivetrain.engine.numerics.bootstrap import sample_groups
 from drivetrain.outcomes import Problem
-from drivetrain.tasks.cxr.cxr import AnswerGraph, Cxr
+from drivetrain.tasks.cxr.cxr import Cxr
 from drivetrain.tasks.cxr.net import losses
+from drivetrain.tasks.cxr.net.answer_graph import AnswerGraph
 from drivetrain.tasks.cxr.scoring.answers import ClassNames, head_of_question
 from tests.command import expect_error, run_ok
 from tests.cxr.conftest import TWIN_STUDIES
@@ -48,8 +51,9 @@ def test_train_eval_predict(twin: tuple[Path, Path], folder: Path) -> None:
     assert {"eval/accuracy", "eval/accuracy_oracle", "eval/accuracy_predicted", "eval/loss"} <= names
     assert len(list(Path("runs/a/media").glob("answers-*.png"))) == 2
 
-    output = run_ok("eval", "a", "--against", "a", "--bootstrap", "20")
-    assert "accuracy by question type:" in output and "metric" in output
+    run_ok("train", "cxr", *TINY, *data, "steps=1", "eval_split=train", "max_studies=6", "questions_per_image=1", "--name", "b")
+    output = run_ok("eval", "a", "--against", "b", "--bootstrap", "20")
+    assert "accuracy by question type:" in output and "metric" in output and "by resampling" in output
     facts = json.loads(Path("runs/a/eval.json").read_text())
     assert facts["metrics"]["accuracy"] == pytest.approx(rows[-1]["eval/accuracy"])
     low, high = facts["intervals"]["accuracy"]
@@ -75,6 +79,30 @@ def test_a_batch_trains_on_every_head(twin: tuple[Path, Path]) -> None:
     assert set(losses.HEADS) < set(parts) and 0 <= logged["accuracy"][0] <= logged["accuracy"][1]
     sum(total / count for total, count in parts.values() if count).backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_words_keep_their_ids_whatever_the_grade(twin: tuple[Path, Path]) -> None:
+    """The second stage of a recipe begins with the embeddings of the first."""
+    first, second = (Cxr(**settings_of(twin, grade=grade))._tokenizer for grade in ("B", "A"))
+    question = ["Is there a pleural effusion in the left lung?"]
+    assert first.encode(question) == second.encode(question) and first.key == second.key
+
+
+def test_runs_with_other_questions_per_image_are_compared_by_patient_and_question(twin: tuple[Path, Path]) -> None:
+    found = []
+    for k, seed in ((1, 0), (4, 0), (4, 1)):
+        task = Cxr(**settings_of(twin, questions_per_image=k, eval_split="train", max_studies=4 + seed))
+        data = task.eval_data()
+        batch = task.collate([data[place] for place in range(len(data))])
+        with torch.no_grad():
+            values = task.metrics(task.model().eval(), batch)
+        groups = sample_groups(task, values)
+        assert groups is not None and sum(map(len, groups.members)) == len(data)
+        patients = {int(task._index.study["patient"][study]) for study in data.selection.study}
+        assert len(groups.members) == len(patients)
+        found.append(groups)
+    assert found[0].digest == found[1].digest != found[2].digest
+    assert len(found[0].members[0]) > 1
 
 
 def test_a_predicted_graph_is_the_graph_of_the_main_metrics_if_asked(twin: tuple[Path, Path]) -> None:
@@ -105,6 +133,25 @@ def test_wrong_settings_name_the_fix(twin: tuple[Path, Path]) -> None:
         Cxr(**settings_of(twin, questions="")).train_data()
     with pytest.raises(Problem, match="none or predicted"):
         list(Cxr(**settings_of(twin)).predict(None, "x.jpg", graph="oracle"))  # type: ignore[arg-type]
+
+
+def test_a_trained_model_answers_without_the_data_and_refuses_other_data(twin: tuple[Path, Path], folder: Path) -> None:
+    copy = Path(shutil.copytree(twin[0].parent, "copy"))
+    data = [f"data={copy / twin[0].name}", f"questions={copy / twin[1].name}", "eval_split=train", "max_studies=2"]
+    run_ok("train", "cxr", *TINY, *data, "steps=1", "--name", "a")
+    image = str(shutil.copy(next(copy.rglob("*.jpg")), "x.jpg"))
+    words = ("predict", "a", image, "question=Where is the effusion?", "graph=predicted")
+    answer = run_ok(*words)
+    moved = copy.rename("moved")
+    assert run_ok(*words) == answer
+
+    moved.rename(copy)
+    names = Path("runs/a/cxr-names.json")
+    stored = json.loads(names.read_text())
+    stored["regions"][1:3] = stored["regions"][2:0:-1]
+    names.write_text(json.dumps(stored))
+    expect_error("was trained on data with other regions", "eval", "a")
+    expect_error("start=a was trained on data with other regions", "train", "cxr", *TINY, *data, "steps=1", "start=a", "--name", "b")
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,12 @@ def test_every_image_counts_once_whatever_its_number_of_samples() -> None:
     assert repeated["chexpert_auroc"] == pytest.approx(once["chexpert_auroc"])
 
 
+def test_the_loss_of_the_labels_counts_every_image_once() -> None:
+    found = values([-1] * 4, [-1] * 4, [0] * 4)
+    found["image"], found["chexpert_loss"][:, 0] = torch.tensor([0, 0, 0, 1]), torch.tensor([1.0, 1.0, 1.0, 3.0])
+    assert summarise(found, scoring(samples_of_image=[3, 1]))["loss"] == pytest.approx(0.3 * 2)
+
+
 @pytest.mark.parametrize(("policy", "auroc"), [("ignore", 1.0), ("soft", 1.0), ("positive", 36 / 42), ("negative", 1.0)])
 def test_uncertain_labels_count_in_the_auroc_as_the_policy_says(policy: Uncertain, auroc: float) -> None:
     scores, labels = [float(i) for i in range(13)], [-1] + [0] * 6 + [1] * 6  # the uncertain one has the lowest score

@@ -12,7 +12,8 @@ import torch
 
 from drivetrain.outcomes import Problem
 from drivetrain.tasks.cxr.data.columns import CxrIndex
-from drivetrain.tasks.cxr.data.samples import CxrDataset, collate, words_of
+from drivetrain.tasks.cxr.data.samples import CxrDataset, collate
+from drivetrain.tasks.cxr.data.words import all_words, words_of
 from drivetrain.tasks.cxr.vocabulary import CHEXPERT, HEADS, QUESTION_TYPES
 from tests.cxr.small_data import answer, boxes, build, question, write_data
 
@@ -167,5 +168,6 @@ def test_texts_and_vocabulary(twin_index: CxrIndex) -> None:
     row = int(data[0]["question"][0])
     assert data.question_text(row).strip()
     assert data.answer_text(row).strip()
-    assert {"is", "the", "?", "pneumothorax"} <= set(data.vocabulary)
+    words = all_words(twin_index.question_texts)
+    assert {"is", "the", "?", "pneumothorax"} <= set(words) and words == sorted(set(words))
     assert QUESTION_TYPES[int(data[0]["type"][0])] == "A_indication"

@@ -7,10 +7,8 @@ the questions of a sample are of different types. Which questions a sample has d
 
 from __future__ import annotations
 
-import functools
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +31,6 @@ CHUNK = 1 << 22
 """Questions that are selected at a time."""
 MANY_TEXTS = 20_000
 """Texts whose tokens take seconds to make."""
-WORD = re.compile(r"[a-z0-9]+|[^\sa-z0-9]")
 Sample = dict[str, Tensor]
 Array = np.ndarray[Any, Any]
 
@@ -47,11 +44,6 @@ class QuestionTokenizer(Protocol):
         ...
 
     def encode(self, texts: list[str]) -> list[list[int]]: ...
-
-
-def words_of(text: str) -> list[str]:
-    """Returns the words and signs of a text, in lower case."""
-    return WORD.findall(text.lower())
 
 
 @dataclass(frozen=True)
@@ -237,15 +229,6 @@ class CxrDataset(Dataset[Sample]):
     @property
     def num_entities(self) -> int:
         return len(self.index.entity_names)
-
-    @functools.cached_property
-    def vocabulary(self) -> tuple[str, ...]:
-        """The words of the selected questions, the most frequent first; each text counts once."""
-        used = np.zeros(len(self.index.question_texts), bool)
-        for begin in range(0, len(self.selection.rows), CHUNK):
-            used[self.index.question["text"][self.selection.rows[begin : begin + CHUNK]]] = True
-        counts = Counter(word for text in np.flatnonzero(used) for word in words_of(self.index.question_texts[int(text)]))
-        return tuple(sorted(counts, key=lambda word: (-counts[word], word)))
 
     def question_text(self, row: int) -> str:
         return self.index.question_texts[int(self.index.question["text"][row])]

@@ -37,6 +37,13 @@ def evaluate(model: CxrModel, batch: dict[str, Tensor], graph: GraphSource, unce
     return values | _label_values(scores, batch, uncertain)
 
 
+def asked(values: dict[str, Tensor]) -> Tensor:
+    """Returns a row for each question: its number in the index, its image, its type and its target, whatever its sample."""
+    image = values["image"][:, None].expand_as(values["question"])
+    rows = torch.stack([values["question"], image, values["type"], values["target"]], -1)
+    return rows[values["question"] >= 0]
+
+
 def answer_losses(outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
     """Returns the loss of each question; 0 without a target."""
     by_head = [
