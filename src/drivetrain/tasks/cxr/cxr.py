@@ -16,7 +16,7 @@ from drivetrain.data import Picture, Rand
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.settings import Duration, Range
 from drivetrain.task import Task
-from drivetrain.tasks.cxr.data.check import check_data
+from drivetrain.tasks.cxr.data.check import check_data, is_checking_process
 from drivetrain.tasks.cxr.data.columns import CxrIndex
 from drivetrain.tasks.cxr.data.images import BadImageError, decode
 from drivetrain.tasks.cxr.data.index import find_or_build, print_notice
@@ -212,7 +212,7 @@ class Cxr(Task):
         return counts
 
     def train_data(self) -> CxrDataset:
-        if self.check and detect_fake_mode() is None:
+        if self.check and is_checking_process() and detect_fake_mode() is None:
             self._check_data()
         return self._dataset("train", self._tokenizer)
 
