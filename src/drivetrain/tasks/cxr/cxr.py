@@ -17,7 +17,7 @@ from drivetrain.data import Picture, Rand
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.settings import Duration, Range
 from drivetrain.task import Task
-from drivetrain.tasks.cxr.data.check import check_data
+from drivetrain.tasks.cxr.data.check import check_data, is_checking_process
 from drivetrain.tasks.cxr.data.columns import CxrIndex
 from drivetrain.tasks.cxr.data.images import BadImageError, decode
 from drivetrain.tasks.cxr.data.index import find_or_build, print_notice
@@ -199,7 +199,7 @@ class Cxr(Task):
         return counts
 
     def train_data(self) -> CxrDataset:
-        if self.check and detect_fake_mode() is None:
+        if self.check and is_checking_process() and detect_fake_mode() is None:
             self._check_data()
         if self.run_folder and os.environ.get("RANK", "0") == "0" and read_names(self.run_folder) is None:
             write_names(self.run_folder, self._index_names)

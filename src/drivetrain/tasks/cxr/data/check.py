@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ from drivetrain.tasks.cxr.vocabulary import CHEXPERT, GRADES, HEADS, QUESTION_TY
 Report = dict[str, Any]
 SHOWN = 12
 """The most frequent values of a distribution that the text shows."""
+CHUNK = 1 << 20
+"""Questions that are counted at a time, so that memory does not grow with their number."""
 MAX_ROWS = 2_000_000
 """Questions from which short cuts are estimated."""
 ONE_SIDED, MANY = 0.95, 0.05
@@ -23,18 +27,35 @@ MIN_POSITIVES = 10
 """Positive labels below which a score means nothing."""
 
 
+@dataclass(frozen=True)
+class QuestionCounts:
+    """Numbers of questions."""
+
+    grades: Array
+    kinds: Array
+    """[4, types]: all questions, those with a target, those answered yes, those answered no."""
+    targets: dict[str, Array]
+    """Head -> questions of each class."""
+
+
+def is_checking_process() -> bool:
+    """Returns whether this process checks the data of a training: rank 0 does, because all ranks read the same index."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def check_data(index: CxrIndex, decode_images: int = 0, notice: Callable[[str], None] | None = None) -> Report:
     """Returns counts, distributions, faults, `errors` that make a training impossible and `warnings`.
 
     `decode_images` images, spread evenly, are read from their JPEG (-1: all).
     """
+    questions = _count_questions(index)
     report: Report = {
         "totals": _totals(index),
         "splits": _splits(index),
-        "views": _named_counts(index.image["view"], VIEWS),
-        "grades": _named_counts(index.question["grade"], GRADES),
-        "types": _types(index),
-        "targets": _targets(index),
+        "views": _named(_counts(index.image["view"], len(VIEWS)), VIEWS),
+        "grades": _named(questions.grades, GRADES),
+        "types": _types(questions),
+        "targets": _targets(index, questions),
         "chexpert": _chexpert(index),
         "question_alone": _question_alone(index),
         "left_out": _left_out(index),
@@ -86,28 +107,54 @@ def _splits(index: CxrIndex) -> dict[str, dict[str, int]]:
     }
 
 
-def _named_counts(column: Array, names: Sequence[str]) -> dict[str, int]:
-    counts = np.bincount(np.asarray(column), minlength=len(names))
-    return {name: int(count) for name, count in zip(names, counts, strict=False)}
-
-
-def _types(index: CxrIndex) -> dict[str, dict[str, int]]:
-    """Returns for each question type: questions, those with a target and, for yes-no questions, those with a positive finding."""
-    kinds = np.asarray(index.question["type"])
-    has_target = np.logical_or.reduce([np.asarray(index.question[head]) >= 0 for head in HEADS])
-    binary = np.asarray(index.question["binary"])
-    total, targets, yes, no = (
-        np.bincount(kinds[mask], minlength=len(QUESTION_TYPES)) for mask in (kinds >= 0, has_target, binary == 1, binary == 0)
+def _count_questions(index: CxrIndex) -> QuestionCounts:
+    """Counts the questions in one pass over the columns, a chunk at a time."""
+    columns = index.question
+    result = QuestionCounts(
+        np.zeros(len(GRADES), np.int64),
+        np.zeros((4, len(QUESTION_TYPES)), np.int64),
+        {head: np.zeros(size, np.int64) for head, size in _classes(index).items()},
     )
+    for begin in range(0, index.num_questions, CHUNK):
+        rows = slice(begin, begin + CHUNK)
+        targets = {head: np.asarray(columns[head][rows]) for head in HEADS}
+        kinds = np.asarray(columns["type"][rows])
+        has_target = np.logical_or.reduce([target >= 0 for target in targets.values()])
+        masks = (kinds >= 0, has_target, targets["binary"] == 1, targets["binary"] == 0)
+        result.grades[:] += _counts(columns["grade"][rows], len(GRADES))
+        result.kinds[:] += np.stack([_counts(kinds[mask], len(QUESTION_TYPES)) for mask in masks])
+        for head, target in targets.items():
+            result.targets[head][:] += _counts(target[target >= 0], len(result.targets[head]))
+    return result
+
+
+def _classes(index: CxrIndex) -> dict[str, int]:
+    """Returns the number of classes of each head."""
+    return {"binary": 2, "category": len(CHEXPERT), "region": len(index.region_names), "severity": len(SEVERITIES)}
+
+
+def _counts(column: Array, size: int) -> Array:
+    """Returns how often each of the numbers 0 to size - 1 is in a column."""
+    counts: Array = np.bincount(np.asarray(column), minlength=size)[:size]
+    return counts
+
+
+def _named(counts: Array, names: Sequence[str]) -> dict[str, int]:
+    return {name: int(count) for name, count in zip(names, counts, strict=True)}
+
+
+def _types(questions: QuestionCounts) -> dict[str, dict[str, int]]:
+    """Returns for each question type: questions, those with a target and, for yes-no questions, those with a positive finding."""
+    total, targets, yes, no = questions.kinds
     return {
         name: {"questions": int(total[i]), "with a target": int(targets[i]), "yes": int(yes[i]), "no": int(no[i])}
         for i, name in enumerate(QUESTION_TYPES)
     }
 
 
-def _targets(index: CxrIndex) -> dict[str, dict[str, int]]:
+def _targets(index: CxrIndex, questions: QuestionCounts) -> dict[str, dict[str, int]]:
     names = {"binary": ("no", "yes"), "category": CHEXPERT, "region": index.region_names, "severity": SEVERITIES}
-    return {head: _named_counts(column[np.asarray(column) >= 0], names[head]) for head in HEADS for column in [index.question[head]]}
+    return {head: _named(questions.targets[head], names[head]) for head in HEADS}
 
 
 def _chexpert(index: CxrIndex) -> dict[str, dict[str, dict[str, int]]]:
@@ -124,7 +171,7 @@ def _chexpert(index: CxrIndex) -> dict[str, dict[str, dict[str, int]]]:
 
 def _question_alone(index: CxrIndex) -> dict[str, dict[str, float]]:
     """Returns for each head the accuracy of the most frequent answer, and of the most frequent answer to the same question text."""
-    step = max(index.num_questions // MAX_ROWS, 1)
+    step = max(-(-index.num_questions // MAX_ROWS), 1)
     texts = np.asarray(index.question["text"][::step], np.int64)
     result = {}
     for head in HEADS:
