@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from drivetrain.runs import Run
-from tests.command import COMMAND, TASK, environment, run_ok, write_task
+from tests.command import COMMAND, TASK, environment, expect_error, run_ok, write_task
 from tests.system.slurm import cluster
 from tests.system.ssh import Boxes, boxes, server_on_this_machine
 from tests.waiting import Stopwatch, wait_until
@@ -305,6 +305,12 @@ def test_a_slurm_cluster_behind_a_login_node(ssh_options: list[str], folder: Pat
         assert Run("runs/far").status == "finished"
         assert Run("runs/far").model_path.is_file()
         assert "finished on cluster" in run_ok("status", "far")
+        run_ok("train", "small.py", "steps=100000", *FAST, "--on", "cluster", "--name", "long")
+        assert "cluster has jobs that run or wait" in expect_error("down", "cluster", "--yes")
+        run_ok("stop", "long")
+        wait_until(lambda: not slurm.run("squeue", "-h", "-o", "%i").strip(), "the end of the job")
+        run_ok("down", "cluster", "--yes")
+        assert not Path(folder_in_home).expanduser().exists()
 
 
 def test_trials_on_another_machine(ssh_options: list[str], folder: Path, folder_in_home: str) -> None:
