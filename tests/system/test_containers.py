@@ -145,6 +145,21 @@ def test_a_run_is_followed_stopped_and_resumed(project: Path, engine: Containers
     assert not leaks
 
 
+def test_a_submission_that_was_killed_before_its_record_is_found_again(project: Path, engine: Containers) -> None:
+    """The record is as it was before the engine answered."""
+    train = ("train", "a task.py", "--on", "box", "--name", "killed")
+    run_ok(*train, **variables(engine))
+    record = Path("runs/killed/target.json")
+    written = json.loads(record.read_text())
+    for words in (("status", "killed"), train, ("stop", "killed")):
+        record.write_text(json.dumps(written | {"handle": {}, "phase": "submitting"}))
+        output = run_ok(*words, **variables(engine))
+        assert words != train or "running on box already" in output
+        assert json.loads(record.read_text())["handle"]["container"] == written["handle"]["container"]
+    assert json.loads(record.read_text())["exit_code"] == 200
+    assert not engine.docker("ps", "--all", "--quiet")
+
+
 def test_a_crash_gives_its_exit_code(project: Path, engine: Containers) -> None:
     words = [*COMMAND, "train", "a task.py", "crash=true", "--on", "box", "--wait", "--name", "crashed", "-q"]
     done = subprocess.run(words, env=environment(**variables(engine)), capture_output=True, text=True)

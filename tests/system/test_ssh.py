@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import pytest
 import yaml
 
 from drivetrain.runs import Run
-from tests.command import COMMAND, TASK, environment, run_ok, write_task
+from tests.command import COMMAND, TASK, environment, expect_error, run_ok, write_task
 from tests.system.slurm import cluster
 from tests.system.ssh import Boxes, boxes, server_on_this_machine
 from tests.waiting import Stopwatch, wait_until
@@ -177,6 +178,54 @@ def test_a_cut_link_between_machines_and_to_the_client(two_boxes: Boxes, folder:
     assert losses("cut") == pytest.approx(losses("here"), rel=1e-5)
 
 
+def test_a_run_that_lost_a_machine_comes_home(two_boxes: Boxes, folder: Path) -> None:
+    write_task(change=SLOW, text=WITHOUT_DROPOUT)
+    two_boxes.write_target()
+    words = ("train", "small.py", "steps=150", "save_every=10", *FAST, "--on", "boxes", "--nodes", "1:2", "--wait", "--name", "one-left")
+    client = two_boxes.start(*words)
+    wait_until(lambda: step("one-left") >= 15, "steps", 120, client)
+    two_boxes.servers[1].cut_cable()
+    try:
+        output, _ = client.communicate(timeout=300)
+        assert client.returncode == 0, output
+        assert "box2: " in output and "the logs of its processes are missing" in output
+        assert Run("runs/one-left").model_path.is_file()
+        assert "done    150 steps" in two_boxes.run("logs", "-f", "one-left")
+        assert "from boxes, ended (box2: " in two_boxes.run("pull", "one-left")
+    finally:
+        two_boxes.servers[1].mend_cable()
+    for pid in two_boxes.servers[1].processes():
+        with contextlib.suppress(OSError):
+            if "supervise" in Path(f"/proc/{pid}/cmdline").read_text():
+                os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: no_process_left(two_boxes), "the end of every process", 60)
+
+
+def test_a_hang_gives_a_verdict_and_a_restart(two_boxes: Boxes, folder: Path) -> None:
+    write_task(text=WITHOUT_DROPOUT)
+    two_boxes.write_target(env={"DRIVETRAIN_FAULTS": "hang@step:12:rank=1"})
+    words = ("train", "small.py", "steps=30", "save_every=5", *FAST, "--hang-after", "5s")
+    output = two_boxes.run(*words, "--on", "boxes", "--nodes", "2", "--wait", "--name", "hung")
+    assert "rank 1 hangs in step 12" in output and "done    30 steps" in output
+    assert [event["why"] for event in Run("runs/hung").events() if event["event"] == "restarted"] == ["hang"]
+    (verdict,) = [event for event in Run("runs/hung").events() if event["event"] == "hang"]
+    assert verdict["ranks"] == [1]
+
+
+def test_a_failed_run_gives_its_exit_code_and_a_running_one_can_be_pulled(two_boxes: Boxes, folder: Path) -> None:
+    write_task(change=("return F.cross", "raise ValueError('wrong')\n        return F.cross"))
+    two_boxes.write_target(hosts=["box1"])
+    assert "ValueError: wrong" in two_boxes.run("train", "small.py", *FAST, "--on", "boxes", "--wait", "--name", "wrong", code=1)
+    assert "user-error on boxes" in two_boxes.run("status", "wrong")
+    write_task(change=SLOW)
+    two_boxes.run("train", "small.py", "steps=2000", "save_every=10", *FAST, "--on", "boxes", "--name", "runs-on")
+    wait_until(lambda: "from boxes, running" in two_boxes.run("pull", "runs-on") and Run("runs/runs-on").checkpoint_steps(), "a checkpoint")
+    assert json.loads(Path("runs/runs-on/target.json").read_text())["pulled"] is False
+    before = max(Run("runs/runs-on").checkpoint_steps())
+    assert "stopped on boxes (preempted)" in two_boxes.run("stop", "runs-on")
+    assert max(Run("runs/runs-on").checkpoint_steps()) > before, "the end is pulled all the same"
+
+
 def test_refused_logins(two_boxes: Boxes, folder: Path) -> None:
     """The cache's folder is new, because a connection that is open already is used again."""
     write_task()
@@ -324,6 +373,12 @@ def test_a_slurm_cluster_behind_a_login_node(ssh_options: list[str], folder: Pat
         assert Run("runs/far").status == "finished"
         assert Run("runs/far").model_path.is_file()
         assert "finished on cluster" in run_ok("status", "far")
+        run_ok("train", "small.py", "steps=100000", *FAST, "--on", "cluster", "--name", "long")
+        assert "cluster has jobs that run or wait" in expect_error("down", "cluster", "--yes")
+        run_ok("stop", "long")
+        wait_until(lambda: not slurm.run("squeue", "-h", "-o", "%i").strip(), "the end of the job")
+        run_ok("down", "cluster", "--yes")
+        assert not Path(folder_in_home).expanduser().exists()
 
 
 def test_trials_on_another_machine(ssh_options: list[str], folder: Path, folder_in_home: str) -> None:

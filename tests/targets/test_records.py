@@ -28,6 +28,7 @@ from drivetrain.targets.record import Record, read_record
 from drivetrain.task_ref import BUILT_IN, TaskRef, find_task
 from drivetrain.watch.screen import Screen
 from tests.command import expect_error, run_drivetrain, run_ok, write_task
+from tests.waiting import wait_until
 
 FAST = ("plan.threads=1", "plan.compile=off")
 
@@ -128,12 +129,33 @@ def test_a_built_in_task_that_was_trained_elsewhere_is_this_machines_own() -> No
     assert TaskRef.from_json(vars(own)) == own
 
 
-def test_down_leaves_files_of_others(folder: Path) -> None:
+def test_down_removes_what_drivetrain_made_and_leaves_files_of_others(folder: Path) -> None:
+    """Also where they have the names that drivetrain uses, because `dir` may be a folder that was there before."""
     host, base = ReachableHost(sys.executable), folder / "scratch"
-    (base / "code" / "abc").mkdir(parents=True)
-    (base / "thesis.txt").write_text("years of work")
-    host.call("remove", base=str(base))
-    assert [path.name for path in base.iterdir()] == ["thesis.txt"]
+    project, code, environment = base / "projects" / "own-0123456789", base / "code" / ("a1" * 32), base / "environments" / ("b2" * 16)
+    others = [
+        "thesis.txt",
+        "code/thesis/main.py",
+        "environments/python/bin/python",
+        "projects/mythesis/runs/1/x",
+        "projects/x-2024010112/runs/y",
+    ]
+    own = [
+        code / "x.py",
+        environment / "ready",
+        environment.with_name(f".{environment.name}.lock"),
+        environment.with_name(f"{environment.name}.log"),
+    ]
+    for path in [*(base / name for name in others), *own, project / "runs" / "one" / "run.json"]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("years of work")
+    needs = {"base": str(base), "archives": [], "environment": ""}
+    job = {"job": f"{project}/jobs/one/0", "words": ["/bin/true"], "variables": {}, "secrets": {}, "retries": 0}
+    host.call("start", **job, cwd=str(project), output=str(project / "runs/one/output.log"), needs=needs)
+    wait_until(lambda: host.call("job_state", job=job["job"])["phase"] == "ended", "the end of the job")
+    assert host.call("remove", base=str(base))["bytes"] > 0
+    assert sorted(path.relative_to(base).as_posix() for path in base.rglob("*") if path.is_file()) == sorted(others)
+    assert not project.exists()
 
 
 def test_a_job_that_runs_is_not_removed_and_stop_ends_a_pause(folder: Path) -> None:

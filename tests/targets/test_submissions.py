@@ -268,3 +268,34 @@ def test_nothing_starts_where_a_machine_cannot_be_reached(boxes: SshTarget, monk
         submit.submit(boxes, submission(boxes, "one", nodes=2), AGREE, print)
     assert "start" not in calls
     assert not Path("runs/one").exists()
+
+
+# --- a machine that is lost --------------------------------------------------------------------
+
+
+@pytest.mark.system  # rsync
+def test_a_lost_machine_does_not_keep_the_run_away(boxes: SshTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that finished without its second machine is finished, and its files come here."""
+    write_task()
+    boxes.submit(one := submission(boxes, "one", steps=2), boxes.render(one), print)
+    leader = boxes.hosts(1)[0]
+    with ExitStack() as locks:
+        record = submit.begin_record(boxes, one, locks)
+    job = str(record.handle["jobs"][0])
+    record.update(handle=record.handle | {"hosts": ["box1", "box2"], "jobs": [job, job.removesuffix("0") + "1"]}, phase="running")
+
+    def refuse(*arguments: object, **named: object) -> Any:
+        raise Problem("box2: it cannot be reached", Outcome.INFRA)
+
+    def break_connection(*arguments: object, **named: object) -> Iterator[str]:
+        raise ConnectionError("box2: it cannot be reached")
+        yield ""
+
+    lost = type("LostHost", (NearHost,), {"call": refuse, "mirror": break_connection, "copy_from": refuse})(address="box2")
+    monkeypatch.setattr(SshTarget, "recorded_hosts", lambda self, record: [leader, lost])
+    record = ended(record_of("one"))
+    assert (record.phase, record.facts["exit_code"], record.facts["pulled"]) == ("ended", 0, True)
+    assert record.run.model_path.is_file()
+    assert record.facts["reason"] == "box2: it cannot be reached (the logs of its processes are missing)"
+    assert submit.pull(record).facts["pulled"]
+    assert submit.stop(record, 1.0).phase == "ended"

@@ -6,7 +6,7 @@ from drivetrain.buckets.url import is_url
 from drivetrain.cli.delete_runs import format_disk_size
 from drivetrain.cli.flags import Parser
 from drivetrain.outcomes import Problem
-from drivetrain.terminal import show
+from drivetrain.terminal import one_line, show
 
 
 def parser(verb: str) -> Parser:
@@ -34,5 +34,6 @@ def run(verb: str, words: list[str]) -> int:
         if record is None:
             raise Problem(f"{text} is not on a target: its files are on this machine (drivetrain runs lists the runs)")
         record = submit.pull(record)
-        show(f"{record.run.name}   {format_disk_size(record.run.disk_bytes())} from {record.target}, {record.phase}")
+        reason = f" ({record.facts['reason']})" if record.facts.get("reason") else ""
+        show(one_line(f"{record.run.name}   {format_disk_size(record.run.disk_bytes())} from {record.target}, {record.phase}{reason}"))
     return 0

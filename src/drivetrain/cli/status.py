@@ -146,9 +146,10 @@ def _lines(facts: dict[str, Any], task: str) -> Iterator[tuple[str, str]]:
 
 
 def _loss_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields why an unfinished run was lost with its machines."""
+    """Yields why an unfinished run was lost with its machines, or what the target says of its end."""
     target = facts.get("target") or {}
-    if target.get("phase") == "lost" and target.get("reason") and facts["status"] != "finished":
+    is_told = target.get("phase") == "ended" or (target.get("phase") == "lost" and facts["status"] != "finished")
+    if is_told and target.get("reason"):
         yield "", target["reason"]
 
 

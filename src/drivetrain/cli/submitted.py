@@ -110,10 +110,10 @@ def wait_for(record: Record, screen: Screen, offset: int = 0) -> int:
 
 def exit_code(record: Record) -> int:
     """Returns the exit code of a run that has ended."""
-    if record.facts.get("exit_code") is not None:
-        return int(record.facts["exit_code"])
-    print(f"drivetrain: {record.run.name}: {one_line(record.facts.get('reason') or 'it ended without an exit code')}", file=sys.stderr)
-    return EXIT_CODES[Outcome.INFRA]
+    code, reason = record.facts.get("exit_code"), record.facts.get("reason")
+    if code is None or reason:
+        print(f"drivetrain: {record.run.name}: {one_line(reason or 'it ended without an exit code')}", file=sys.stderr)
+    return EXIT_CODES[Outcome.INFRA] if code is None else int(code)
 
 
 def _print_new(path: Path, offset: int) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from drivetrain.targets.host.library import PROJECT_MARK
+
 DEFAULT_BASE = "~/.drivetrain"
 
 
@@ -19,6 +21,11 @@ class Layout:
     def folder(self) -> str:
         """The working folder of the project's commands there."""
         return f"{self.base}/projects/{self.project}"
+
+    @property
+    def mark(self) -> str:
+        """The file that tells `down` that the folder is drivetrain's own."""
+        return f"{self.folder}/{PROJECT_MARK}"
 
     @property
     def run_dir(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
@@ -26,6 +26,7 @@ from drivetrain.targets.transfer import send_run
 RECONNECT_SECONDS = 2.0
 MIN_FREE_BYTES = 2 << 30  # an environment with torch for a CPU
 MAX_CLOCK_SECONDS = 30.0
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -144,15 +145,24 @@ class HostsTarget(Target):
             host.call("start", **arguments)
 
     def state(self, record: Record) -> JobState:
-        """Returns the state of the first machine's job, which leads; the run runs while any machine works for it."""
-        hosts, jobs = self.recorded_hosts(record), record.handle["jobs"]
-        answers = on_each(hosts, lambda host: host.call("job_state", job=jobs[hosts.index(host)]))
-        states = [job_state(answer) for answer in answers]
-        return next((state for state in states if state.phase == "running"), states[0])
+        """Returns the state of the first machine's job, which leads. When that has ended, the run runs while any other works for it; one
+        that does not answer only gives a reason."""
+        leader, *members = zip(self.recorded_hosts(record), record.handle["jobs"], strict=True)
+        state = _ask(leader)
+        if state.phase == "running" or not members:
+            return state
+        answers = on_each(members, _ask_or_problem)
+        if running := [answer for answer in answers if isinstance(answer, JobState) and answer.phase == "running"]:
+            return running[0]
+        problems = [f"{answer} (the logs of its processes are missing)" for answer in answers if isinstance(answer, Problem)]
+        return state._replace(reason="; ".join([state.reason] * bool(state.reason) + problems))
 
     def stop(self, record: Record, seconds: float = STOP_SECONDS) -> None:
-        hosts, jobs = self.recorded_hosts(record), record.handle["jobs"]
-        on_each(hosts, lambda host: host.call("stop", job=jobs[hosts.index(host)], grace=seconds))
+        """Stops the run on all machines. Of those that do not answer only the first one matters: without it the others end by themselves."""
+        jobs = list(zip(self.recorded_hosts(record), record.handle["jobs"], strict=True))
+        problems = on_each(jobs, lambda job: _stop(*job, seconds))
+        if problems[0] is not None:
+            raise problems[0]
 
     def mirror(self, record: Record, follow: bool) -> Iterator[str]:
         """Follows the first machine, which has the run's metrics; connects again after the connection broke."""
@@ -171,18 +181,20 @@ class HostsTarget(Target):
                     return
                 time.sleep(RECONNECT_SECONDS)
         for host in others:  # their processes' logs
-            for name in host.mirror(record.handle["run_dir"], record.run.path, [], False):
-                yield name
+            with contextlib.suppress(ConnectionError, Problem):  # `state` tells of one that does not answer
+                yield from host.mirror(record.handle["run_dir"], record.run.path, [], False)
 
     def is_gone(self, record: Record) -> bool:
         """Whether the machines do not exist any more, so that nobody need wait for them."""
         return False
 
     def pull(self, record: Record) -> None:
+        """Copies the run from the first machine, and the logs of the others that answer."""
         first, *others = self.recorded_hosts(record)
         copy(first.copy_from(record.handle["run_dir"], record.run.path), first)
         for host in others:
-            copy([*host.copy_from(f"{record.handle['run_dir']}/logs", record.run.path / "logs")], host)
+            with contextlib.suppress(Problem):  # `state` tells of one that does not answer
+                copy(host.copy_from(f"{record.handle['run_dir']}/logs", record.run.path / "logs"), host)
 
     def reach(self) -> str:
         answers = on_each(self.hosts(), lambda host: host.call("facts", base=self.settings.dir))
@@ -242,10 +254,32 @@ def checked_address(text: str) -> str:
     return text
 
 
-def on_each(hosts: list[SshHost], action: Callable[[SshHost], Result]) -> list[Result]:
+def on_each(hosts: Sequence[Item], action: Callable[[Item], Result]) -> list[Result]:
     """Runs an action on all machines at once; raises the first Problem."""
     with ThreadPoolExecutor(max_workers=max(1, min(16, len(hosts)))) as pool:
         return list(pool.map(action, hosts))
+
+
+def _ask(member: tuple[SshHost, str]) -> JobState:
+    """Returns the state of a job on a machine."""
+    host, job = member
+    return job_state(host.call("job_state", job=job))
+
+
+def _ask_or_problem(member: tuple[SshHost, str]) -> JobState | Problem:
+    try:
+        return _ask(member)
+    except Problem as problem:
+        return problem
+
+
+def _stop(host: SshHost, job: str, seconds: float) -> Problem | None:
+    """Stops a job on a machine; returns the problem if the machine does not answer."""
+    try:
+        host.call("stop", job=job, grace=seconds)
+    except Problem as problem:
+        return problem
+    return None
 
 
 def missing_arguments(submission: Submission, base: str, python: str | None, torch: str) -> dict[str, Any]:

@@ -100,7 +100,8 @@ def start_on_target(trials: list[RunningTrial]) -> None:
     for trial in trials:
         assert isinstance(trial, TrialOnTarget)
         record = read_record(trial.run)
-        record = submit.adopt(record) if record is not None and not record.handle else record
+        if record is not None and not record.handle:
+            record = submit.adopt(record)
         if record is None or not record.handle:
             if record is not None:
                 submit.forget(record)  # of a submission that was killed before the target accepted it

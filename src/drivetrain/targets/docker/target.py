@@ -21,6 +21,7 @@ from drivetrain.outcomes import Problem
 from drivetrain.targets.base import POLL_SECONDS, STOP_SECONDS, Check, JobState, RenderedCommand, Rendering, Target, TargetSettings
 from drivetrain.targets.docker.command import ContainerJob, check_size, container_name, run_command, shm_size
 from drivetrain.targets.docker.engine import PROGRAMS, Engine, find_engine, gpu_runtime, host_gpus
+from drivetrain.targets.errors import Unsure
 from drivetrain.targets.image.record import DEFAULT_TAGS, SOURCE_LABEL, Variant, read_images, source_digest
 from drivetrain.targets.local import code_folder, unpack_code
 from drivetrain.targets.record import JOB_VARIABLE, Record
@@ -129,11 +130,25 @@ class DockerTarget(Target):
         offset = output.stat().st_size if output.is_file() else 0
         try:
             answer = engine.run(*command.words[1:], image=image, seconds=None)
-        except Problem:
+        except Problem as problem:
+            if _is_running(engine.inspect("container", name)):  # only the engine's answer was lost
+                raise Unsure(str(problem), problem.outcome) from None
             engine.try_run("rm", "--volumes", name)  # it was created, but could not be started
             raise
-        identity = answer.splitlines()[-1].strip()
+        return self._handle(engine, answer.splitlines()[-1].strip(), name, offset)
+
+    def _handle(self, engine: Engine, identity: str, name: str, offset: int) -> dict[str, Any]:
         return {"engine": engine.program, "container": identity, "name": name, "offset": offset, "label": f"{self.name} ({name})"}
+
+    def find_job(self, record: Record) -> dict[str, Any]:
+        """Returns the handle of the run's container, which has its name. Nobody has copied its output yet, so that this begins at the file's end."""
+        engine, run_dir = self.engine, record.run.path.absolute()
+        name = container_name(record.facts["name"], run_dir)
+        facts = engine.inspect("container", name)
+        if facts is None or str(facts["State"]["Status"]).lower() in NOT_STARTED:
+            return {}
+        output = _output(run_dir)
+        return self._handle(engine, facts["Id"], name, output.stat().st_size if output.is_file() else 0)
 
     def _check_image(self, engine: Engine, image: str, notice: Callable[[str], None]) -> None:
         """Raises Problem if there is no image; notes an image of another version, and one that must be pulled."""
@@ -151,8 +166,8 @@ class DockerTarget(Target):
         facts = engine.inspect("container", name)
         if facts is None:
             return
-        if facts["State"]["Status"] in RUNNING:
-            raise Problem(f"{submission.name} runs already, in the container {name}: drivetrain stop {submission.name}")
+        if _is_running(facts):
+            raise Unsure(f"{submission.name} runs already, in the container {name}: drivetrain stop {submission.name}")
         engine.run("rm", "--volumes", name)
 
     def state(self, record: Record) -> JobState:
@@ -265,6 +280,10 @@ def container_state(state: dict[str, Any]) -> JobState:
     if state.get("OOMKilled"):
         reason = "the container's memory was full, and a process was killed: raise memory: in the target, or use less (plan.workers, plan.micro_batch)"
     return JobState("ended", int(state["ExitCode"]), reason)
+
+
+def _is_running(container: dict[str, Any] | None) -> bool:
+    return container is not None and container["State"]["Status"].lower() in RUNNING
 
 
 def _check_request(nodes: int, words: tuple[str, ...]) -> None:

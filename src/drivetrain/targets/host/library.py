@@ -14,7 +14,7 @@ from typing import Any
 JOB_VARIABLE = "DRIVETRAIN_JOB"  # marks every process of a job
 STOPPED_CODE = 200  # as drivetrain.outcomes: preempted
 FIRST_RETRYABLE_CODE = 201  # infra, hang, out of memory; a preempted command was asked to end
-OWN_FOLDERS = ("code", "environments", "projects")  # folders below `base`
+PROJECT_MARK = ".drivetrain"  # a file in the folders of projects that drivetrain made
 POLL_SECONDS = 0.2
 EXECUTE_SECONDS = 60.0
 RETRY_SECONDS = 2.0

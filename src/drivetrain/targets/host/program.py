@@ -4,7 +4,7 @@
 {"notice": text} while it works, {"file": ...} for parts of files, and at last {"result": ...} or {"error": text}.
 `start` leaves a copy of it there, which supervises one job: it repeats the command if its outcome can be retried, and records its end.
 
-Folders below `base`: code/DIGEST (unpacked archives), environments/DIGEST (virtual environments), jobs/NAME, runs/NAME.
+Folders below `base`: code/DIGEST (unpacked archives), environments/DIGEST (virtual environments), projects/PROJECT/jobs/NAME and runs/NAME.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -34,8 +35,8 @@ from drivetrain.targets.host.library import (
     FIRST_RETRYABLE_CODE,
     GROWING,
     JOB_VARIABLE,
-    OWN_FOLDERS,
     POLL_SECONDS,
+    PROJECT_MARK,
     REPLACED,
     RETRY_SECONDS,
     STOPPED_CODE,
@@ -48,6 +49,9 @@ from drivetrain.targets.host.library import (
     write_json,
 )  # fmt: skip
 from drivetrain.targets.host.network import connect, listen
+
+OWN_NAME = re.compile(r"\.?[0-9a-f]{32,64}(-[\w.+-]+?)?(\.log|\.lock)?")
+"""A copy of code, an environment, their logs, locks and temporary folders."""
 
 # --- jobs --------------------------------------------------------------------------------------
 
@@ -68,6 +72,8 @@ def start(
         for name in ("exit.json", "stop"):
             (path / name).unlink(missing_ok=True)
         folder(cwd).mkdir(parents=True, exist_ok=True)
+        if needs is not None:
+            (folder(cwd) / PROJECT_MARK).touch()
         log.parent.mkdir(parents=True, exist_ok=True)
         words = [_expanded(word) for word in words]
         variables = {name: _expanded(value) for name, value in variables.items()}
@@ -281,13 +287,25 @@ def remove(base: str) -> dict[str, Any]:
     running = [path.parent for path in root.glob("projects/*/jobs/**/process.json") if job_state(str(path.parent))["phase"] == "running"]
     if running:
         raise Failure(f"{', '.join(sorted(str(path.relative_to(root)) for path in running)[:3])} still runs there: stop it first")
-    size = 0
-    for path in (root / name for name in OWN_FOLDERS):
-        size += sum(file.lstat().st_size for file in path.glob("**/*") if file.is_file())
-        shutil.rmtree(path, ignore_errors=True)
-    with contextlib.suppress(OSError):  # the folder is missing, or has files of others
-        root.rmdir()
+    own = [path for name in ("code", "environments") for path in root.glob(f"{name}/*") if OWN_NAME.fullmatch(path.name)]
+    projects = [mark.parent for mark in root.glob(f"projects/*/{PROJECT_MARK}")]
+    own += [project / name for project in projects for name in ("jobs", "runs", PROJECT_MARK)]
+    size = sum(_remove_tree(path) for path in own)
+    for path in (*projects, root / "code", root / "environments", root / "projects", root):
+        with contextlib.suppress(OSError):  # the folder is missing, or has files of others
+            path.rmdir()
     return {"bytes": size}
+
+
+def _remove_tree(path: Path) -> int:
+    """Removes a file or a folder; returns its size."""
+    files = [path, *path.glob("**/*")]
+    size = sum(file.lstat().st_size for file in files if file.is_file())
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+    return size
 
 
 FUNCTIONS: tuple[Callable[..., dict[str, Any]], ...] = (

@@ -221,6 +221,7 @@ class SlurmTarget(Target):
             unpack_code(submission)
         else:
             prepare_host(self.host, submission, self.settings.dir, self.settings.python, self.settings.torch, notice)
+            self.host.call("write", path=self._layout(submission).mark, text="")
         for name in ("stop", "stop.failures", "stop.requeues"):
             self.host.call("delete", path=f"{self._job_folder(submission)}/{name}")
         self.host.call("write", path=f"{self._run_dir(submission)}/logs/output.log", text="", append=True)
@@ -302,6 +303,17 @@ class SlurmTarget(Target):
     def pull(self, record: Record) -> None:
         if not self.shares_files:
             copy(self.host.copy_from(record.handle["run_dir"], record.run.path), self.host)
+
+    def prepare_down(self) -> None:
+        """Raises Problem if a job that runs or waits uses the folder on the login node."""
+        if self.shares_files:
+            return
+        projects = f"{self.host.call('facts', base=self.settings.dir)['base']}/projects/"
+        jobs = [line.partition("|") for line in self._slurm(["squeue", "--noheader", "--me", "--format=%i|%Z"]).splitlines()]
+        if active := [number for number, _, folder in jobs if folder.startswith(projects)]:
+            raise Problem(
+                f"{self.name} has jobs that run or wait ({', '.join(active[:3])}): stop their runs with drivetrain stop, or scancel {active[0]}; or --force"
+            )
 
     def down(self) -> str:
         if self.shares_files:
