@@ -181,5 +181,7 @@ def test_a_queued_run_waits_and_can_be_stopped(slurm: Cluster, folder: Path) -> 
     run_ok("stop", "second", "first")
     assert Run("runs/first").status == "preempted"
     assert status("second")["status"] == "ended"
+    record = json.loads(Path("runs/second/target.json").read_text())
+    assert (record["exit_code"], record["reason"]) == (200, "it was stopped"), "as for a run that has begun"
     run_ok("runs", "rm", "second", "--yes")
     assert not Path("runs/second").exists()

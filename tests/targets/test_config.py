@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib import metadata
 from pathlib import Path
 
@@ -105,6 +106,34 @@ def test_unknown_targets_and_files_of_another_shape(folder: Path) -> None:
     assert "has no targets: write `targets:`" in expect_error("train", "digits", "--on", "box")
     Path("drivetrain.yaml").write_text("targets: {box: {kind: ssh}}\n")
     assert "has no hosts: write `hosts: [HOST]`" in expect_error("train", "digits", "--on", "box")
+
+
+def test_a_wrong_entry_hides_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+    wrong = {
+        "typo": {"kind": "slrum"},
+        "list": ["a"],
+        "odd": {"kind": ["ssh"]},
+        "../x": {"kind": "local"},
+        "key": {"kind": "slurm", "partion": "x"},
+    }
+    write("drivetrain.yaml", **wrong, good={"kind": "local"})
+    write("config/drivetrain/targets.yaml", other={"kind": "local"})
+    environment = {"XDG_CONFIG_HOME": str(folder / "config")}
+    rows = {row["name"]: row for row in json.loads(run_ok("targets", "--json", **environment))}
+    assert [name for name, row in rows.items() if row["ok"]][:2] == ["good", "other"]
+    for name, message in (
+        ("typo", "did you mean slurm?"),
+        ("list", "needs a kind"),
+        ("odd", "needs a kind"),
+        ("key", "did you mean partition?"),
+    ):
+        assert message in rows[name]["text"]
+    assert not rows["../x"]["ok"]
+    assert find_target("good").kind == "local"
+    Path("drivetrain.yaml").write_text("targets: [a]\n")
+    rows = {row["name"]: row for row in json.loads(run_ok("targets", "--json", **environment))}
+    assert rows["other"]["ok"] and "has no targets: write" in rows["drivetrain.yaml"]["text"]
 
 
 def test_flags_that_do_not_go_with_a_target(folder: Path) -> None:

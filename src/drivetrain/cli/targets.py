@@ -12,6 +12,7 @@ from drivetrain.terminal import one_line, show
 
 if TYPE_CHECKING:
     from drivetrain.targets.base import Target
+    from drivetrain.targets.config import WrongEntry
 
 TARGETS = """\
 List where runs can execute (--on NAME), and whether each can be reached. Your own targets stand in drivetrain.yaml
@@ -55,8 +56,12 @@ def run(verb: str, words: list[str]) -> int:
     return 0
 
 
-def _row(target: Target) -> dict[str, Any]:
+def _row(target: Target | WrongEntry) -> dict[str, Any]:
+    from drivetrain.targets.config import WrongEntry
+
     try:
+        if isinstance(target, WrongEntry):
+            raise target.problem
         text, ok = target.reach(), True
     except Problem as problem:
         text, ok = str(problem), False

@@ -126,10 +126,12 @@ def _remove_orphans(args: argparse.Namespace) -> int:
 
 def _orphans(name: str | None) -> Iterator[tuple[Target, list[Orphan]]]:
     """Yields targets with what they left behind. A target that the user did not name, and that cannot be asked, is only reported."""
-    from drivetrain.targets.config import all_targets, find_target
+    from drivetrain.targets.config import WrongEntry, all_targets, find_target
 
     for target in all_targets() if name is None else [find_target(name)]:
         try:
+            if isinstance(target, WrongEntry):
+                raise target.problem
             yield target, target.orphans()
         except Problem as problem:
             if name is not None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from drivetrain.confidential import looks_secret_variable, secret_in_line
 from drivetrain.names import check_name
@@ -78,30 +78,59 @@ def find_target(name: str) -> Target:
     return _target_of_entry(name, entry, path)
 
 
-def all_targets() -> list[Target]:
-    """Returns the targets of the files, then the kinds that no target of the same name hides."""
-    entries = _entries()
-    targets = [_target_of_entry(name, entry, path) for name, (path, entry) in entries.items()]
-    return targets + [make_target(kind, kind, {}, Path(kind)) for kind in KINDS if kind not in entries and kind != "ssh"]
+class WrongEntry(NamedTuple):
+    """A target, or a file with targets, that cannot be read."""
+
+    name: str
+    kind: str
+    problem: Problem
 
 
-def _entries() -> dict[str, tuple[Path, Any]]:
-    """Returns name -> (file, entry)."""
+def all_targets() -> list[Target | WrongEntry]:
+    """Returns the targets of the files, then the kinds that no target of the same name hides. A wrong entry hides no other."""
+    wrong: list[Target | WrongEntry] = []
+    entries = _entries(wrong)
+    targets = [_target_or_wrong(name, entry, path) for name, (path, entry) in entries.items()]
+    return targets + wrong + [make_target(kind, kind, {}, Path(kind)) for kind in KINDS if kind not in entries and kind != "ssh"]
+
+
+def _target_or_wrong(name: str, entry: Any, path: Path) -> Target | WrongEntry:
+    try:
+        return _target_of_entry(name, entry, path)
+    except Problem as problem:
+        kind = entry.get("kind", name) if isinstance(entry, dict) else name
+        return WrongEntry(name, kind if isinstance(kind, str) and kind in KINDS else "?", problem)
+
+
+def _entries(wrong: list[Target | WrongEntry] | None = None) -> dict[str, tuple[Path, Any]]:
+    """Returns name -> (file, entry). Files that cannot be read are added to `wrong`; without it they raise Problem."""
     by_name: dict[str, tuple[Path, Any]] = {}
     for path in config_files():
-        content = parse_yaml(read_text(path, "the targets"), path)
-        entries = content.get("targets", {}) if isinstance(content, dict) else None
-        if not isinstance(entries, dict):
-            raise Problem(f"{path} has no targets: write `targets:`, below it `NAME:`, and below that `kind: ssh`")
+        try:
+            entries = _entries_of(path)
+        except Problem as problem:
+            if wrong is None:
+                raise
+            wrong.append(WrongEntry(path.name, "?", problem))
+            continue
         for name, entry in entries.items():
-            by_name.setdefault(check_name(name, f"{path}: the target"), (path, entry))
+            by_name.setdefault(str(name), (path, entry))
     return by_name
 
 
+def _entries_of(path: Path) -> dict[Any, Any]:
+    content = parse_yaml(read_text(path, "the targets"), path)
+    entries = content.get("targets", {}) if isinstance(content, dict) else None
+    if not isinstance(entries, dict):
+        raise Problem(f"{path} has no targets: write `targets:`, below it `NAME:`, and below that `kind: ssh`")
+    return entries
+
+
 def _target_of_entry(name: str, entry: Any, path: Path) -> Target:
+    check_name(name, f"{path}: the target")
     values = dict(entry) if isinstance(entry, dict) else {}
     kind = values.pop("kind", name if name in KINDS else None)
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise Problem(f"{path}: {name} needs a kind: one of {', '.join(KINDS)}{nearest(str(kind), KINDS) if kind else ''}")
     return make_target(name, kind, values, path)
 

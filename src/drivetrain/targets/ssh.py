@@ -218,6 +218,9 @@ class SshTarget(HostsTarget):
         names = self.settings.hosts
         if not names:
             raise Problem(f"the target {self.name} has no hosts: write `hosts: [HOST]` below it in drivetrain.yaml")
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise Problem(f"the target {self.name} has the host {twice} twice: remove one (several processes of a machine: --procs)")
         if number is not None and number > len(names):
             raise Problem(
                 f"--nodes {number}: the target {self.name} has {len(names)} host{'s' if len(names) > 1 else ''} ({', '.join(names)})"

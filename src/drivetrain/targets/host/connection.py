@@ -176,7 +176,10 @@ class SshHost(ReachableHost):
     @property
     def hostname(self) -> str:
         """The name or address that the SSH configuration gives for this machine."""
-        done = subprocess.run(["ssh", "-G", *self.options, "--", self.address], capture_output=True, text=True)
+        try:
+            done = subprocess.run(["ssh", "-G", *self.options, "--", self.address], capture_output=True, text=True)
+        except FileNotFoundError:
+            raise Problem("there is no ssh on this machine: install it") from None
         names = [line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith("hostname ")]
         return names[0] if names else self.address.rpartition("@")[2]
 

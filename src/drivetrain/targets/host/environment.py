@@ -80,7 +80,7 @@ def check_python(python: str, variables: dict[str, str] | None = None, only_find
             timeout=EXECUTE_SECONDS,
         )
         output = (done.stderr.splitlines() or [f"code {done.returncode}"])[-1]
-        found = json.loads(done.stdout.splitlines()[-1])
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except OSError as error:
         return {"fault": f"{python} cannot be started ({error.strerror})", "fix": fix}
     except subprocess.TimeoutExpired:

@@ -7,8 +7,10 @@ from drivetrain.targets.base import JobState, Phase
 
 WAITING = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 ACTIVE = {"RUNNING", "COMPLETING", "CONFIGURING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED", "RESIZING"}
+CANCELLED = "it was cancelled"
+STOPPED = JobState("ended", Outcome.PREEMPTED.code, "it was stopped")
 ENDINGS = {
-    "CANCELLED": "it was cancelled", "TIMEOUT": "its time limit passed", "NODE_FAIL": "a machine was lost", "PREEMPTED": "a job of higher"
+    "CANCELLED": CANCELLED, "TIMEOUT": "its time limit passed", "NODE_FAIL": "a machine was lost", "PREEMPTED": "a job of higher"
     " priority took its place", "OUT_OF_MEMORY": "it used more memory than it had asked for: raise mem: in the target", "BOOT_FAIL": "a machine did not start",
     "DEADLINE": "its deadline passed",
 }  # fmt: skip

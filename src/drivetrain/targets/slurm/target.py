@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from drivetrain.launch.request import Request
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.runs import is_run
 from drivetrain.targets.archive import package_archive
@@ -20,7 +21,7 @@ from drivetrain.targets.layout import DEFAULT_BASE, Layout
 from drivetrain.targets.local import code_folder, folder_checks, secret_values, unpack_code
 from drivetrain.targets.record import Record
 from drivetrain.targets.slurm.script import SlurmJob, script
-from drivetrain.targets.slurm.states import IMPOSSIBLE, end_of, phase_of, state_of_accounting
+from drivetrain.targets.slurm.states import CANCELLED, IMPOSSIBLE, STOPPED, end_of, phase_of, state_of_accounting
 from drivetrain.targets.ssh import checked_address, host_checks, prepare_host
 from drivetrain.targets.submission import Submission
 from drivetrain.targets.transfer import send_run
@@ -28,6 +29,8 @@ from drivetrain.targets.transfer import send_run
 CPUS_PER_GPU = 4
 MIRROR_SECONDS = 0.4
 POLL_SECONDS = 1.0
+CPU_TORCH = "this login node has no GPU, so that torch for CPUs would be built for a run on GPUs"
+CUDA_TORCH = "set torch: in the target for the driver of the machines (cu126, or cu130 from driver 580 on), or python:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +70,7 @@ class SlurmSettings(TargetSettings):
     dir: str = DEFAULT_BASE
     """With `host`: drivetrain's folder there, on the shared file system."""
     torch: str = "auto"
-    """With `host`: the build of torch, such as cu126 (auto: for the login node's GPU driver, which may have none)."""
+    """With `host`: the build of torch, such as cu126 (auto: for the login node's GPU driver; if it has none, a run on GPUs needs a value)."""
 
 
 class SlurmTarget(Target):
@@ -132,6 +135,13 @@ class SlurmTarget(Target):
             return 0
         return self.settings.gpus or ((request.procs or 1) if request.device == "cuda" else 0)
 
+    def _needs_cuda(self, request: Request) -> bool:
+        """Whether an environment for GPUs would be built on the login node, with the torch for that node's driver."""
+        settings = self.settings
+        if self.shares_files or settings.python or settings.torch != "auto" or request.device == "cpu":
+            return False
+        return request.device == "cuda" or bool(settings.gpus or _num_gpus(settings.gres or ""))
+
     def _seconds(self, submission: Submission) -> float | None:
         from drivetrain.settings import Length
 
@@ -181,6 +191,8 @@ class SlurmTarget(Target):
         return self._submit(submissions, self.render_array(submissions), notice)
 
     def _submit(self, submissions: list[Submission], rendering: Rendering, notice: Callable[[str], None]) -> list[dict[str, Any]]:
+        if self._needs_cuda(submissions[0].request) and not self.host.call("facts", base=self.settings.dir)["gpus"]:
+            raise Problem(f"{self.host.name}: {CPU_TORCH}: {CUDA_TORCH}")
         for submission in submissions:
             self._prepare(submission, notice)
         (file,), (test, command) = rendering.files, rendering.commands
@@ -255,7 +267,12 @@ class SlurmTarget(Target):
             hint = IMPOSSIBLE.get(reason, "")
             return JobState(phase, None, f"waits: {reason}{f' ({hint})' if hint else ''}" if phase == "queued" and reason != "None" else "")
         match = re.search(r"\bExitCode=(\d+):(\d+)", self._slurm(["scontrol", "show", "job", "--oneliner", job]))
-        return end_of(state, match[1] if match else None)
+        ending = end_of(state, match[1] if match else None)
+        return STOPPED if ending.reason == CANCELLED and self._was_stopped(record) else ending
+
+    def _was_stopped(self, record: Record) -> bool:
+        """Whether `stop` has asked for the job's end."""
+        return bool(self.host.call("execute", words=["test", "-e", f"{record.handle['job']}/stop"], secrets={})["code"] == 0)
 
     def _state_of_old_job(self, record: Record) -> JobState:
         """Returns the end of a job that Slurm's controller has forgotten: from the accounting, else from the run itself."""
@@ -340,7 +357,10 @@ class SlurmTarget(Target):
         if self.shares_files:
             yield from folder_checks()
         else:
-            yield from host_checks(self.host.name, self.host.call("facts", base=self.settings.dir), self.settings.dir, self.settings.python)
+            facts = self.host.call("facts", base=self.settings.dir)
+            yield from host_checks(self.host.name, facts, self.settings.dir, self.settings.python)
+            if self._needs_cuda(Request(device=self.settings.device)) and not facts["gpus"]:
+                yield Check("torch", "fault", CPU_TORCH, CUDA_TORCH)
         if self.shares_files or self.settings.python:  # the machines must see it at the same path
             yield from python_checks(self.host, self.settings.python or sys.executable, self.settings.env, bool(self.settings.prologue))
 
