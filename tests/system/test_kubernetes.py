@@ -357,11 +357,11 @@ def test_the_rights_that_doctor_asks_for_are_enough(lab: Cluster, monkeypatch: p
     found = checks(0)
     assert found["rights"]["verdict"] == "ok", found["rights"]
     write_target(secrets=["MY_API_KEY"])
-    run_ok("train", "small.py", "steps=500", *FAST, "--on", "lab", "--name", "stopped", MY_API_KEY=SECRET)
+    run_ok("train", "small.py", "steps=300", *FAST, "--on", "lab", "--name", "stopped", MY_API_KEY=SECRET)
     wait_until(lambda: run_ok("status", "stopped") and step("stopped") >= 5, "steps")
     assert "Started  " in run_ok("status", "stopped")
     assert "stopped on lab (preempted)" in run_ok("stop", "stopped")
-    assert "done    " in run_ok("resume", "stopped", "steps=30", "--wait", MY_API_KEY=SECRET)
+    assert "done    " in run_ok("resume", "stopped", "--wait", MY_API_KEY=SECRET)
     assert "finished on lab" in run_ok("status", "stopped")
     run_ok("pull", "stopped")
     assert "PyTorchJob stopped-" in run_ok("down", "lab", "--yes")

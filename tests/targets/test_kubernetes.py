@@ -454,6 +454,9 @@ def test_states() -> None:
     assert state([{"type": "Succeeded", "status": "True"}]) == JobState("ended", 0)
     failed = [{"type": "Failed", "status": "True", "message": "PyTorchJob x is failed because 1 Master replica(s) failed."}]
     assert state(failed, pod(ended(2))) == JobState("ended", 2, "it ended with code 2 (usage)")
+    again = state(failed, pod(ended(102)))
+    assert again.code == EXIT_CODES[Outcome.HANG], "the pod ended with a code that is not repeated"
+    assert again.reason.startswith("it ended with code 202 (hang) again and again")
     assert state(failed).code == EXIT_CODES[Outcome.INFRA], "the pods were deleted"
     assert state([{"type": "Running", "status": "True"}, {"type": "Failed", "status": "False"}]).phase == "queued"
     assert state([{"type": "Complete", "status": "True"}], kind="trainjob") == JobState("ended", 0)

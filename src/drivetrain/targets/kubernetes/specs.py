@@ -14,6 +14,7 @@ from drivetrain.targets.kubernetes import settings as parse
 from drivetrain.targets.kubernetes.jobs import KINDS, JobKind, JobSpec
 from drivetrain.targets.kubernetes.pod_template import CODE, RUNS, Image, PodSpec, config_map, config_map_volume, fits_config_map
 from drivetrain.targets.kubernetes.rendering import KubernetesRendering
+from drivetrain.targets.kubernetes.restarts import VOLUME
 from drivetrain.targets.kubernetes.settings import KubernetesSettings
 from drivetrain.targets.layout import Layout
 from drivetrain.targets.submission import Submission
@@ -119,7 +120,8 @@ def _pod(target: str, settings: KubernetesSettings, submission: Submission, kind
     shm = settings.shm or parse.memory_quantity(shm_size(request.settings, request.procs or max(1, gpus), bool(gpus)))
     pod = PodSpec(
         image=image.name, pull_policy=image.pull_policy, words=words[words.index("drivetrain") + 1 :], layout=place, nodes=request.nodes,
-        retries=settings.retries, keep=0 if outlives_its_pods(settings) else settings.keep, labels=labels, image_pull_secret=settings.image_pull_secret,
+        retries=settings.retries, keep=0 if outlives_its_pods(settings) else settings.keep, labels=labels,
+        storage=VOLUME if settings.runs_volume else bucket_of(settings, place.project, place.run) or "", image_pull_secret=settings.image_pull_secret,
         variables=settings.env, secret=secret, secret_variables=secret_names(submission), secret_references=parse.secret_references(target, settings),
         gpus=gpus, gpu_resource=settings.gpu_resource, cpu=settings.cpu, memory=settings.memory, shm=shm, runs_volume=settings.runs_volume,
         data_volume=settings.data_volume, node_selector=parse.node_selector(target, settings), tolerations=parse.tolerations(target, settings),

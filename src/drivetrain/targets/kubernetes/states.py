@@ -11,7 +11,11 @@ from drivetrain.outcomes import Outcome, outcome_of_code
 from drivetrain.targets.base import JobState
 from drivetrain.targets.kubernetes.failures import PAST_DEADLINE, explain_pod
 from drivetrain.targets.kubernetes.jobs import JobKind
+from drivetrain.targets.kubernetes.restarts import code_of_run
 
+GAVE_UP = (
+    "it ended with code {code} ({outcome}) again and again, without a new checkpoint: drivetrain logs tell why, and resume tries again"
+)
 TERMINATING = "Terminating"
 """The phase of a pod that was deleted, and still has time to save."""
 
@@ -53,12 +57,15 @@ def _pod_state(pod: Mapping[str, Any], rank: int, container: str, target: str) -
     found: Mapping[str, Any] = next((entry for entry in status.get("containerStatuses") or [] if entry.get("name") == container), {})
     state = found.get("state") or {}
     terminated, waiting = state.get("terminated") or {}, state.get("waiting") or {}
-    code = terminated.get("exitCode")
+    pod_code = terminated.get("exitCode")
+    code = None if pod_code is None else code_of_run(pod_code)
     image = _image(pod, container)
     reason = ""
     for word, message in _reasons(status, waiting, terminated, found.get("lastState") or {}):
         reason = explain_pod(word, message, image, target)
         break
+    if code is not None and code != pod_code and not reason:
+        reason = GAVE_UP.format(code=code, outcome=outcome_of_code(code))
     is_deleted = "deletionTimestamp" in pod["metadata"]
     return PodState(
         str(pod["metadata"]["name"]), rank, TERMINATING if is_deleted else str(status.get("phase") or "Pending"), str((pod.get("spec") or {}).get("nodeName") or ""),
