@@ -80,6 +80,11 @@ output "model_bucket" {
   value = google_storage_bucket.models.name
 }
 
+output "inference_url" {
+  description = "Guide 000's address of the model server on Cloud Run. Always \"\": drivetrain runs no server there. The name exists so that scripts written for the guide can read it; null would remove it."
+  value       = ""
+}
+
 output "image_repository" {
   description = "Where images are pushed: REPOSITORY/NAME:TAG"
   value       = "${var.region}-docker.pkg.dev/${var.project_id}/${google_artifact_registry_repository.images.repository_id}"

@@ -56,7 +56,7 @@ def test_each_gpu_is_accepted_and_has_a_price(deployment: Deployment, gpu: str, 
 
 def test_a_plan_of_several_machines(deployment: Deployment) -> None:
     settings = GcpSettings(nodes=12, use_gpu=False, spot=True, zones=["us-central1-a", "us-central1-f"], budget_amount=20,
-                           billing_account="012345-6789AB-CDEF01", ssh_source_ranges=["203.0.113.7/32"])  # fmt: skip
+                           billing_account="012345-6789AB-CDEF01", ssh_source_ranges=["203.0.113.7/32"], cloud_build_user="me@example.com")  # fmt: skip
     write(deployment, settings, minutes=600)
     changes = deployment.plan()
     expected = ["dt-master-exp-7", "dt-worker-exp-7", *(f"dt-worker-{number}-exp-7" for number in range(2, 12))]

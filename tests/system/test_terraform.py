@@ -73,6 +73,17 @@ def test_the_sample_of_variables_is_valid(terraform: Terraform) -> None:
     assert set(names) <= set(re.findall(r'variable "(\w+)"', (INFRA / "variables.tf").read_text()))
 
 
+GUIDE_OUTPUTS = ("project_id", "region", "zone", "master_zone", "worker_zone", "use_gpu", "master_ip", "worker_ip", "master_internal_ip", "model_bucket",
+                 "inference_url")  # fmt: skip
+"""What guide 000's scripts read with `terraform output`."""
+
+
+def test_the_guides_scripts_can_read_their_outputs(terraform: Terraform) -> None:
+    outputs = terraform.plan(num_workers=1)["output_changes"]
+    assert set(GUIDE_OUTPUTS) <= set(outputs)
+    assert outputs["inference_url"]["after"] == "", "with null, `terraform output inference_url` would fail"
+
+
 @pytest.mark.parametrize("variables", CONFIGURATIONS.values(), ids=CONFIGURATIONS.keys())
 @pytest.mark.parametrize("deployment", ["default", "exp-7"])
 def test_everything_can_be_found_by_its_deployment(terraform: Terraform, variables: dict[str, Any], deployment: str) -> None:

@@ -4,7 +4,7 @@ A test puts programs that call `main` on the PATH, and sets STAND_IN_CLOUD to a 
 
     cloud.json    all resources, and the number of commands so far
     calls.jsonl   the words of each command
-    inject.json   what goes wrong: {"fail": {PREFIX OF WORDS: {"err": TEXT, "code": 1}}, "kill_after": N, "kill_in_apply": true}
+    inject.json   what goes wrong: {"fail": {PREFIX OF WORDS: {"err": TEXT, "code": 1}}, "kill_after": N, "kill_in_apply": KIND}
     consoles/     what each machine has written to its serial console
     machines/     the home folder of each machine: ssh runs commands there
 """
@@ -28,6 +28,8 @@ LISTS = {
     "compute networks subnets": "subnetwork", "compute networks": "network", "iam service-accounts": "account", "storage buckets": "bucket",
     "artifacts repositories": "repository",
 }  # fmt: skip
+PLACES = {"machine": "zone", "disk": "zone", "subnetwork": "region", "repository": "location"}
+"""The flag with which gcloud needs to know where a resource is."""
 
 
 def read(name: str, default: Any) -> Any:
@@ -79,6 +81,8 @@ def gcloud(words: list[str]) -> int:
         length = len(prefix.split())
         if plain[:length] == prefix.split():
             return resource(plain[length], kind, plain[length + 1 :], flags)
+    if plain[:2] == ["builds", "submit"]:
+        return build(Path(plain[2]), flags)
     if plain[:2] == ["config", "get-value"]:
         print("(unset)")
     elif plain[:2] == ["auth", "list"]:
@@ -91,6 +95,16 @@ def gcloud(words: list[str]) -> int:
     return 0
 
 
+def build(folder: Path, flags: dict[str, str]) -> int:
+    """Keeps what Cloud Build would get; prints as gcloud does."""
+    (ROOT / "build.json").write_text(
+        json.dumps({"configuration": Path(flags["config"]).read_text(), "files": sorted(path.name for path in folder.iterdir())})
+    )
+    sys.stderr.write("Creating temporary archive of 3 file(s) totalling 1.0 MiB before compression.\n")
+    print("Step #0: Step 1/9 : ARG BASE", "sha256:" + "5" * 64, sep="\n")
+    return 0
+
+
 def resource(verb: str, kind: str, names: list[str], flags: dict[str, str]) -> int:
     facts = cloud()
     if verb == "get-serial-port-output":
@@ -99,15 +113,28 @@ def resource(verb: str, kind: str, names: list[str], flags: dict[str, str]) -> i
         print(json.dumps([row(entry) for entry in facts["resources"] if entry["kind"] == kind and matches(entry, flags["filter"])]))
         return 0
     if verb == "delete":
-        (name,) = (name.removeprefix("gs://") for name in names)
-        found = [entry for entry in facts["resources"] if entry["kind"] == kind and name in (entry["name"], entry.get("email"))]
-        if not found:
-            sys.stderr.write(
-                f"ERROR: (gcloud) Could not fetch resource:\n - The resource 'projects/demo-project/{kind}s/{name}' was not found\n"
-            )
-            return 1
-        facts["resources"] = [entry for entry in facts["resources"] if entry not in found]
-        write_cloud(facts)
+        return delete(facts, kind, names[0].removeprefix("gs://"), flags)
+    return 0
+
+
+def delete(facts: dict[str, Any], kind: str, name: str, flags: dict[str, str]) -> int:
+    """Deletes a resource, if the flags say rightly where it is and nothing uses it."""
+    found = [entry for entry in facts["resources"] if entry["kind"] == kind and name in (entry["name"], entry.get("email"))]
+    place = PLACES.get(kind, "")
+    if not found or (place and flags.get(place) != found[0][place]):
+        sys.stderr.write(
+            f"ERROR: (gcloud) Could not fetch resource:\n - The resource 'projects/demo-project/{kind}s/{name}' was not found\n"
+        )
+        return 1
+    if users := [entry["name"] for entry in facts["resources"] if [kind, name] in entry.get("uses", [])]:
+        sys.stderr.write(f"ERROR: (gcloud) Could not delete resource:\n - The {kind} '{name}' is already being used by '{users[0]}'\n")
+        return 1
+    if found[0].get("num_files"):
+        sys.stderr.write("ERROR: (gcloud.storage.buckets.delete) HTTPError 409: The bucket you tried to delete is not empty.\n")
+        return 1
+    gone = [found[0], *(entry for entry in facts["resources"] if kind == "machine" and entry["kind"] == "disk" and entry["name"] == name)]
+    facts["resources"] = [entry for entry in facts["resources"] if entry not in gone]
+    write_cloud(facts)
     return 0
 
 
@@ -119,9 +146,11 @@ def matches(entry: dict[str, Any], wanted: str) -> bool:
 
 
 def row(entry: dict[str, Any]) -> dict[str, Any]:
-    if entry["kind"] != "machine":
-        return entry
     base = "https://www.googleapis.com/compute/v1/projects/demo-project"
+    if entry["kind"] == "repository":
+        return entry | {"name": f"projects/demo-project/locations/{entry['location']}/repositories/{entry['name']}"}
+    if entry["kind"] != "machine":
+        return entry | {place: f"{base}/{place}s/{entry[place]}" for place in ("zone", "region") if place in entry}
     access = [{"name": "external-nat", "natIP": entry["address"], "type": "ONE_TO_ONE_NAT"}] if entry["status"] == "RUNNING" else [{}]
     facts = {
         "name": entry["name"], "id": entry["id"], "zone": f"{base}/zones/{entry['zone']}", "status": entry["status"], "labels": entry["labels"],
@@ -157,7 +186,7 @@ def terraform(words: list[str]) -> int:
         (folder / ".terraform").mkdir(exist_ok=True)
         return 0
     variables = json.loads((folder / "terraform.tfvars.json").read_text())
-    actions = {"plan": make_plan, "show": show, "apply": apply, "destroy": destroy}
+    actions = {"plan": make_plan, "show": show, "apply": apply, "destroy": destroy, "output": output}
     return actions[verb](folder, rest, variables)
 
 
@@ -174,15 +203,23 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def wanted(variables: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns address -> resource, as infra/gcp makes them."""
-    suffix, name = f"-{variables['deployment']}", variables["deployment"]
+    suffix, name, region = f"-{variables['deployment']}", variables["deployment"], variables["region"]
     note, labels = {"description": f"drivetrain={name}"}, {"labels": {"drivetrain": name}}
+    account, network, subnet = f"dt-vm{suffix}@demo-project.iam.gserviceaccount.com", f"dt-network{suffix}", f"dt-subnet{suffix}"
+    in_network = {"uses": [["network", network]]}
     resources: dict[str, dict[str, Any]] = {
-        "google_service_account.machine[0]": {"kind": "account", "name": f"projects/demo-project/serviceAccounts/dt-machine{suffix}@demo-project.iam.gserviceaccount.com",
-                                              "email": f"dt-machine{suffix}@demo-project.iam.gserviceaccount.com", **note},
+        "google_service_account.machine[0]": {"kind": "account", "name": f"projects/demo-project/serviceAccounts/{account}", "email": account, **note},
         "google_storage_bucket.models": {"kind": "bucket", "name": f"demo-project-distributed-training{suffix}", **labels},
-        "google_compute_network.machines[0]": {"kind": "network", "name": f"dt-network{suffix}", **note},
-        "google_compute_firewall.between_machines[0]": {"kind": "firewall", "name": f"dt-between-machines{suffix}", **note},
+        "google_artifact_registry_repository.images": {"kind": "repository", "name": f"drivetrain{suffix}", "location": region, **labels},
+        "google_compute_network.machines[0]": {"kind": "network", "name": network, **note},
+        "google_compute_subnetwork.machines[0]": {"kind": "subnetwork", "name": subnet, "region": region, **in_network, **note},
+        "google_compute_firewall.between_machines[0]": {"kind": "firewall", "name": f"dt-between-machines{suffix}", **in_network, **note},
+        "google_compute_firewall.ssh[0]": {"kind": "firewall", "name": f"dt-ssh{suffix}", "ranges": variables["ssh_source_ranges"], **in_network, **note},
     }  # fmt: skip
+    if variables.get("cloud_build_user"):
+        builder = f"dt-build{suffix}@demo-project.iam.gserviceaccount.com"
+        facts = {"kind": "account", "name": f"projects/demo-project/serviceAccounts/{builder}", "email": builder}
+        resources["google_service_account.build[0]"] = facts | note
     zones = variables["zones"] or [variables["zone"]]
     for number in range(variables["num_workers"] + 1):
         machine = f"dt-{'master' if number == 0 else 'worker' if number == 1 else f'worker-{number}'}{suffix}"
@@ -192,13 +229,15 @@ def wanted(variables: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "zone": zones[number % len(zones)],
             "spot": variables["spot"],
             "limit": variables["max_run_minutes"],
+            "uses": [["subnetwork", subnet]],
         }
         resources[f'google_compute_instance.machine["{machine}"]'] = facts | labels
     return resources
 
 
 def make_plan(folder: Path, words: list[str], variables: dict[str, Any]) -> int:
-    state, statuses = read_state(folder), {entry["name"]: entry.get("status") for entry in cloud()["resources"]}
+    state = read_state(folder)
+    statuses = {entry["name"]: entry.get("status") for entry in cloud()["resources"] if entry["kind"] != "disk"}
     changes = []
     for address, resource_facts in wanted(variables).items():
         actions = ["no-op"]
@@ -224,8 +263,21 @@ def show(folder: Path, words: list[str], variables: dict[str, Any]) -> int:
     if words[-1] != "-json":
         print((folder / words[-1]).read_text())
         return 0
-    resources = [{"address": address, "mode": "managed", "values": values} for address, values in read_state(folder).items()]
+    resources = [
+        {"address": address, "type": address.partition(".")[0], "mode": "managed", "values": values}
+        for address, values in read_state(folder).items()
+    ]
     print(json.dumps({"format_version": "1.0", "values": {"root_module": {"resources": resources}}}))
+    return 0
+
+
+def output(folder: Path, words: list[str], variables: dict[str, Any]) -> int:
+    state = read_state(folder)
+    account = state.get("google_service_account.build[0]", {}).get("name", "")
+    values = (
+        {"build_service_account": account, "model_bucket": state.get("google_storage_bucket.models", {}).get("name", "")} if state else {}
+    )
+    print(json.dumps({name: {"sensitive": False, "type": "string", "value": value} for name, value in values.items()}))
     return 0
 
 
@@ -236,24 +288,45 @@ def apply(folder: Path, words: list[str], variables: dict[str, Any]) -> int:
             continue
         print(f"{address}: {'Creating' if actions == ['create'] else 'Modifying'}...", flush=True)
         facts = cloud()
-        present = next((entry for entry in facts["resources"] if entry["name"] == after["name"]), None)
-        if actions == ["create"] and present is not None:
-            sys.stderr.write(
-                f"\nError: Error creating instance: googleapi: Error 409: The resource 'projects/demo-project/{after['name']}' already exists, alreadyExists\n"
-            )
+        kind = after["kind"]
+        present = next((entry for entry in facts["resources"] if (entry["kind"], entry["name"]) == (kind, after["name"])), None)
+        if actions == ["create"] and (present is not None or (kind == "machine" and has_disk(facts, after))):
+            sys.stderr.write(f"\nError: Error creating it: googleapi: Error 409: {EXISTS.get(kind, EXISTS['other']).format(**after)}\n")
             return 1
         if present is None:
             present = dict(after)
+            if kind == "machine":
+                facts["resources"].append({"kind": "disk"} | {key: after[key] for key in ("name", "zone", "labels")})
+                write_cloud(facts)
+                killed_while_making("disk")
             facts["resources"].append(present)
-        if present["kind"] == "machine":
+        if kind == "machine":
             start(facts, present)
         write_cloud(facts)
-        if read("inject.json", {}).get("kill_in_apply") and present["kind"] == "machine":
-            os.kill(os.getpid(), signal.SIGKILL)
+        killed_while_making(kind)
         state_path(folder).write_text(json.dumps(read_state(folder) | {address: after}))
         print(f"{address}: Creation complete after 1s [id={after['name']}]", flush=True)
     print("\nApply complete! Resources: 1 added, 0 changed, 0 destroyed.")
     return 0
+
+
+EXISTS = {
+    "account": "Service account {email} already exists within project projects/demo-project., alreadyExists",
+    "bucket": "Your previous request to create the named bucket succeeded and you already own it., conflict",
+    "repository": "the repository already exists",
+    "other": "The resource 'projects/demo-project/{name}' already exists, alreadyExists",
+}
+"""What Google answers to a name that is taken."""
+
+
+def has_disk(facts: dict[str, Any], machine: dict[str, Any]) -> bool:
+    return any((entry["kind"], entry["name"]) == ("disk", machine["name"]) for entry in facts["resources"])
+
+
+def killed_while_making(kind: str) -> None:
+    """Kills terraform, if asked to: the resource exists then, but Terraform's state does not have it."""
+    if read("inject.json", {}).get("kill_in_apply") == kind:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def start(facts: dict[str, Any], machine: dict[str, Any]) -> None:
@@ -274,11 +347,15 @@ def timestamp(seconds: float) -> str:
 
 def destroy(folder: Path, words: list[str], variables: dict[str, Any]) -> int:
     state, facts = read_state(folder), cloud()
-    names = {values["name"] for values in state.values()}
-    facts["resources"] = [entry for entry in facts["resources"] if entry["name"] not in names]
+    names = {values["name"] for values in state.values()}  # a disk has its machine's name
+    full = [entry for entry in facts["resources"] if entry["name"] in names and entry.get("num_files")]
+    facts["resources"] = [entry for entry in facts["resources"] if entry["name"] not in names or entry in full]
     write_cloud(facts)
-    state_path(folder).write_text("{}")
-    return 0
+    left = {entry["name"] for entry in full}
+    state_path(folder).write_text(json.dumps({address: values for address, values in state.items() if values["name"] in left}))
+    for name in left:
+        sys.stderr.write(f"\nError: Error trying to delete bucket {name} containing objects without `force_destroy` set to true\n")
+    return 1 if left else 0
 
 
 # --- ssh ---------------------------------------------------------------------------------------

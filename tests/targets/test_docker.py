@@ -27,6 +27,7 @@ from drivetrain.targets.docker.command import ContainerJob, container_name, gpu_
 from drivetrain.targets.docker.engine import Engine, check_local
 from drivetrain.targets.docker.target import DockerTarget, container_state
 from drivetrain.targets.environment import EnvironmentLock
+from drivetrain.targets.gcp.builds import Builder
 from drivetrain.targets.image import failures
 from drivetrain.targets.image.build import ImageBuild, cloud_build_config, render_build
 from drivetrain.targets.image.failures import failed_build
@@ -307,8 +308,9 @@ def test_dry_run_shows_the_dockerfile_and_the_command(folder: Path) -> None:
 
 def test_cloud_build() -> None:
     build = ImageBuild(variant="gpu", push="registry.example/me/train:1", arguments={"PIP_ARGS": "--index-url $HOST"})
-    assert "PIP_ARGS=--index-url $$HOST" in cloud_build_config(build), "Cloud Build would read $HOST as a variable of its own"
-    assert render_build(build, cloud=True).text().rstrip().endswith("CONTEXT")
+    text = cloud_build_config(build, Builder("demo-project"))
+    assert "PIP_ARGS=--index-url $$HOST" in text, "Cloud Build would read $HOST as a variable of its own"
+    assert "gcloud builds submit CONTEXT" in render_build(build, Builder("demo-project")).text()
     assert "--cloud-build needs --push" in expect_error("image", "build", "--cloud-build")
 
 

@@ -1,4 +1,4 @@
-"""Machines of Google Cloud, on stand-ins for gcloud, terraform and ssh (cloud_programs.py): consent, crashes, preemption, what is left behind."""
+"""Machines of Google Cloud, on stand-ins for gcloud, terraform and ssh (cloud_programs.py): consent, runs, preemption."""
 
 from __future__ import annotations
 
@@ -7,115 +7,49 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import drivetrain.targets.gcp
-from drivetrain.outcomes import Problem
-from drivetrain.targets.gcp import deployment, startup
-from drivetrain.targets.gcp.machines import Machine
-from tests.command import COMMAND, environment, run_drivetrain, write_task
+from drivetrain.targets.gcp import deployment
+from tests.command import run_drivetrain, write_task
+from tests.targets.stand_in_cloud import PROGRAMS, StandInCloud
 
-PROGRAMS = Path(__file__).with_name("cloud_programs.py")
 PACKAGE = Path(drivetrain.targets.gcp.__file__).parent
-TARGET = {"kind": "gcp", "project": "demo-project", "deployment": "gcp", "nodes": 2, "python": sys.executable}
-APPLY = ["apply", "-input=false", "-no-color", "up.tfplan"]
-
-
-class StandInCloud:
-    """The folder of the stand-ins, and commands that use them."""
-
-    def __init__(self, folder: Path, path: str) -> None:
-        self.folder, self.path = folder, path
-        self.write_target()
-
-    def write_target(self, **changes: Any) -> None:
-        Path("drivetrain.yaml").write_text(json.dumps({"targets": {"gcp": TARGET | changes}}))
-
-    def run(self, *words: str, code: int = 0) -> str:
-        """Runs a command to its end; returns what it printed."""
-        done = run_drivetrain(*words, **self.variables)
-        assert done.returncode == code, f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
-        assert "Traceback" not in done.stderr
-        return done.stdout + done.stderr
-
-    @property
-    def variables(self) -> dict[str, str]:
-        return {"PATH": self.path, "STAND_IN_CLOUD": str(self.folder), "XDG_STATE_HOME": str(self.folder / "state")}
-
-    def inject(self, **faults: Any) -> None:
-        (self.folder / "inject.json").write_text(json.dumps(faults))
-
-    @property
-    def calls(self) -> list[list[str]]:
-        path = self.folder / "calls.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    @property
-    def applied(self) -> int:
-        """How often `terraform apply` ran."""
-        return sum(call[0] == "terraform" and call[2:] == APPLY for call in self.calls)
-
-    @property
-    def resources(self) -> list[dict[str, Any]]:
-        path = self.folder / "cloud.json"
-        return list(json.loads(path.read_text())["resources"]) if path.exists() else []
-
-    def change_machine(self, name: str, **changes: Any) -> None:
-        facts = json.loads((self.folder / "cloud.json").read_text())
-        for entry in facts["resources"]:
-            if entry["name"] == name:
-                entry.update(changes)
-        (self.folder / "cloud.json").write_text(json.dumps(facts))
-
-    @property
-    def state(self) -> Path:
-        return self.folder / "state" / "drivetrain" / "gcp" / "demo-project" / "gcp"
-
-
-@pytest.fixture
-def cloud(folder: Path, tmp_path: Path) -> StandInCloud:
-    (tmp_path / "bin").mkdir()
-    for name in ("gcloud", "terraform", "ssh"):
-        program = tmp_path / "bin" / name
-        call = f"import sys; sys.path.insert(0, {str(PROGRAMS.parent)!r}); import cloud_programs; sys.exit(cloud_programs.main({name!r}, sys.argv[1:]))"
-        program.write_text(f"#!{sys.executable} -ES\n{call}\n")
-        program.chmod(0o755)
-    (tmp_path / "cloud" / "machines").mkdir(parents=True)
-    (tmp_path / "cloud" / "consoles").mkdir()
-    return StandInCloud(tmp_path / "cloud", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
 
 
 # --- consent -----------------------------------------------------------------------------------
 
 
 def test_no_code_starts_machines_without_a_consent() -> None:
-    """Only Deployment.apply runs `terraform apply`; it takes a Consent, and every caller hands on one that it got or asked for."""
+    """`terraform apply`, the start of machines and builds take a Consent, and every caller hands on one that it got or asked for."""
     words, callers = [], []
-    for path in PACKAGE.glob("*.py"):
+    for path in (*PACKAGE.glob("*.py"), *PACKAGE.with_name("image").glob("*.py")):
         tree = ast.parse(path.read_text())
         constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-        words += [(path.stem, value) for value in constants if value in ("apply", "start", "resume", "reset", "simulate-maintenance-event")]
+        words += [
+            (path.stem, value)
+            for value in constants
+            if value in ("apply", "start", "resume", "reset", "simulate-maintenance-event", "submit")
+        ]
         for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
             annotations = {argument.arg: ast.unparse(argument.annotation) for argument in function.args.args if argument.annotation}
             for node in ast.walk(function):
                 if (
                     isinstance(node, ast.Call)
                     and isinstance(node.func, ast.Attribute)
-                    and node.func.attr in ("apply", "start")
+                    and node.func.attr in ("apply", "start", "submit_build")
                     and node.args
                 ):
                     callers.append((path.stem, function.name, node.func.attr))
                     assert isinstance(node.args[0], ast.Name) and node.args[0].id == "consent"
                     assert annotations.get("consent") == "Consent" or "consent = self.agree(" in ast.unparse(function)
-    assert sorted(words) == [("deployment", "apply"), ("deployment", "start"), ("up", "apply")], (
+    assert sorted(words) == [("cloud", "submit"), ("deployment", "apply"), ("deployment", "start"), ("up", "apply")], (
         "up has the word in render_up, which runs nothing"
     )
-    assert callers == [("up", "run", "start"), ("up", "_apply", "apply")]
+    assert sorted(callers) == [("build", "cloud_build", "submit_build"), ("up", "_apply", "apply"), ("up", "run", "start")]
     with pytest.raises(TypeError, match="consent"):
         deployment.Deployment("demo-project", "gcp").apply(None, print)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="consent"):
@@ -151,68 +85,6 @@ def test_up_and_down(cloud: StandInCloud) -> None:
     assert "removed the machines of gcp" in cloud.run("down", "gcp", "--yes")
     assert not cloud.resources and not cloud.state.exists()
     assert "gcp has no machines" in cloud.run("down", "gcp", "--yes")
-
-
-def count_commands(cloud: StandInCloud) -> int:
-    cloud.run("up", "gcp", "--yes")
-    number = len(cloud.calls)
-    cloud.run("down", "gcp", "--yes")
-    return number
-
-
-@pytest.mark.system  # for its length
-def test_up_goes_on_after_a_crash_at_every_stage(cloud: StandInCloud) -> None:
-    """Kills `up` after each of its commands. What was made is either continued, or found as an orphan."""
-    number = count_commands(cloud)
-    assert number >= 8
-    for stage in range(1, number + 1):
-        for path in ("cloud.json", "calls.jsonl"):
-            (cloud.folder / path).unlink(missing_ok=True)
-        cloud.inject(kill_after=stage)
-        done = subprocess.run(
-            [*COMMAND, "up", "gcp", "--yes"], capture_output=True, text=True, env=environment(**cloud.variables), stdin=subprocess.DEVNULL
-        )
-        assert done.returncode == -signal.SIGKILL, f"stage {stage} of {number}: {done.stdout}{done.stderr}"
-        cloud.inject()
-        assert "gcp is up" in cloud.run("up", "gcp", "--yes")
-        names = [entry["name"] for entry in cloud.resources]
-        assert len(names) == len(set(names)) == 6
-        cloud.run("down", "gcp", "--yes")
-        assert not cloud.resources
-
-
-def test_what_a_killed_terraform_left_is_found_and_deleted(cloud: StandInCloud) -> None:
-    """Terraform is killed when a machine exists, but does not stand in its state yet."""
-    cloud.inject(kill_in_apply=True)
-    output = cloud.run("up", "gcp", "--yes", code=201)
-    assert "what was made so far may cost money" in output
-    cloud.inject()
-    output = cloud.run("up", "gcp", "--yes", code=2)
-    assert "dt-master-gcp exists, but not in Terraform's state here" in output and "drivetrain down gcp --orphans" in output
-    assert "machine dt-master-gcp" in cloud.run("down", "--orphans", code=2), "it lists them, and does not delete without consent"
-    assert "deleted machine dt-master-gcp" in cloud.run("down", "--orphans", "--yes")
-    assert "left nothing behind" in cloud.run("down", "--orphans")
-    assert "gcp is up" in cloud.run("up", "gcp", "--yes")
-
-
-def test_orphans_are_found_when_the_state_is_lost(cloud: StandInCloud) -> None:
-    cloud.run("up", "gcp", "--yes")
-    subprocess.run(["rm", "-r", str(cloud.state)], check=True)
-    assert "drivetrain down gcp --orphans" in cloud.run("down", "gcp", "--yes", code=2)
-    facts = json.loads((cloud.folder / "cloud.json").read_text())
-    others = [{"kind": "machine", "name": "dt-master-other", "id": "1", "zone": "us-central1-a", "status": "RUNNING", "spot": False, "address": "", "internal": "",
-               "started": "2026-01-01T00:00:00.000-07:00", "labels": {"drivetrain": "other"}}]  # fmt: skip
-    (cloud.folder / "cloud.json").write_text(json.dumps(facts | {"resources": facts["resources"] + others}))
-    output = cloud.run("down", "gcp", "--orphans", "--yes")
-    for text in (
-        "machine dt-master-gcp",
-        "machine dt-worker-gcp",
-        "network dt-network-gcp",
-        "firewall rule dt-between-machines-gcp",
-        "bucket demo-project-distributed",
-    ):
-        assert f"deleted {text}" in output
-    assert [entry["name"] for entry in cloud.resources] == ["dt-master-other"], "the machines of another deployment are left alone"
 
 
 def test_the_state_may_be_in_a_bucket(cloud: StandInCloud) -> None:
@@ -296,55 +168,6 @@ def test_doctor(cloud: StandInCloud) -> None:
     assert "dt-master-gcp: GPU" in cloud.run("doctor", "--on", "gcp", code=201)
     cloud.inject(fail={"gcloud projects describe": {"err": PROGRAMS.with_name("outputs").joinpath("gcloud-no-login.txt").read_text()}})
     assert "fix: gcloud auth login && gcloud auth application-default login" in cloud.run("doctor", "--on", "gcp", code=201)
-
-
-# --- waiting for the driver --------------------------------------------------------------------
-
-CONSOLE = [
-    "SeaBIOS (version 1.8.2-google)\r\n[    9.1] google_metadata_script_runner[512]: startup-script: drivetrain: preparing this machine\r\n",
-    "drivetrain: the GPU's driver (some minutes)\r\n",
-    "drivetrain: restarting once, to load the GPU's driver\r\n[   99.0] reboot: Restarting system\r\n",
-    "drivetrain: preparing this machine\r\ndrivetrain: checking the GPUs\r\n",
-    "drivetrain: ready\r\n",
-]
-
-
-def test_progress_lines_of_a_console() -> None:
-    console = startup.Console(Machine("dt-master", "1", "us-central1-a"))
-    lines = [line for text in CONSOLE for line in console.take(text)]
-    assert lines[0] == "preparing this machine" and lines[2] == "restarting once, to load the GPU's driver"
-    assert console.is_ready
-    console.take("drivetrain: preparing this machine\r\n")
-    assert not console.is_ready, "it was restarted"
-    with pytest.raises(Problem, match=r"E: Unable to fetch.*gcloud compute instances reset dt-master --zone=us-central1-a"):
-        console.take("drivetrain: failed: packages: E: Unable to fetch some archives\r\n")
-
-
-def test_up_waits_through_the_restart(cloud: StandInCloud) -> None:
-    cloud.write_target(nodes=1)
-    console = cloud.folder / "consoles" / "dt-master-gcp"
-    console.write_text("".join(CONSOLE[:2]))
-    process = subprocess.Popen([*COMMAND, "up", "gcp", "--yes"], stdout=subprocess.PIPE, text=True, env=environment(**cloud.variables))
-    assert process.stdout is not None
-    seen = []
-    for line in process.stdout:
-        seen.append(line.strip())
-        if "some minutes" in line:
-            console.write_text("".join(CONSOLE[:4]))
-        if "checking the GPUs" in line:
-            console.write_text("".join(CONSOLE))
-    assert process.wait() == 0
-    text = "\n".join(seen)
-    assert text.count("the GPU's driver (some minutes)") == 1, "each line is shown once"
-    assert text.index("restarting once") < text.index("checking the GPUs") < text.index("gcp is up")
-
-
-def test_a_machine_that_is_not_ready_in_time(cloud: StandInCloud) -> None:
-    cloud.write_target(nodes=1, start_minutes=0)
-    (cloud.folder / "consoles" / "dt-master-gcp").write_text("".join(CONSOLE[:2]))
-    output = cloud.run("up", "gcp", "--yes", code=201)
-    assert "dt-master-gcp is not ready after 0 minutes; its last line: the GPU's driver (some minutes): repeat `drivetrain up`" in output
-    assert "gcp has no machines: drivetrain up gcp" in cloud.run("train", "digits", "--on", "gcp", code=2)
 
 
 # --- runs --------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ EXPECTED = {
     "gcloud-billing": "the project demo-project has no billing account: link one at https://console.cloud.google.com/billing/linkedaccount?project=demo-project",
     "terraform-permission": "your account lacks the permission compute.zones.get in the project demo-project: ask its owner for the role Compute Admin",
     "terraform-bucket": "the bucket of Terraform's state does not exist: gcloud storage buckets create gs://BUCKET --project=demo-project",
-    "terraform-bucket-access": "your account may not do this in the project demo-project",
+    "terraform-bucket-access": "your account lacks the permission storage.objects.list in the project demo-project: ask its owner for the role Storage Admin (roles/storage.admin)",
     "terraform-lock": "lock of me@laptop): wait for it; if it was killed: terraform -chdir=/state force-unlock 6b0d573a-20f8-40da-1ac1-f90ad1c8c1e3",
     "terraform-registry": "Terraform cannot load Google's provider from its registry: is the network up?",
     "terraform-variable": "Terraform refuses a setting of the target: The zone europe-west4-a is not in the region us-central1: change zone or region (traffic",
@@ -58,6 +58,13 @@ def test_unknown_output_is_shown() -> None:
     ("Error: Error resolving image name 'debian-cloud/debian-99': Could not find image or family debian-cloud/debian-99", "the image debian-cloud/debian-99"),
     ("ERROR: (gcloud.compute.instances.list) Some requests did not succeed:\n - The resource 'projects/nowhere' was not found", "there is no project nowhere"),
     ("googleapi: Error 404: The resource 'projects/p/zones/europe-west1-b/acceleratorTypes/nvidia-tesla-t9' was not found", "the zone has no nvidia-tesla-t9"),
+    ("googleapi: Error 403: Permission 'iam.serviceAccounts.create' denied on resource (or it may not exist)., forbidden", "the role Service Account Admin (roles/iam.serviceAccountAdmin)"),
+    ("Required 'iam.serviceAccounts.actAs' permission for 'x'", "the role Service Account User (roles/iam.serviceAccountUser)"),
+    ("Permission 'artifactregistry.repositories.create' denied on resource", "the role Artifact Registry Administrator"),
+    ("Permission 'serviceusage.services.enable' denied", "the role Service Usage Admin"),
+    ("googleapi: Error 403: The caller does not have permission, forbidden", "the roles Compute Admin (roles/compute.admin), Service Account User (roles/iam.serviceAccountUser), Service Account Admin"),
+    ("Permission 'spanner.x' denied", "Storage Admin (roles/storage.admin), Artifact Registry Administrator (roles/artifactregistry.admin), Service Usage Admin"),
+    ("googleapi: Error 409: Service account dt-vm-gcp already exists within project projects/p., alreadyExists", "(Service account dt-vm-gcp already exists within project projects/p): `drivetrain down --orphans`"),
     ("dial tcp: lookup compute.googleapis.com on 127.0.0.53:53: no such host", "Google Cloud cannot be reached: is the network up?"),
 ])  # fmt: skip
 def test_other_failures(text: str, expected: str) -> None:

@@ -146,11 +146,11 @@ def test_secrets_appear_nowhere(home: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_only_googles_proxy_reaches_port_22_by_default() -> None:
     """The variable is always given, so that no default of Terraform's files can open the port."""
-    for settings, expected in (
+    for chosen, expected in (
         (GcpSettings(), ["35.235.240.0/20"]),
         (GcpSettings(ssh_source_ranges=["203.0.113.7/32"]), ["203.0.113.7/32"]),
     ):
-        assert terraform_variables(settings, "demo-project", "gcp", "KEY", 0)["ssh_source_ranges"] == expected
+        assert terraform_variables(chosen, "demo-project", "gcp", "KEY", 0)["ssh_source_ranges"] == expected
 
 
 @pytest.mark.parametrize(("own_limit", "expected"), [(None, 3420), (600.0, 600)])

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
+from typing import TYPE_CHECKING
 
 from drivetrain.cli.flags import Parser
+from drivetrain.outcomes import Problem
 from drivetrain.terminal import one_line, show
+
+if TYPE_CHECKING:
+    from drivetrain.targets.consent import Consent
+    from drivetrain.targets.gcp.builds import Builder
 
 TEXT = """\
 build: build the image in which the target docker trains (--on docker), from this version of drivetrain.
@@ -22,7 +29,11 @@ def parser(verb: str) -> Parser:
     parser.add_argument("--push", metavar="REF", help="push it to a registry; runs then use this name")
     parser.add_argument("--build-arg", action="append", default=[], type=build_argument, metavar="NAME=VALUE",
                         help="an ARG of the Dockerfile, such as EXTRAS=rl, TORCH_BACKEND=cu130 or PIP_ARGS=...")  # fmt: skip
-    parser.add_argument("--cloud-build", action="store_true", help="build with Google Cloud Build (gcloud), and keep it at --push")
+    parser.add_argument(
+        "--cloud-build", action="store_true", help="build with Google Cloud Build, which costs money, and keep it at --push"
+    )
+    parser.add_argument("--on", metavar="TARGET", help="with --cloud-build: the target of kind gcp whose account builds")
+    parser.add_argument("--yes", action="store_true", help="do not ask whether Cloud Build may cost money")
     parser.add_argument("--engine", choices=["docker", "podman"], help="the container engine (default: the one that is there)")
     parser.add_argument("--dry-run", action="store_true", help="show the files and commands, and stop")
     parser.add_argument("-q", "--quiet", action="store_true", help="do not show the engine's output")
@@ -44,23 +55,46 @@ def run(verb: str, words: list[str]) -> int:
 def _build(args: argparse.Namespace) -> int:
     from drivetrain.targets.image import build as image
 
+    if args.on and not args.cloud_build:
+        raise Problem("--on is for --cloud-build: add it, or leave out --on")
     build = image.ImageBuild(
         variant="gpu" if args.gpu else "cpu", base=args.base or image.BASE, tag=args.tag, push=args.push,
         arguments=dict(args.build_arg), engine=args.engine,
     )  # fmt: skip
+    builder = None
     if args.cloud_build:
         image.check_cloud_build(build)
+        image.check_build(build)
+        builder = _builder(args.on, str(build.push))
     if args.dry_run:
-        show(image.render_build(build, args.cloud_build).text())
+        show(image.render_build(build, builder).text())
         return 0
 
     def progress(line: str) -> None:
         if not args.quiet:
             show(one_line(line))
 
-    built = image.cloud_build(build, progress) if args.cloud_build else image.build_image(build, progress)
+    if builder is None:
+        built = image.build_image(build, progress)
+    else:
+        built = image.cloud_build(build, builder, _consent(args.yes), progress)
     show(f"image     {built.tag}   {built.digest or 'without a digest'}   next: drivetrain train digits --on docker")
     return 0
+
+
+def _builder(target: str | None, push: str) -> Builder:
+    from drivetrain.targets.config import find_target
+    from drivetrain.targets.gcp.builds import find_builder
+
+    return find_builder(find_target(target) if target else None, push, show)
+
+
+def _consent(is_agreed: bool) -> Consent:
+    """Shows what a build costs, and returns the user's consent."""
+    from drivetrain.targets.consent import ask_consent
+    from drivetrain.targets.gcp.builds import build_cost
+
+    return ask_consent("build with Cloud Build", build_cost(), show, input if sys.stdin.isatty() else None, is_agreed)
 
 
 def _compose(args: argparse.Namespace) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -111,29 +110,36 @@ def _agrees(question: str, yes: bool) -> bool:
 
 
 def _remove_orphans(args: argparse.Namespace) -> int:
-    found = list(_orphans(args.target))
-    if not any(orphans for _, orphans in found):
+    found, unknown = _orphans(args.target)
+    num_left = 0
+    if found:
+        for target, orphans in found:
+            for orphan in orphans:
+                show(f"{target.name:<12} {orphan}")
+        if _agrees("delete all of these?", args.yes):
+            num_left = sum(target.delete_orphans(orphans, _progress) for target, orphans in found)
+    elif not unknown:
         show("a crash left nothing behind")
-        return 0
-    for target, orphans in found:
-        for orphan in orphans:
-            show(f"{target.name:<12} {orphan}")
-    if not _agrees("delete all of these?", args.yes):
-        return 0
-    num_left = sum(target.delete_orphans(orphans, _progress) for target, orphans in found)
+    if unknown:
+        names = ", ".join(unknown)
+        raise Problem(f"what a crash left on {names} is not known: correct the fault above, and repeat the command", Outcome.INFRA)
     return Outcome.INFRA.code if num_left else 0
 
 
-def _orphans(name: str | None) -> Iterator[tuple[Target, list[Orphan]]]:
-    """Yields targets with what they left behind. A target that the user did not name, and that cannot be asked, is only reported."""
+def _orphans(name: str | None) -> tuple[list[tuple[Target, list[Orphan]]], list[str]]:
+    """Returns targets with what a crash left behind, and the names of targets that cannot be asked, whose problems it prints."""
     from drivetrain.targets.config import WrongEntry, all_targets, find_target
 
+    found, unknown = [], []
     for target in all_targets() if name is None else [find_target(name)]:
         try:
             if isinstance(target, WrongEntry):
                 raise target.problem
-            yield target, target.orphans()
+            if orphans := target.orphans():
+                found.append((target, orphans))
         except Problem as problem:
             if name is not None:
                 raise
             print(f"drivetrain: {target.name}: {one_line(problem)}", file=sys.stderr)
+            unknown.append(target.name)
+    return found, unknown

@@ -28,7 +28,9 @@ class Cost:
     source: str
     """Where the prices come from, with their date."""
     max_hours: float | None = None
-    """After so many hours the machines are removed; None: when the user removes them."""
+    """After so many hours the machines are stopped or removed; None: when the user removes them."""
+    after: str = ""
+    """What costs money after these hours, in words."""
 
     @property
     def hourly(self) -> float:
@@ -45,7 +47,8 @@ class Cost:
     def _total(self) -> str:
         if self.max_hours is None:
             return f"${24 * self.hourly:,.2f} a day, until you remove the machines"
-        return f"at most ${self.max_hours * self.hourly:,.2f} in {self.max_hours:,.1f} hours"
+        text = f"at most ${self.max_hours * self.hourly:,.2f} in {self.max_hours:,.1f} hours"
+        return f"{text}, {self.after}" if self.after else text
 
 
 def total_cost(costs: Sequence[Cost]) -> Cost:
@@ -55,6 +58,7 @@ def total_cost(costs: Sequence[Cost]) -> Cost:
         prices=tuple(price for cost in costs for price in cost.prices),
         source="; ".join(dict.fromkeys(cost.source for cost in costs)),
         max_hours=max(limits) if len(limits) == len(costs) else None,
+        after="; ".join(dict.fromkeys(cost.after for cost in costs if cost.after)),
     )
 
 

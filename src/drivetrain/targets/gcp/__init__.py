@@ -5,5 +5,5 @@ machines.py (machines from what gcloud prints), plan.py (what a plan of Terrafor
 
 Actions: cloud.py is the only file that starts gcloud and terraform; deployment.py keeps Terraform's folder and applies a plan, which takes the
 user's consent; startup.py waits until machines can train; up.py joins these; orphans.py finds what a crash left behind;
-checks.py is what `doctor` shows; target.py is the target.
+checks.py is what `doctor` shows; target.py is the target; builds.py finds who builds an image with Cloud Build.
 """

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drivetrain.outcomes import Outcome, Problem
+from drivetrain.targets.consent import Consent
 from drivetrain.targets.gcp.failures import explain_cloud
 
 ANSWER_SECONDS = 300.0
@@ -51,6 +52,15 @@ class Cloud:
     def gcloud_text(self, *words: str) -> CloudOutput:
         """Runs a command of gcloud whose output is no JSON; the caller judges its exit code."""
         return run_program(["gcloud", *words, f"--project={self.project}", "--quiet"])
+
+    def submit_build(self, consent: Consent, words: Sequence[str], show: Callable[[str], None]) -> CloudOutput:
+        """Builds an image with Cloud Build; the caller judges the exit code. This costs money, so that it takes the user's consent."""
+        if not isinstance(consent, Consent):
+            raise TypeError("submit_build needs the user's consent")
+        return run_program(self.submit_words(words), show=show, seconds=None)
+
+    def submit_words(self, words: Sequence[str]) -> list[str]:
+        return ["gcloud", "builds", "submit", *words, f"--project={self.project}", "--quiet"]
 
     def terraform(self, folder: Path, *words: str, show: Callable[[str], None] | None = None, good: Sequence[int] = (0,)) -> CloudOutput:
         """Runs terraform in a folder; `show` gets each line as it appears. Raises Problem for an exit code that is not in `good`."""

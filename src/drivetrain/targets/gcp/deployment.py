@@ -170,6 +170,21 @@ class Deployment:
         done = self.cloud.terraform(self.folder, "show", "-json")
         return names_in_state(json.loads(done.out or "{}"))
 
+    def bucket_of_models(self) -> str:
+        """Returns the name of the bucket in Terraform's state; "BUCKET" if there is none."""
+        resources = resources_in_state(json.loads(self.cloud.terraform(self.folder, "show", "-json").out or "{}"))
+        return next(
+            (str(resource["values"]["name"]) for resource in resources if resource.get("type") == "google_storage_bucket"), "BUCKET"
+        )
+
+    def outputs(self) -> dict[str, Any]:
+        """Returns Terraform's outputs; {} if `up` was never run here."""
+        if not self.has_configuration():
+            return {}
+        self.init()
+        facts = json.loads(self.cloud.terraform(self.folder, "output", "-json").out or "{}")
+        return {name: entry.get("value") for name, entry in facts.items()}
+
     def destroy(self) -> None:
         self.cloud.terraform(self.folder, "destroy", "-input=false", "-no-color", "-auto-approve")
 
@@ -183,18 +198,19 @@ def backend_text(bucket: str, name: str) -> str:
     return f'terraform {{\n  backend "gcs" {{\n    bucket = {json.dumps(bucket)}\n    prefix = {json.dumps(prefix)}\n  }}\n}}\n'
 
 
-def names_in_state(facts: dict[str, Any]) -> set[str]:
-    """Returns the names of all resources in what `terraform show -json` prints."""
-    names: set[str] = set()
+def resources_in_state(facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields all resources in what `terraform show -json` prints."""
     modules = [((facts.get("values") or {}).get("root_module") or {})]
     while modules:
         module = modules.pop()
         modules += module.get("child_modules") or []
-        for resource in module.get("resources") or []:
-            if resource.get("mode") != "data":
-                name = str((resource.get("values") or {}).get("name", ""))
-                names.add(name.rpartition("/")[2])  # projects/P/serviceAccounts/EMAIL
-    return names - {""}
+        yield from (resource for resource in module.get("resources") or [] if resource.get("mode") != "data")
+
+
+def names_in_state(facts: dict[str, Any]) -> set[str]:
+    """Returns the names of all resources in what `terraform show -json` prints."""
+    names = (str((resource.get("values") or {}).get("name", "")) for resource in resources_in_state(facts))
+    return {name.rpartition("/")[2] for name in names} - {""}  # projects/P/serviceAccounts/EMAIL
 
 
 def progress_line(line: str) -> str:

@@ -18,12 +18,17 @@ class NoCapacity(Problem):
         self.zone = zone
 
 
+class ApiOff(Problem):
+    """An API is off in the project."""
+
+
 class CloudFailure(NamedTuple):
     pattern: str
     """A regular expression for the program's output, in which each run of spaces and line breaks is one space."""
     text: str
-    """What is wrong, and the fix; {0} is the pattern's first group, {project} the project, {folder} Terraform's folder."""
+    """What is wrong, and the fix; {0} is the pattern's first group, {project} the project, {folder} Terraform's folder, {roles} what a permission in the groups needs."""
     outcome: Outcome = Outcome.USAGE
+    kind: type[Problem] = Problem
 
 
 CAPACITY = re.compile(
@@ -33,6 +38,22 @@ CAPACITY_ZONE = re.compile(r"zones/([a-z0-9-]+)|unavailable in the ([a-z0-9-]+) 
 REFUSED = re.compile(r"\n\s*\n((?:(?!\n\s*\n).)+)\n\s*\n\s*This was checked by the validation rule", re.DOTALL)
 """The paragraph in which Terraform says why a variable's value cannot be."""
 LOGIN = "gcloud auth login && gcloud auth application-default login"
+ROLES = {
+    "compute": "Compute Admin (roles/compute.admin)",
+    "iam.serviceAccounts.actAs": "Service Account User (roles/iam.serviceAccountUser)",
+    "iam": "Service Account Admin (roles/iam.serviceAccountAdmin)",
+    "storage": "Storage Admin (roles/storage.admin)",
+    "artifactregistry": "Artifact Registry Administrator (roles/artifactregistry.admin)",
+    "serviceusage": "Service Usage Admin (roles/serviceusage.serviceUsageAdmin)",
+}
+"""What `up` needs: the role of each permission, or of each service's other permissions."""
+OTHER_ROLES = {
+    "iap": "IAP-secured Tunnel User (roles/iap.tunnelResourceAccessor)",
+    "resourcemanager": "Project IAM Admin (roles/resourcemanager.projectIamAdmin)",
+    "cloudbuild": "Cloud Build Editor (roles/cloudbuild.builds.editor)",
+    "billing": "Billing Account Costs Manager (roles/billing.costsManager), on the billing account",
+}
+"""What some commands and settings need: ssh through the proxy, cloud_build_user, Cloud Build, a budget."""
 FAILURES = [
     CloudFailure(r"Quota '([A-Z0-9_]+)' exceeded\. Limit: ([\d.]+) (?:in region )?(\w[\w-]*)", "the quota {0} of the project {project} is {1} ({2}): ask for more at"
                  " https://console.cloud.google.com/iam-admin/quotas?project={project} (in a new project those of GPUs are 0), or use fewer machines or CPUs (use_gpu: false)"),
@@ -45,9 +66,9 @@ FAILURES = [
                  "the login to Google Cloud has expired: " + LOGIN),
     CloudFailure(r"[Bb]illing (?:must be enabled|account for project \S+ is not found|account \S+ is closed)|BILLING_DISABLED|UREQ_PROJECT_BILLING_NOT_FOUND|requires billing to be enabled|project billing is disabled",
                  "the project {project} has no billing account: link one at https://console.cloud.google.com/billing/linkedaccount?project={project}"),
-    CloudFailure(r"apis/api/([a-z]+\.googleapis\.com)", "the API {0} is off in the project {project}: gcloud services enable {0} --project={project}, and wait a minute"),
+    CloudFailure(r"apis/api/([a-z]+\.googleapis\.com)", "the API {0} is off in the project {project}: gcloud services enable {0} --project={project}, and wait a minute", kind=ApiOff),
     CloudFailure(r"SERVICE_DISABLED|accessNotConfigured|API has not been used in project", "the Compute Engine API is off in the project {project}:"
-                 " gcloud services enable compute.googleapis.com --project={project}, and wait a minute"),
+                 " gcloud services enable compute.googleapis.com --project={project}, and wait a minute", kind=ApiOff),
     CloudFailure(r"Error acquiring the state lock.*? ID: (\S+).*? Who: (\S+)", "another terraform works on these machines (lock of {1}): wait for it; if it was killed:"
                  " terraform -chdir={folder} force-unlock {0}", Outcome.INFRA),
     CloudFailure(r"Error acquiring the state lock", "another terraform works on these machines: wait for it, and repeat the command", Outcome.INFRA),
@@ -57,14 +78,17 @@ FAILURES = [
                  " correct project: in the target (gcloud projects list)"),
     CloudFailure(r"bucket doesn't exist|[Bb]ucket does not exist|The specified bucket does not exist", "the bucket of Terraform's state does not exist: gcloud storage buckets create gs://BUCKET"
                  " --project={project}, with the BUCKET of state_bucket:"),
-    CloudFailure(r"Required '([\w.]+)' permission|Permission '([\w.]+)' denied", "your account lacks the permission {0}{1} in the project {project}: ask its owner for the role Compute Admin"
-                 " (roles/compute.admin), or log in as another account (gcloud auth login)"),
-    CloudFailure(r"does not have permission to access projects|PERMISSION_DENIED|does not have (\S+) access|Error 403: .*[Ff]orbidden|The caller does not have permission", "your account may not do this in"
-                 " the project {project}: ask its owner for the role Compute Admin (roles/compute.admin), or log in as another account (gcloud auth login)"),
-    CloudFailure(r"'([^']+)' already exists|Error 409: .*already", "{0} is in the project already, but not in Terraform's state: `drivetrain down --orphans` shows and removes what a crash left behind"),
+    CloudFailure(r"Required '([\w.]+)' permission|Permission '([\w.]+)' denied|does not have ([\w.]+) access", "your account lacks the permission {0}{1}{2} in the project {project}: ask its owner for"
+                 " {roles}, or log in as another account (gcloud auth login)"),
+    CloudFailure(r"does not have permission to access projects|PERMISSION_DENIED|Error 403: .*[Ff]orbidden|The caller does not have permission", "your account may not do this in"
+                 " the project {project}: ask its owner for {roles}, or log in as another account (gcloud auth login)"),
+    CloudFailure(r"'([^']+)' already exists", "{0} is in the project already, but not in Terraform's state: `drivetrain down --orphans` shows and removes what a crash left behind"),
+    CloudFailure(r"Error 409: ([^,]*? already [^,.]*)", "a resource of this deployment is in the project already, but not in Terraform's state ({0}): `drivetrain down --orphans` shows and removes what a crash"
+                 " left behind"),
     CloudFailure(r"[Cc]ould not find image or family (\S+?)[. ]|Error resolving image name '([^']+)'|'projects/\S+?/global/images/(?:family/)?([\w-]+)' was not found|[Ff]ailed to pull image \"?(\S+?)\"?[: ]",
                  "the image {0}{1}{2}{3} cannot be read: correct its name, and check that the project may read it"),
     CloudFailure(r"acceleratorTypes/([\w-]+)' was not found|does not exist in zone (\S+?)[. ]", "the zone has no {0}{1}: gcloud compute accelerator-types list shows the zones of each GPU"),
+    CloudFailure(r"build (\S+) completed with status \"(\w+)\"", "the build ended with {1}; its log: gcloud beta builds log {0} --project={project}", Outcome.INFRA),
     CloudFailure(r"Failed to query available provider packages", "Terraform cannot load Google's provider from its registry: is the network up?", Outcome.INFRA),
     CloudFailure(r"no such host|dial tcp|Could not resolve host|Failed to establish a new connection|NewConnectionError|Unable to find the server at|network is unreachable|TLS handshake timeout",
                  "Google Cloud cannot be reached: is the network up?", Outcome.INFRA),
@@ -84,10 +108,18 @@ def explain_cloud(program: str, output: str, code: int, project: str, folder: Pa
     for failure in FAILURES:
         if match := re.search(failure.pattern, text):
             groups = [group or "" for group in match.groups()]
-            return Problem(one_line(failure.text.format(*groups, project=project, folder=folder or "FOLDER")), failure.outcome)
+            text = failure.text.format(*groups, project=project, folder=folder or "FOLDER", roles=roles_for("".join(groups)))
+            return failure.kind(one_line(text), failure.outcome)
     errors = [line for line in output.splitlines() if re.match(r"[│ ]*(?:Error|ERROR)\b", line)]
     lines = errors or [line for line in output.splitlines() if line.strip(" │╷╵")] or [f"it ended with code {code}"]
     return Problem(f"{program}: {one_line(lines[0].strip(' │'))[:300]}", Outcome.INFRA)
+
+
+def roles_for(permission: str) -> str:
+    """Returns the role that has a permission; for one that is not known, all roles that `up` needs."""
+    known = ROLES | OTHER_ROLES
+    role = known.get(permission) or known.get(permission.partition(".")[0])
+    return f"the role {role}" if role else f"the roles {', '.join(ROLES.values())}"
 
 
 def plain(output: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from drivetrain.outcomes import Problem
 from drivetrain.targets.base import Orphan
 from drivetrain.targets.gcp.deployment import Deployment
-from drivetrain.targets.gcp.failures import plain
+from drivetrain.targets.gcp.failures import ApiOff, plain
 from drivetrain.targets.gcp.machines import LABEL
 
 BY_LABEL = f"labels.{LABEL}:*"
@@ -54,7 +54,7 @@ KINDS = (
 def find_orphans(deployment: Deployment) -> Iterator[Orphan]:
     """Yields what has this deployment's name, but is not in Terraform's state."""
     known = deployment.known_to_terraform() or set()
-    rows = [(kind, row) for kind in KINDS for row in deployment.cloud.gcloud(*kind.words, "list", f"--filter={kind.filter}") or []]
+    rows = [(kind, row) for kind in KINDS for row in _list(deployment, kind)]
     disks_of_machines = {
         short_name(disk.get("source", "")) for kind, row in rows if kind.noun == "machine" for disk in row.get("disks") or []
     }
@@ -63,6 +63,13 @@ def find_orphans(deployment: Deployment) -> Iterator[Orphan]:
         is_part = kind.noun == "disk" and name in disks_of_machines  # it goes with its machine
         if owner_of(row) == deployment.name and not is_part and name not in known:
             yield Orphan(kind.noun, name, tuple(delete_words(kind, row)))
+
+
+def _list(deployment: Deployment, kind: Kind) -> list[dict[str, Any]]:
+    try:
+        return deployment.cloud.gcloud(*kind.words, "list", f"--filter={kind.filter}") or []
+    except ApiOff:  # `up` was stopped before it was on: there are none
+        return []
 
 
 def owner_of(row: Mapping[str, Any]) -> str:

@@ -57,7 +57,10 @@ def cost_of(settings: GcpSettings, max_cost: float | None) -> Cost:
     own = "; of the machines: hourly_price of the target" if settings.hourly_price is not None else ""
     source = f"{prices['source']}, read {prices['read']}{other}{own}"
     hourly = sum(line.hourly for line in lines)
-    return Cost(lines, source, None if max_cost is None else max_minutes(max_cost, hourly) / 60)
+    if max_cost is None:
+        return Cost(lines, source)
+    after = f"then ${disk * HOURS_IN_MONTH:,.2f} a month for the disks, which stay until `drivetrain down`"
+    return Cost(lines, source, max_minutes(max_cost, hourly) / 60, after)
 
 
 def max_minutes(max_cost: float, hourly: float) -> int:

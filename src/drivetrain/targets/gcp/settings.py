@@ -69,6 +69,8 @@ class GcpSettings(HostSettings):
     """The name of these machines in the project, and their label (default: the target's name and yours)."""
     state_bucket: str = ""
     """A bucket for Terraform's state, so that several computers can use the machines, with the same ssh_key (default: the state stays here)."""
+    cloud_build_user: str = ""
+    """The e-mail address of the account with which you log in, if it may build images with `image build --cloud-build --on TARGET`."""
     budget_amount: int = 0
     """US dollars a month: a budget in Google's billing that warns by mail; needs billing_account."""
     billing_account: str = ""
@@ -136,6 +138,8 @@ def terraform_variables(settings: GcpSettings, project: str, deployment: str, pu
         "ssh_user": SSH_USER, "ssh_public_key": public_key, "ssh_source_ranges": settings.ssh_source_ranges or [IAP_RANGE],
     }  # fmt: skip
     variables["gpu_machine_type" if settings.use_gpu else "machine_type"] = machine_type(settings)
+    if settings.cloud_build_user:
+        variables["cloud_build_user"] = settings.cloud_build_user
     if settings.budget_amount:
         variables |= {"budget_amount": settings.budget_amount, "billing_account": settings.billing_account}
     return variables

@@ -24,6 +24,8 @@ IS_READY = "cmp -s /var/lib/drivetrain/ready /proc/sys/kernel/random/boot_id"
 POLL_SECONDS = 5.0
 LOOK_SECONDS = 60.0
 """Between two questions whether the machines still run, and to a machine whose console says nothing."""
+RESTART_SECONDS = 120.0
+"""A machine that failed before may have been restarted just now: for so long its console can still end with the old failure."""
 
 
 @dataclass
@@ -36,6 +38,9 @@ class Console:
     is_ready: bool = False
     asked: float = field(default_factory=time.monotonic)
     """When the machine itself was asked last."""
+    was_read: bool = False
+    give_up: float = 0.0
+    """From then on a failure counts: at once if it is new, and after the time of a restart if it was there at the first reading."""
 
     def read(self, deployment: Deployment) -> list[str]:
         """Returns the new progress lines."""
@@ -58,13 +63,18 @@ class Console:
         for line in lines:
             self.last = line
             self.is_ready = line == READY
-        if self.last.startswith(FAILED):
-            name, zone = self.machine.name, self.machine.zone
+        is_first, self.was_read = not self.was_read, True
+        if lines:
+            self.give_up = time.monotonic() + RESTART_SECONDS if is_first else 0.0
+        if not self.last.startswith(FAILED):
+            return lines
+        restart = f"gcloud compute instances reset {self.machine.name} --zone={self.machine.zone}"
+        if time.monotonic() >= self.give_up:
             raise Problem(
-                f"{name} could not be prepared: {self.last.removeprefix(FAILED)}: restart it (gcloud compute instances reset {name} --zone={zone})"
-                " and repeat `drivetrain up`", Outcome.INFRA,
-            )  # fmt: skip
-        return lines
+                f"{self.machine.name} could not be prepared: {self.last.removeprefix(FAILED)}: restart it ({restart}) and repeat `drivetrain up`",
+                Outcome.INFRA,
+            )
+        return [*lines, f"waiting {RESTART_SECONDS:.0f} s for its restart ({restart})"] if lines else []
 
 
 def wait_until_ready(

@@ -237,7 +237,7 @@ class GcpTarget(HostsTarget):
             except Problem as problem:
                 if not any(word in str(problem) for word in KEEPS_FILES):
                     raise
-                kept = "; the bucket has files, so it is kept (gcloud storage rm -r gs://BUCKET deletes it)"
+                kept = f"; the bucket has files, so it is kept (gcloud storage rm -r gs://{deployment.bucket_of_models()} deletes it)"
             deployment.forget_machines()
             if machines := deployment.find_machines():
                 raise Problem(f"{names_text(machines)} is left: drivetrain down {self.name} --orphans", Outcome.INFRA)

@@ -20,9 +20,12 @@ from drivetrain import __version__
 from drivetrain.confidential import looks_secret_variable
 from drivetrain.outcomes import Problem
 from drivetrain.targets.base import RenderedCommand, RenderedFile, Rendering
+from drivetrain.targets.consent import Consent
 from drivetrain.targets.docker.engine import PROGRAMS, Engine, check_local, find_engine
 from drivetrain.targets.environment import torch_backend
-from drivetrain.targets.image.failures import DOCKERFILE, FOLDER, failed_build
+from drivetrain.targets.gcp.builds import MAX_BUILD_HOURS, Builder
+from drivetrain.targets.gcp.failures import explain_cloud
+from drivetrain.targets.image.failures import DOCKERFILE, FOLDER, STEP, failed_build
 from drivetrain.targets.image.record import DEFAULT_TAGS, SOURCE_LABEL, BuiltImage, Variant, log_file, record_image, source_digest
 from drivetrain.targets.image.wheel import make_wheel, wheel_name
 
@@ -30,7 +33,7 @@ COMPOSE, CLOUD_BUILD = "compose.yaml", "cloudbuild.yaml"
 BASE = "python:3.12-slim"
 OLDEST_BACKEND = "cu126"
 """The build of torch for GPUs where this machine has none: it runs with most drivers."""
-CLOUD_TIMEOUT = "3600s"
+CLOUD_TIMEOUT = f"{3600 * MAX_BUILD_HOURS}s"
 NAME = re.compile(r"[a-z0-9][a-z0-9._/:@-]*", re.IGNORECASE)
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
@@ -102,25 +105,24 @@ def build_words(build: ImageBuild, context: str, tag: str) -> list[str]:
     return [*words, context]
 
 
-def cloud_build_config(build: ImageBuild) -> str:
+def cloud_build_config(build: ImageBuild, builder: Builder) -> str:
     """Returns the configuration with which Google Cloud Build makes and keeps the image."""
     assert build.push is not None
     words = [word.replace("$", "$$") for word in build_words(build, ".", build.push)]  # Cloud Build reads $NAME
-    config = {"steps": [{"name": "docker", "args": words}], "images": [build.push], "timeout": CLOUD_TIMEOUT}
+    config: dict[str, object] = {"steps": [{"name": "docker", "args": words}], "images": [build.push], "timeout": CLOUD_TIMEOUT}
+    if builder.account:
+        config["options"] = {"logging": "CLOUD_LOGGING_ONLY"}  # Google refuses an account of one's own without a place for logs
     return yaml.safe_dump(config, sort_keys=False)
 
 
-def cloud_words(context: str) -> list[str]:
-    return ["gcloud", "builds", "submit", f"--config={context}/{CLOUD_BUILD}", "--format=value(results.images[0].digest)", context]
-
-
-def render_build(build: ImageBuild, cloud: bool) -> Rendering:
-    """Returns the files and commands of a build; CONTEXT is the temporary folder."""
+def render_build(build: ImageBuild, builder: Builder | None) -> Rendering:
+    """Returns the files and commands of a build; CONTEXT is the temporary folder. `builder`: who builds with Cloud Build."""
     check_build(build)
     files = [RenderedFile(f"CONTEXT/{DOCKERFILE}", (FOLDER / DOCKERFILE).read_text())]
-    if cloud:
-        files.append(RenderedFile(f"CONTEXT/{CLOUD_BUILD}", cloud_build_config(build)))
-        return Rendering(tuple(files), (RenderedCommand(tuple(cloud_words("CONTEXT"))),))
+    if builder is not None:
+        files.append(RenderedFile(f"CONTEXT/{CLOUD_BUILD}", cloud_build_config(build, builder)))
+        words = builder.cloud.submit_words(builder.words("CONTEXT", CLOUD_BUILD))
+        return Rendering(tuple(files), (RenderedCommand(tuple(words), request="nothing; it runs only after you agree to the price"),))
     engine = build.engine or next((program for program in PROGRAMS if shutil.which(program) is not None), PROGRAMS[0])
     commands = [build_words(build, "CONTEXT", build.name)]
     if build.push is not None:
@@ -146,18 +148,21 @@ def _local_digest(engine: Engine, name: str) -> str:
     return digest if digest.startswith("sha256:") else f"sha256:{digest}"  # podman leaves the prefix out
 
 
-def cloud_build(build: ImageBuild, show: Callable[[str], None]) -> BuiltImage:
-    """Builds the image with Google Cloud Build, which also keeps it."""
+def cloud_build(build: ImageBuild, builder: Builder, consent: Consent, show: Callable[[str], None]) -> BuiltImage:
+    """Builds the image with Google Cloud Build, which also keeps it. This costs money, so that it takes the user's consent."""
     check_build(build)
     assert build.push is not None
-    if shutil.which("gcloud") is None:
-        raise Problem("there is no gcloud on this machine: install the Google Cloud CLI, or build here: leave out --cloud-build")
     with _context() as context:
-        (context / CLOUD_BUILD).write_text(cloud_build_config(build))
-        output = _logged(cloud_words(str(context)), show)
+        (context / CLOUD_BUILD).write_text(cloud_build_config(build, builder))
+        output = builder.cloud.submit_build(consent, builder.words(str(context), CLOUD_BUILD), show)
+    log = log_file()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text(output.out + output.err)
+    if output.code and STEP.search(output.out):
+        raise failed_build("gcloud", output.out + output.err, output.code, build.base, log)
     if output.code:
-        raise failed_build("gcloud", output.text, output.code, build.base, log_file())
-    digests = DIGEST.findall(output.text)
+        raise explain_cloud("gcloud", output.err or output.out, output.code, builder.project)
+    digests = DIGEST.findall(output.out)
     return _recorded(build, build.push, digests[-1] if digests else "")
 
 
