@@ -193,9 +193,9 @@ class Cxr(Task):
     def _samples_of_image(self) -> np.ndarray:
         """The number of evaluation samples of each image of the index."""
         data = self._eval_dataset
-        counts = np.ones(len(self._index.image["study"]), np.int64)
-        counts[data.selection.image] = -(-np.diff(data.selection.first_row) // self.questions_per_image)
-        return counts
+        counts = np.ones(self._index.num_studies, np.int64)
+        counts[data.selection.study] = -(-np.diff(data.selection.first_row) // self.questions_per_image)
+        return counts[np.asarray(self._index.image["study"])]  # a sample may show another image of its study
 
     def train_data(self) -> CxrDataset:
         if self.check and detect_fake_mode() is None:
