@@ -67,9 +67,6 @@ class Task:
     keep: Annotated[int, Range(1)] = 2
     """Number of checkpoints to keep, besides the best one."""
 
-    run_folder: ClassVar[Path | None] = None
-    """The folder of the run that this task trains, evaluates or predicts with; None while a plan is made. drivetrain sets it."""
-
     search: ClassVar[dict[str, str]] = {}
     """What `drivetrain tune` searches: setting -> `LOW..HIGH`, `LOW..HIGH,log` or `A|B|C`."""
     tune_metric: ClassVar[str] = "loss"
@@ -79,6 +76,8 @@ class Task:
     It implements `drivetrain.processes.population.PopulationRules`."""
 
     def __init__(self, **settings: Any) -> None:
+        self.run_folder: Path | None = None
+        """The folder of the run that this task trains, evaluates or predicts with; None while a plan is made. drivetrain sets it."""
         self._passed = frozenset(settings)
         for name, value in resolve(settings_of_class(type(self)), settings, type(self).__name__).items():
             setattr(self, name, value)

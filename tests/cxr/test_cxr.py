@@ -12,13 +12,14 @@ import yaml
 
 from drivetrain import recipe
 from drivetrain.engine.numerics.bootstrap import sample_groups
-from drivetrain.outcomes import Problem
+from drivetrain.outcomes import Outcome, Problem
 from drivetrain.tasks.cxr.cxr import Cxr
 from drivetrain.tasks.cxr.net import losses
 from drivetrain.tasks.cxr.net.answer_graph import AnswerGraph
 from drivetrain.tasks.cxr.scoring.answers import ClassNames, head_of_question
 from tests.command import expect_error, run_ok
 from tests.cxr.conftest import TWIN_STUDIES
+from tests.cxr.small_data import answer, question, write_data
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -50,6 +51,7 @@ def test_train_eval_predict(twin: tuple[Path, Path], folder: Path) -> None:
     assert {"train/binary", "train/chexpert", "train/graph_entity", "train/accuracy"} <= names
     assert {"eval/accuracy", "eval/accuracy_oracle", "eval/accuracy_predicted", "eval/loss"} <= names
     assert len(list(Path("runs/a/media").glob("answers-*.png"))) == 2
+    assert json.loads(Path("runs/a/data-check.json").read_text())["totals"]["studies"] == TWIN_STUDIES
 
     run_ok("train", "cxr", *TINY, *data, "steps=1", "eval_split=train", "max_studies=6", "questions_per_image=1", "--name", "b")
     output = run_ok("eval", "a", "--against", "b", "--bootstrap", "20")
@@ -103,6 +105,28 @@ def test_runs_with_other_questions_per_image_are_compared_by_patient_and_questio
         found.append(groups)
     assert found[0].digest == found[1].digest != found[2].digest
     assert len(found[0].members[0]) > 1
+
+
+def test_a_training_is_refused_if_the_data_check_fails(tmp_path: Path) -> None:
+    data = write_data(tmp_path, [question("D02_has_finding", answer("pos"))])
+    image = next(data[0].rglob("*.jpg"))
+    image.write_bytes(b"damaged")
+    settings = settings_of(data, bad_images="skip")
+    assert int(Cxr(**settings).train_data()[0]["question"].max()) == -1, "the image is left out, and named in a list"
+    refused = Cxr(**settings)
+    refused.run_folder = tmp_path
+    with pytest.raises(Problem, match=r"the data check fails: 1 image files cannot be read.*check=false") as problem:
+        refused.train_data()
+    assert problem.value.outcome is Outcome.DATA
+    assert json.loads((tmp_path / "data-check.json").read_text())["errors"]
+    assert len(Cxr(**settings, check=False).train_data()) == 1
+
+
+def test_a_training_without_images_is_refused(tmp_path: Path) -> None:
+    data = write_data(tmp_path, [question("D02_has_finding", answer("pos"))])
+    next(data[0].rglob("*.jpg")).unlink()
+    with pytest.raises(Problem, match="the data check fails: no image file exists"):
+        Cxr(**settings_of(data)).train_data()
 
 
 def test_a_predicted_graph_is_the_graph_of_the_main_metrics_if_asked(twin: tuple[Path, Path]) -> None:
@@ -177,6 +201,11 @@ def test_the_recipe_of_guide_004_trains_in_two_stages(twin: tuple[Path, Path], f
     assert "drivetrain train recipes/guide-004.yaml" in path.read_text()
     pretrain, finetune = recipe.load(str(path), [])
     assert (pretrain.settings["grade"], finetune.settings["grade"]) == ("B", "A")
+    weights = [
+        [stage.settings[f"{head}_weight"] for head in ("binary", "category", "region", "severity", "chexpert")]
+        for stage in (pretrain, finetune)
+    ]
+    assert weights == [[1, 0.3, 0.3, 0.2, 0.3], [1, 0.5, 0.5, 0.3, 0.3]]
     assert finetune.settings["patience"] == 5 and finetune.references == {"start": "${pretrain.path}"}
     words = [
         *TINY[:-3],

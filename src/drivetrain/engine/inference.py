@@ -28,7 +28,7 @@ def trained_model(task: Task, run: Run, device: torch.device | None = None) -> n
 
 
 def _with_weights(task: Task, weights: Weights, run: Run, device: torch.device | None) -> nn.Module:
-    task.run_folder = run.path  # type: ignore[misc]  # of the instance
+    task.run_folder = run.path
     model = task.model()
     state.load_model(model, weights.tensors, weights.aliases, run.name)
     return model.to(device or torch.device("cpu")).eval()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +20,7 @@ from drivetrain.tasks.cxr.data.check import check_data, is_checking_process
 from drivetrain.tasks.cxr.data.columns import CxrIndex
 from drivetrain.tasks.cxr.data.images import BadImageError, decode
 from drivetrain.tasks.cxr.data.index import find_or_build, print_notice
-from drivetrain.tasks.cxr.data.names import DataNames, check_same, names_of_index, names_of_start, read_names, write_names
+from drivetrain.tasks.cxr.data.names import DataNames, check_same, names_of_index, names_of_start, read_names, write_names, write_run_file
 from drivetrain.tasks.cxr.data.samples import CxrDataset, collate
 from drivetrain.tasks.cxr.net import augmentation, losses
 from drivetrain.tasks.cxr.net.answer_graph import AnswerGraph, empty_graph
@@ -194,20 +193,21 @@ class Cxr(Task):
     def _samples_of_image(self) -> np.ndarray:
         """The number of evaluation samples of each image of the index."""
         data = self._eval_dataset
-        counts = np.ones(len(self._index.image["study"]), np.int64)
-        counts[data.selection.image] = -(-np.diff(data.selection.first_row) // self.questions_per_image)
-        return counts
+        counts = np.ones(self._index.num_studies, np.int64)
+        counts[data.selection.study] = -(-np.diff(data.selection.first_row) // self.questions_per_image)
+        return counts[np.asarray(self._index.image["study"])]  # a sample may show another image of its study
 
     def train_data(self) -> CxrDataset:
         if self.check and is_checking_process() and detect_fake_mode() is None:
             self._check_data()
-        if self.run_folder and os.environ.get("RANK", "0") == "0" and read_names(self.run_folder) is None:
+        if read_names(self.run_folder) is None:
             write_names(self.run_folder, self._index_names)
         return self._dataset("train", self._tokenizer)
 
     def _check_data(self) -> None:
         """Raises Problem if nothing could be learned from the data; prints what else is wrong with it."""
         found = check_data(self._index)
+        write_run_file(self.run_folder, "data-check.json", found)
         if found["errors"]:
             raise Problem(f"the data check fails: {found['errors'][0]} (check=false trains nevertheless)", Outcome.DATA)
         for warning in found["warnings"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -51,15 +52,17 @@ def read_names(run_folder: Path | None) -> DataNames | None:
         raise Problem(f"{path} cannot be read ({error}): remove it, and the names are read from the data") from None
 
 
-def write_run_file(run_folder: Path, name: str, content: object) -> None:
-    """Writes a JSON file into a run's folder; if it cannot be written, a notice says so."""
+def write_run_file(run_folder: Path | None, name: str, content: object) -> None:
+    """Writes a JSON file into a run's folder, on rank 0; if it cannot be written, a notice says so."""
+    if run_folder is None or os.environ.get("RANK", "0") != "0":
+        return
     try:
         write_atomic(run_folder / name, json.dumps(content, indent=1) + "\n")
     except OSError as error:
         print_notice(f"{run_folder / name} cannot be written: {error.strerror or error}")
 
 
-def write_names(run_folder: Path, names: DataNames) -> None:
+def write_names(run_folder: Path | None, names: DataNames) -> None:
     write_run_file(run_folder, FILE, asdict(names))
 
 

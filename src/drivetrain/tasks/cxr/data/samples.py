@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.tasks.cxr.data.columns import BOX_UNIT, NO_LOCATION, CxrIndex, MappedArray
-from drivetrain.tasks.cxr.data.images import BadImages, ImageReader, cache_key
+from drivetrain.tasks.cxr.data.images import BadImages, ImageReader, Pixels, cache_key
 from drivetrain.tasks.cxr.data.index import print_notice
 from drivetrain.tasks.cxr.vocabulary import GRADES, HEADS, QUESTION_TYPES, SPLITS, Grade, Label, ViewFilter, allowed_views, type_id
 from drivetrain.tasks.lora.cache import create_once
@@ -90,7 +90,8 @@ class CxrDataset(Dataset[Sample]):
         self.questions_per_image, self.max_nodes = questions_per_image, max_nodes
         self.counts: Counter[str] = Counter()
         self.images = ImageReader(index, size, bad_images, cache_images)
-        studies, images = self._choose_images(allowed_views(views), bad_images)
+        self._views = allowed_views(views)
+        studies, images = self._choose_images(self._views, bad_images)
         if max_studies is not None:
             studies, images = studies[:max_studies], images[:max_studies]
         self.selection = self._select(studies, images, GRADES.index(grade), _type_ids(types))
@@ -161,8 +162,8 @@ class CxrDataset(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         group, rows = self.question_rows(index)
-        study, image = int(self.selection.study[group]), int(self.selection.image[group])
-        pixels = self.images.read(image)
+        study = int(self.selection.study[group])
+        image, pixels = self._read_image(study, int(self.selection.image[group]))
         sample = self._graph(study, image) | self._questions(study, image, rows if pixels is not None else rows[:0])
         labels = np.asarray(self.index.study["chexpert"][study], np.int8)
         if pixels is None:  # a sample without weight: every sample's place in the epoch is kept
@@ -172,6 +173,15 @@ class CxrDataset(Dataset[Sample]):
         sample["chexpert"] = torch.from_numpy(labels.copy())
         sample["image_row"] = torch.tensor(image)
         return sample
+
+    def _read_image(self, study: int, preferred: int) -> tuple[int, Pixels | None]:
+        """Returns the preferred image of a study or, where that cannot be read, its next one with an allowed view; None if none can be read."""
+        columns = self.index.image
+        for image in range(preferred, self.index.images_of(study).stop):
+            is_usable = columns["is_present"][image] and columns["view"][image] in self._views
+            if is_usable and columns["split"][image] == SPLITS.index(self.split) and (pixels := self.images.read(image)) is not None:
+                return image, pixels
+        return preferred, None
 
     def _graph(self, study: int, image: int) -> Sample:
         """Returns the nodes of a study, with their boxes in this image."""
