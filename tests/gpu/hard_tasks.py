@@ -16,6 +16,7 @@ from drivetrain.engine.loop import Training
 from drivetrain.hardware import detect
 from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
+from drivetrain.task import Task
 from drivetrain.watch.files import MetricsFile
 from tests.sample_tasks import TASKS, Plain
 
@@ -207,9 +208,13 @@ class Facts(Observer):
 def train(
     name: str, folder: Path, stop: int | None = None, pins: dict[str, Any] | None = None, group: Group | None = None, **settings: Any
 ) -> Facts:
+    """Trains or resumes a task of `GPU_TASKS` on the GPU, in this process."""
+    return train_task(GPU_TASKS[name](**settings), folder, stop, pins, group)
+
+
+def train_task(task: Task, folder: Path, stop: int | None = None, pins: dict[str, Any] | None = None, group: Group | None = None) -> Facts:
     """Trains or resumes on the GPU, in this process."""
     group = group or Group(0, 1, torch.device("cuda", 0))
-    task = GPU_TASKS[name](**settings)
     plan = choose(task.settings(), detect(), device="cuda", world_size=group.size, local_procs=group.size, pins=pins)
     facts = Facts()
     observer = Observers([MetricsFile(Run(folder)), facts] if group.is_main else [facts])

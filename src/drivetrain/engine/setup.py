@@ -89,10 +89,18 @@ def set_up(task: Task, plan: Plan, run: Run, group: Group, observer: Observer, s
     return Setup(
         task, run, group, observer, stop, precision, model, feed, evaluation,
         source=data if isinstance(data, Source) else None,
-        total_steps=int(task.steps or task.epochs * feed.steps_per_epoch),
+        total_steps=_total_steps(task, data, feed.steps_per_epoch),
         num_parameters=state.count_parameters(parameters),
         num_trainable=state.count_parameters(parameters, lambda p: p.requires_grad),
     )  # fmt: skip
+
+
+def _total_steps(task: Task, data: object, steps_per_epoch: int) -> int:
+    """Returns the number of steps. A `Source` that hands on files ends with a complete epoch, whose checkpoint has what the files hold."""
+    steps = int(task.steps or task.epochs * steps_per_epoch)
+    if isinstance(data, Source) and type(data).write_files is not Source.write_files:
+        return -(-steps // steps_per_epoch) * steps_per_epoch
+    return steps
 
 
 def make_strategy(setup: Setup, plan: Plan) -> Strategy:

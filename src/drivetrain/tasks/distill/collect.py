@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from drivetrain.data import Rand, Tensors
 from drivetrain.settings import Duration, Range
 from drivetrain.tasks.distill import histories
-from drivetrain.tasks.distill.envs import TaskEnv, make_env
+from drivetrain.tasks.distill.envs import DeviceTable, TaskEnv, make_env
 from drivetrain.tasks.rl.envs import Env, State, select_rows
 from drivetrain.tasks.rl.nets import Agent
 from drivetrain.tasks.rl.ppo import Ppo
@@ -47,10 +48,10 @@ class HistoryRollout(Rollout):
         super().__init__(env, *rest)
         self.facts = facts
         self.group_bytes += 2 * facts.steps * 9
-        self._tasks = torch.tensor(facts.tasks)
+        self._tasks = DeviceTable(torch.tensor(facts.tasks))
 
     def collect(self, model: Any, rand: Rand, total: Callable[[Tensor], Tensor]) -> Tensors:
-        self._own_tasks = self._tasks.to(rand.ids.device)[rand.ids // self.facts.streams]
+        self._own_tasks = self._tasks.on(rand.ids.device)[rand.ids // self.facts.streams]
         self._next_places: list[Tensor] = []
         return super().collect(model, rand, total)
 
@@ -79,10 +80,20 @@ class HistoryRollout(Rollout):
             history = self._state[f"history.{name}"]
             self._state[f"history.{name}"] = history.index_copy(1, position, values.to(history.dtype))
 
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Restores a state. A resumed run may have more `epochs` than before: its histories then get longer."""
+        super().load(state)
+        for name, values in self._state.items():
+            missing = self.facts.steps - values.shape[1] if name.startswith("history.") else 0
+            if missing > 0:
+                self._state[name] = F.pad(values, (0, missing))
+
     def write_files(self, state: dict[str, Tensor], folder: Path) -> None:
+        """Writes the collections that were made: a run that ended early has shorter histories."""
+        steps = int(state["collections"][0]) * self.horizon
         shape = (len(self.facts.tasks), self.facts.streams)
-        columns = {name: state[f"history.{name}"].unflatten(0, shape) for name in ("place", "action", "reward", "next_place")}
-        histories.write(folder, histories.Histories(self.facts, **columns))
+        columns = {name: state[f"history.{name}"][:, :steps].unflatten(0, shape) for name in ("place", "action", "reward", "next_place")}
+        histories.write(folder, histories.Histories(replace(self.facts, steps=steps), **columns))
 
 
 class CollectHistories(Ppo):
@@ -121,14 +132,21 @@ class CollectHistories(Ppo):
     greedy: bool = False
     """Whether an evaluation takes the likeliest action, or samples one as training does."""
     eval_episodes: Annotated[int, Range(0)] = 1000
-    """New episodes of random tasks that an evaluation plays; 0 evaluates nothing."""
+    """New episodes of recorded tasks, chosen at random, that an evaluation plays; 0 evaluates nothing."""
     save_every: Duration = "10ep"
     """Steps (or 1ep, 10min) between checkpoints; the end always saves."""
 
     tune_population = ""
 
     def env(self) -> Env:
-        return make_env(self.world, self.size, self.limit)
+        """Returns the environment, whose `reset` chooses among the recorded tasks: only their policies learn."""
+        env = make_env(self.world, self.size, self.limit)
+        env.restrict(self._tasks(env))
+        return env
+
+    def _tasks(self, env: TaskEnv) -> list[int]:
+        train, held_out = env.split(self.split_seed)
+        return (held_out + train)[: self.num_tasks]
 
     def agent(self, env: Env) -> Agent:
         assert isinstance(env, TaskEnv)
@@ -145,7 +163,14 @@ class CollectHistories(Ppo):
     def _facts(self) -> histories.Facts:
         env = make_env(self.world, self.size, self.limit)
         assert env.limit is not None
-        train, held_out = env.split(self.split_seed)
-        tasks = (held_out + train)[: self.num_tasks]
-        steps = self.epochs * self.horizon
+        tasks = self._tasks(env)
+        steps = self._num_collections(len(tasks)) * self.horizon
         return histories.Facts(self.world, self.size, env.limit, tuple(tasks), self.streams, steps, self.region, self.split_seed, "ppo")
+
+    def _num_collections(self, num_tasks: int) -> int:
+        """Returns the number of collections of the run; the engine rounds `steps` up to complete ones."""
+        if not self.steps:
+            return self.epochs
+        num_samples = num_tasks * self.streams * self.horizon
+        steps_per_collection = max(1, num_samples // self.global_batch) * self.passes
+        return -(-self.steps // steps_per_collection)

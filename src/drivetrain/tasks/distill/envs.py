@@ -11,9 +11,23 @@ from torch import Tensor
 from drivetrain.outcomes import Problem
 from drivetrain.tasks.rl.envs import Env, State
 
-MOVES = ((1, 0), (-1, 0), (0, 1), (0, -1), (0, 0))
-"""Row and column that each action adds: down, up, right, left, stay."""
-STAY = 4
+DOWN, UP, RIGHT, LEFT, STAY = range(5)
+"""The actions."""
+
+
+class DeviceTable:
+    """A constant tensor that is copied to each device once: a copy in each step would make the host wait for a GPU."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+        self._copies: dict[torch.device, Tensor] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        if device == self._values.device:
+            return self._values
+        if device not in self._copies:
+            self._copies[device] = self._values.to(device)
+        return self._copies[device]
 
 
 class TaskEnv(Env):
@@ -30,9 +44,17 @@ class TaskEnv(Env):
     train_share = 0.9
     """Share of the tasks to train on; the others are held out."""
 
+    _reset_tasks: DeviceTable | None = None
+    """The tasks of `reset`, if they are not all tasks."""
+
     def __init__(self, size: int, limit: int) -> None:
         self.size, self.limit = size, limit
         self.num_cells = self.num_states = size * size
+
+    def restrict(self, tasks: list[int]) -> None:
+        """Makes `reset` choose among these tasks only."""
+        if len(tasks) < self.num_tasks:
+            self._reset_tasks = DeviceTable(torch.tensor(tasks))
 
     def start(self, task: Tensor) -> State:
         """Returns the state at the beginning of an episode of each row's task."""
@@ -40,7 +62,10 @@ class TaskEnv(Env):
 
     def reset(self, rand: Tensor) -> State:
         """Begins an episode of a random task in each row."""
-        return self.start((rand[:, 0] * self.num_tasks).long().clamp(max=self.num_tasks - 1))
+        tasks = None if self._reset_tasks is None else self._reset_tasks.on(rand.device)
+        num_tasks = self.num_tasks if tasks is None else len(tasks)
+        task = (rand[:, 0] * num_tasks).long().clamp(max=num_tasks - 1)
+        return self.start(task if tasks is None else tasks[task])
 
     def source_state(self, state: State) -> Tensor:
         """Returns the number of what a policy of one task may depend on."""
@@ -75,9 +100,8 @@ class TaskEnv(Env):
 
     def move(self, place: Tensor, action: Tensor) -> Tensor:
         """Returns the cell after a move; walls surround the grid."""
-        delta = torch.tensor(MOVES, device=place.device)[action]
-        row = (place // self.size + delta[:, 0]).clamp(0, self.size - 1)
-        column = (place % self.size + delta[:, 1]).clamp(0, self.size - 1)
+        row = (place // self.size + (action == DOWN).long() - (action == UP).long()).clamp(0, self.size - 1)
+        column = (place % self.size + (action == RIGHT).long() - (action == LEFT).long()).clamp(0, self.size - 1)
         return row * self.size + column
 
     def distance(self, place: Tensor, target: Tensor) -> Tensor:
@@ -88,8 +112,8 @@ class TaskEnv(Env):
     def toward(self, place: Tensor, target: Tensor) -> Tensor:
         """Returns the action that goes to a cell on a shortest way, or stays there."""
         rows, columns = target // self.size - place // self.size, target % self.size - place % self.size
-        vertical = torch.where(rows > 0, 0, 1)
-        horizontal = torch.where(columns > 0, 2, torch.where(columns < 0, 3, STAY))
+        vertical = torch.where(rows > 0, DOWN, UP)
+        horizontal = torch.where(columns > 0, RIGHT, torch.where(columns < 0, LEFT, STAY))
         return torch.where(rows != 0, vertical, horizontal)
 
     def _stay_return(self, distance: Tensor) -> Tensor:
@@ -129,28 +153,30 @@ class DarkroomPermuted(TaskEnv):
 
     def __init__(self, size: int = 9, limit: int = 50) -> None:
         super().__init__(size, limit)
-        self.permutations = torch.tensor(list(itertools.permutations(range(self.actions))))
-        self.num_tasks = len(self.permutations)
+        permutations = list(itertools.permutations(range(self.actions)))
+        self._permutations = DeviceTable(torch.tensor(permutations))
+        self._labels = ["".join(map(str, permutation)) for permutation in permutations]
+        self.num_tasks = len(permutations)
         self.goal = self.cell(size - 1, size - 1)
 
     def start(self, task: Tensor) -> State:
         return {"task": task, "place": torch.zeros_like(task)}
 
     def step(self, state: State, action: Tensor, rand: Tensor) -> tuple[State, Tensor, Tensor]:
-        meaning = self.permutations.to(action.device)[state["task"], action]
+        meaning = self._permutations.on(action.device)[state["task"], action]
         place = self.move(state["place"], meaning)
         reward = (place == self.goal).float()
         return state | {"place": place}, reward, torch.zeros_like(reward, dtype=torch.bool)
 
     def best_action(self, state: State) -> Tensor:
         meaning = self.toward(state["place"], torch.full_like(state["place"], self.goal))
-        return (self.permutations.to(meaning.device)[state["task"]] == meaning[:, None]).long().argmax(1)
+        return (self._permutations.on(meaning.device)[state["task"]] == meaning[:, None]).long().argmax(1)
 
     def optimum(self, task: Tensor) -> Tensor:
         return self._stay_return(torch.full_like(task, 2 * (self.size - 1))).float()
 
     def label(self, task: int) -> str:
-        return "".join(map(str, self.permutations[task].tolist()))
+        return self._labels[task]
 
 
 class KeyToDoor(TaskEnv):
