@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from drivetrain.runs import Run
-from tests.command import COMMAND, TASK, environment, run_ok, write_task
+from tests.command import COMMAND, TASK, environment, expect_error, run_ok, write_task
+from tests.planted import NAMES, SECRETS, SETTING, check_arrived, check_in_no_file, write_planted_project
 from tests.system.slurm import cluster
 from tests.system.ssh import Boxes, boxes, server_on_this_machine
 from tests.waiting import Stopwatch, wait_until
@@ -250,6 +251,17 @@ def seconds_to_first_step(name: str, root: Path, *words: str) -> float:
     with subprocess.Popen([*COMMAND, "train", "small.py", *FAST, "--name", name, *words], stdout=subprocess.DEVNULL, env=environment()):
         wait_until(lambda: any(file.stat().st_size for file in root.glob(f"**/runs/{name}/metrics.jsonl")), "the first step")
         return stopwatch.seconds
+
+
+def test_planted_secrets_arrive_and_are_in_no_file(ssh_options: list[str], folder: Path) -> None:
+    base = folder.parent / "base"
+    write_planted_project()
+    write_target(ssh_options, base, secrets=NAMES)
+    train = ("train", "small.py", "steps=2", *FAST, "--on", "here", "--name", "planted")
+    assert "planted-" not in run_ok(*train, "--dry-run", **SECRETS)
+    assert "planted" not in expect_error("train", "small.py", SETTING, "--on", "here")
+    check_arrived(run_ok(*train, "--wait", **SECRETS))
+    check_in_no_file(folder, base)
 
 
 @pytest.mark.alone
