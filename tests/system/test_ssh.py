@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from drivetrain.launch.rendezvous.handshake import VERSION
 from drivetrain.runs import Run
 from tests.command import COMMAND, TASK, environment, expect_error, run_ok, write_task
 from tests.planted import NAMES, SECRETS, SETTING, check_arrived, check_in_no_file, write_planted_project
@@ -176,6 +177,49 @@ def test_a_cut_link_between_machines_and_to_the_client(two_boxes: Boxes, folder:
     assert any(event["event"] == "restarted" for event in Run("runs/cut").events()), "the link between the machines was lost"
     run_ok("train", "small.py", "steps=260", *FAST, "--procs", "2", "--name", "here", "--hang-after", "5min")
     assert losses("cut") == pytest.approx(losses("here"), rel=1e-5)
+
+
+STRANGER = """
+import json, os, socket, sys, time
+host, port, deadline, kept = sys.argv[1], int(sys.argv[2]), time.monotonic() + 4, []
+greeting = json.dumps({"drivetrain": int(sys.argv[3]), "nonce": "0" * 64}).encode() + b"\\n"
+garbage = [os.urandom(4096), b"GET / HTTP/1.0\\r\\n\\r\\n", b"x" * 300_000, b"{" * 5000 + b"\\n", greeting + b'{"proof": "' + b"0" * 64 + b'"}\\n', b"\\0" * 100 + b"\\n", b""]
+for number in range(400):
+    if time.monotonic() > deadline:
+        break
+    peer = socket.socket()
+    peer.settimeout(0.2)
+    try:
+        peer.connect((host, port))
+        peer.sendall(garbage[number % len(garbage)])
+    except OSError:
+        pass
+    kept = [*kept[-100:], peer]
+print(number)
+"""
+"""Sends bytes without the token to the port where the machines of a run meet: 400 connections or 4 seconds, a hundred open at a time."""
+
+
+def test_garbage_and_a_flood_at_the_meeting_point_change_nothing(two_boxes: Boxes, folder: Path) -> None:
+    write_task(change=SLOW, text=WITHOUT_DROPOUT)
+    two_boxes.write_target()
+    steps = "steps=200"
+    client = two_boxes.start("train", "small.py", steps, *FAST, "--on", "boxes", "--nodes", "2", "--wait", "--name", "noise")
+    wait_until(lambda: step("noise") >= 10, "steps")
+    words = next(line for line in two_boxes.commands(0) if "--rendezvous" in line).split()
+    host, port = words[words.index("--rendezvous") + 1].split(":")
+    sent = subprocess.run(
+        [*two_boxes.client.enter, sys.executable, "-c", STRANGER, host, port, str(VERSION)], capture_output=True, text=True, timeout=60
+    )
+    assert int(sent.stdout) >= 50, sent.stderr
+    assert step("noise") < 200, "the run was still training"
+    output, _ = client.communicate(timeout=300)
+    assert client.returncode == 0, output
+    assert "without the token, the last from 10.77.0." in output
+    assert [event["event"] for event in Run("runs/noise").events()].count("restarted") == 0
+    assert [row["step"] for row in Run("runs/noise").rows()] == list(range(1, 201))
+    run_ok("train", "small.py", steps, *FAST, "--procs", "2", "--name", "here", "--hang-after", "5min")
+    assert losses("noise") == pytest.approx(losses("here"), rel=1e-5)
 
 
 def test_refused_logins(two_boxes: Boxes, folder: Path) -> None:
