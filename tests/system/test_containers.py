@@ -13,6 +13,7 @@ import pytest
 
 from drivetrain.runs import Run
 from tests.command import COMMAND, environment, expect_error, run_ok
+from tests.planted import NAMES, SECRETS, SETTING, check_arrived, check_in_no_file, write_planted_project
 from tests.system.containers import BASE, Containers, containers
 from tests.waiting import wait_until
 
@@ -158,6 +159,17 @@ def test_a_submission_that_was_killed_before_its_record_is_found_again(project: 
         assert json.loads(record.read_text())["handle"]["container"] == written["handle"]["container"]
     assert json.loads(record.read_text())["exit_code"] == 200
     assert not engine.docker("ps", "--all", "--quiet")
+
+
+def test_planted_secrets_arrive_and_are_in_no_file(project: Path, engine: Containers) -> None:
+    Path("drivetrain.yaml").write_text(TARGETS.replace("[HF_TOKEN]", str(NAMES)))
+    write_planted_project()
+    hidden = engine.variables | SECRETS
+    train = ("train", "small.py", "steps=2", "--on", "box", "--name", "hidden")
+    assert "planted-" not in run_ok(*train, "--dry-run", **hidden)
+    assert "planted" not in expect_error("train", "small.py", SETTING, "--on", "box", **engine.variables)
+    check_arrived(run_ok(*train, "--wait", **hidden))
+    check_in_no_file(project)
 
 
 def test_a_crash_gives_its_exit_code(project: Path, engine: Containers) -> None:

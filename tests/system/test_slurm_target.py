@@ -12,6 +12,7 @@ import yaml
 
 from drivetrain.runs import Run
 from tests.command import COMMAND, TASK, environment, expect_error, run_drivetrain, run_ok, write_task
+from tests.planted import NAMES, SECRETS, SETTING, check_arrived, check_in_no_file, write_planted_project
 from tests.system.slurm import Cluster, cluster
 from tests.waiting import wait_until
 
@@ -57,6 +58,32 @@ def test_two_nodes_train_as_one(slurm: Cluster, folder: Path) -> None:
     assert Run("runs/two").read()["plan"]["nodes"] == 2
     assert "DRIVETRAIN_TOKEN=" not in Path("runs/two/job/job.sh").read_text()
     assert not subprocess.run(["grep", "-r", "planted-secret", "."], capture_output=True).stdout
+
+
+def test_planted_secrets_arrive_and_are_in_no_file(slurm: Cluster, folder: Path) -> None:
+    write_planted_project(WITHOUT_DROPOUT)
+    write_target(secrets=NAMES)
+    train = ("train", "small.py", "steps=2", *FAST, "--on", "cluster", "--nodes", "2", "--name", "hidden")
+    assert "planted-" not in run_ok(*train, "--dry-run", **SECRETS)
+    assert "planted" not in expect_error("train", "small.py", SETTING, "--on", "cluster")
+    run_ok(*train, "--wait", **SECRETS)
+    for rank in (0, 1):
+        check_arrived(Path(f"runs/hidden/logs/rank-{rank}.log").read_text())
+    check_in_no_file(folder)
+
+
+def test_a_training_has_its_gpus_and_its_prologue(slurm: Cluster, folder: Path) -> None:
+    """The GPUs of the cluster are device files; Slurm tells a job which of them it has."""
+    shown = "print('has', os.environ['SLURM_STEP_GPUS'], os.environ['CUDA_VISIBLE_DEVICES'], os.environ['COLOUR'], flush=True)"
+    write_task(change=("return F.cross", f"import os; {shown}\n        return F.cross"))
+    write_target(gpus=2, cpus=1, prologue=["export COLOUR='dark blue'", "source ./colours.sh"])
+    Path("colours.sh").write_text('export COLOUR="$COLOUR and green"\n')
+    output = run_ok("train", "small.py", "steps=2", *FAST, "--on", "cluster", "--wait", "--name", "has")
+    assert "has 0,1 0,1 dark blue and green" in output
+    script = Path("runs/has/job/job.sh").read_text()
+    assert "#SBATCH --gres=gpu:2\n" in script
+    write_target(gres="gpu:1", prologue=["export COLOUR=red"])
+    assert "has 0 0 red" in run_ok("train", "small.py", "steps=2", *FAST, "--on", "cluster", "--wait", "--name", "one")
 
 
 def test_stop_saves_and_resume_is_exact(slurm: Cluster, folder: Path) -> None:

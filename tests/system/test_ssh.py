@@ -17,8 +17,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from drivetrain.launch.rendezvous.handshake import VERSION
 from drivetrain.runs import Run
 from tests.command import COMMAND, TASK, environment, expect_error, run_ok, write_task
+from tests.planted import NAMES, SECRETS, SETTING, check_arrived, check_in_no_file, write_planted_project
 from tests.system.slurm import cluster
 from tests.system.ssh import Boxes, boxes, server_on_this_machine
 from tests.waiting import Stopwatch, wait_until
@@ -226,6 +228,49 @@ def test_a_failed_run_gives_its_exit_code_and_a_running_one_can_be_pulled(two_bo
     assert max(Run("runs/runs-on").checkpoint_steps()) > before, "the end is pulled all the same"
 
 
+STRANGER = """
+import json, os, socket, sys, time
+host, port, deadline, kept = sys.argv[1], int(sys.argv[2]), time.monotonic() + 4, []
+greeting = json.dumps({"drivetrain": int(sys.argv[3]), "nonce": "0" * 64}).encode() + b"\\n"
+garbage = [os.urandom(4096), b"GET / HTTP/1.0\\r\\n\\r\\n", b"x" * 300_000, b"{" * 5000 + b"\\n", greeting + b'{"proof": "' + b"0" * 64 + b'"}\\n', b"\\0" * 100 + b"\\n", b""]
+for number in range(400):
+    if time.monotonic() > deadline:
+        break
+    peer = socket.socket()
+    peer.settimeout(0.2)
+    try:
+        peer.connect((host, port))
+        peer.sendall(garbage[number % len(garbage)])
+    except OSError:
+        pass
+    kept = [*kept[-100:], peer]
+print(number)
+"""
+"""Sends bytes without the token to the port where the machines of a run meet: 400 connections or 4 seconds, a hundred open at a time."""
+
+
+def test_garbage_and_a_flood_at_the_meeting_point_change_nothing(two_boxes: Boxes, folder: Path) -> None:
+    write_task(change=SLOW, text=WITHOUT_DROPOUT)
+    two_boxes.write_target()
+    steps = "steps=200"
+    client = two_boxes.start("train", "small.py", steps, *FAST, "--on", "boxes", "--nodes", "2", "--wait", "--name", "noise")
+    wait_until(lambda: step("noise") >= 10, "steps")
+    words = next(line for line in two_boxes.commands(0) if "--rendezvous" in line).split()
+    host, port = words[words.index("--rendezvous") + 1].split(":")
+    sent = subprocess.run(
+        [*two_boxes.client.enter, sys.executable, "-c", STRANGER, host, port, str(VERSION)], capture_output=True, text=True, timeout=60
+    )
+    assert int(sent.stdout) >= 50, sent.stderr
+    assert step("noise") < 200, "the run was still training"
+    output, _ = client.communicate(timeout=300)
+    assert client.returncode == 0, output
+    assert "without the token, the last from 10.77.0." in output
+    assert [event["event"] for event in Run("runs/noise").events()].count("restarted") == 0
+    assert [row["step"] for row in Run("runs/noise").rows()] == list(range(1, 201))
+    run_ok("train", "small.py", steps, *FAST, "--procs", "2", "--name", "here", "--hang-after", "5min")
+    assert losses("noise") == pytest.approx(losses("here"), rel=1e-5)
+
+
 def test_refused_logins(two_boxes: Boxes, folder: Path) -> None:
     """The cache's folder is new, because a connection that is open already is used again."""
     write_task()
@@ -299,6 +344,17 @@ def seconds_to_first_step(name: str, root: Path, *words: str) -> float:
     with subprocess.Popen([*COMMAND, "train", "small.py", *FAST, "--name", name, *words], stdout=subprocess.DEVNULL, env=environment()):
         wait_until(lambda: any(file.stat().st_size for file in root.glob(f"**/runs/{name}/metrics.jsonl")), "the first step")
         return stopwatch.seconds
+
+
+def test_planted_secrets_arrive_and_are_in_no_file(ssh_options: list[str], folder: Path) -> None:
+    base = folder.parent / "base"
+    write_planted_project()
+    write_target(ssh_options, base, secrets=NAMES)
+    train = ("train", "small.py", "steps=2", *FAST, "--on", "here", "--name", "planted")
+    assert "planted-" not in run_ok(*train, "--dry-run", **SECRETS)
+    assert "planted" not in expect_error("train", "small.py", SETTING, "--on", "here")
+    check_arrived(run_ok(*train, "--wait", **SECRETS))
+    check_in_no_file(folder, base)
 
 
 @pytest.mark.alone

@@ -68,6 +68,7 @@ def with_machines(target: GcpTarget) -> GcpTarget:
 def plain(text: str, home: Path) -> str:
     for original, replacement in (
         (FIND_PYTHON, "FIND_PYTHON"), (FIND_PYTHON.replace("'", "'\"'\"'"), "FIND_PYTHON"), (package_archive().digest, "PACKAGE"),
+        (f'"size": {len(package_archive().data)}', '"size": SIZE'),
         (_control_path(), "CONTROL"), (str(home), "HOME"), (shlex.quote(sys.executable), "PYTHON"),
     ):  # fmt: skip
         text = text.replace(original, replacement)
@@ -96,8 +97,8 @@ def test_a_hostile_setting_gets_no_further_than_one_word(text: str) -> None:
     """What a user writes reaches the machine as JSON on stdin; ssh's words are constant."""
     target = with_machines(target_of())
     value = f"note={text}"
-    (one,) = target.render(submission(Request(), (value,), name="a run")).commands
-    (plain_one,) = target.render(submission(Request(), (), name="a run")).commands
+    *_, one = target.render(submission(Request(), (value,), name="a run")).commands
+    *_, plain_one = target.render(submission(Request(), (), name="a run")).commands
     assert one.words == plain_one.words
     assert value in json.loads(one.request)["words"]
 
@@ -158,7 +159,7 @@ def test_a_run_saves_before_google_stops_its_machine(home: Path, own_limit: floa
     target = target_of()
     target.deployment.folder.mkdir(parents=True)
     target.deployment.write_machines([replace(MACHINES[0], ends=time.time() + 3600)])
-    (command,) = target.render(submission(Request(time_limit=own_limit))).commands
+    *_, command = target.render(submission(Request(time_limit=own_limit))).commands
     words = json.loads(command.request)["words"]
     assert abs(float(words[words.index("--time-limit") + 1].removesuffix("s")) - expected) < 10
     target.deployment.write_machines([replace(MACHINES[0], ends=time.time() + 100)])

@@ -9,6 +9,7 @@ import string
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -73,7 +74,7 @@ def replace_machine_texts(text: str) -> str:
     for original, replacement in (
         (shlex.quote(sys.executable), "PYTHON"),
         (sys.executable, "PYTHON"), (FIND_PYTHON, "FIND_PYTHON"), (FIND_PYTHON.replace("'", "'\"'\"'"), "FIND_PYTHON"),
-        (package_archive().digest, "PACKAGE"), (os.getcwd(), "FOLDER"), (_control_path(), "CONTROL"),
+        (package_archive().digest, "PACKAGE"), (f'"size": {len(package_archive().data)}', '"size": SIZE'), (os.getcwd(), "FOLDER"), (_control_path(), "CONTROL"),
     ):  # fmt: skip
         text = text.replace(original, replacement)
     return text
@@ -96,6 +97,42 @@ def test_golden_renderings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         GOLDEN.write_text(text)
     assert text == GOLDEN.read_text()
     assert "planted-token" not in text
+
+
+@pytest.mark.parametrize("lacks_all", [True, False])
+@pytest.mark.parametrize("torch", ["auto", "cu126"])
+def test_the_requests_that_are_shown_are_those_that_are_sent(torch: str, lacks_all: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target("ssh", "ssh", TARGETS["ssh"] | {"torch": torch}, Path("drivetrain.yaml"))
+    one = submission(SHAPES["2x8 GPUs"])
+    shown = [json.loads(command.request) for command in target.render(one).commands]
+    sent: dict[str, list[dict[str, Any]]] = {"gpu1": [], "gpu2": []}
+
+    def call(host: SshHost, verb: str, data: bytes = b"", notice: object = None, **arguments: Any) -> dict[str, Any]:
+        is_first = not sent[host.name]
+        sent[host.name].append({"verb": verb, **arguments})
+        assert verb != "store" or arguments["size"] == len(data)
+        lacks = arguments.get("needs", {}) | {"gpus": [{"driver": "535.1"}]}
+        return {"missing": lacks} if is_first and lacks_all else {}
+
+    monkeypatch.setattr(SshHost, "call", call)
+    target.submit(one, target.render(one), print)
+    expected = []
+    for request in json.loads(json.dumps(shown).replace("$TORCH_BACKEND", "cu126").replace("$DRIVETRAIN_TOKEN", "planted-token")):
+        expected += [request] if lacks_all or request["verb"] == "start" else []
+    asked, brought = (1, 4) if lacks_all else (0, 1)
+    assert [request for requests in sent.values() for request in requests[asked:]] == expected
+    assert [len(requests) for requests in sent.values()] == [asked + brought] * 2
+    assert all(requests[0] == requests[-1] for requests in sent.values()), "what is asked first is the start itself"
+
+
+def test_two_dry_runs_print_the_same(folder: Path) -> None:
+    Path("drivetrain.yaml").write_text("targets: {box: {kind: ssh, hosts: [gpu1]}}")
+    write_task()
+    words = ("train", "small.py", "--on", "box", "--dry-run")
+    output = run_ok(*words)
+    assert output == run_ok(*words)
+    assert '"verb": "store"' in output and '"requirements": [' in output and "--torch-backend=$TORCH_BACKEND" in output
+    assert "a new run gets random digits in place of the zeros" in output
 
 
 # --- hostile input -----------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from drivetrain.terminal import one_line, show
 if TYPE_CHECKING:
     from drivetrain.launch.request import Request
     from drivetrain.recipe import Recipe
+    from drivetrain.targets.base import Target
     from drivetrain.watch.screen import Screen
 
 
@@ -34,7 +36,7 @@ def train_on(name: str, recipes: Sequence[Recipe], request: Request, wait: bool,
     if request.smoke:
         raise Problem("--smoke tries a task on this machine: leave out --on")
     if request.dry_run:
-        show(submit.dry_run(target, recipes, request).text())
+        show(dry_run_text(target, recipes, request))
         return 0
     run_name = submit.given_name(recipes, request)
     record = find_recorded(run_name) if run_name else None
@@ -58,6 +60,19 @@ def train_on(name: str, recipes: Sequence[Recipe], request: Request, wait: bool,
         record = submit.continue_same(record, submit.prepare(target, recipes, request, record.run), target, agree, screen.notice)
         _report(record, screen)
     return wait_for(record, screen, offset) if wait else 0
+
+
+def dry_run_text(target: Target, recipes: Sequence[Recipe], request: Request) -> str:
+    """Returns the files and commands of a run that would be submitted. Two dry runs print the same."""
+    from drivetrain.targets import submit
+    from drivetrain.targets.submission import planned_project
+
+    submission = submit.prepare(target, recipes, request, submit.planned_name(recipes, request))
+    shown = target.render(replace(submission, project=planned_project()))
+    text = shown.text()
+    has_port = submission.request.nodes > 1
+    note = f"# {planned_project()}: a new run gets random digits in place of the zeros{', and a port that follows from them' if has_port else ''}"
+    return f"{text}\n{note}" if planned_project() in text else text
 
 
 def resume_on(record: Record, request: Request, target_name: str | None, wait: bool, agree: Agree, screen: Screen) -> int:

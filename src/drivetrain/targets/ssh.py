@@ -8,12 +8,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.targets.archive import Archive, package_archive
 from drivetrain.targets.base import MAX_SILENCE_SECONDS, STOP_SECONDS, Check, JobState, RenderedCommand, Rendering, Target, TargetSettings
-from drivetrain.targets.environment import EnvironmentLock, torch_backend
+from drivetrain.targets.environment import torch_backend
 from drivetrain.targets.errors import Unsure
 from drivetrain.targets.host.connection import ADDRESS, ReachableHost, SshHost, copy
 from drivetrain.targets.host_checks import meeting_checks, python_checks
@@ -27,6 +27,8 @@ RECONNECT_SECONDS = 2.0
 MIN_FREE_BYTES = 2 << 30  # an environment with torch for a CPU
 MAX_CLOCK_SECONDS = 30.0
 Item = TypeVar("Item")
+DRIVERS_BACKEND = "$TORCH_BACKEND"
+"""Stands for the build of torch in what --dry-run shows: the machine's driver decides."""
 Result = TypeVar("Result")
 
 
@@ -96,6 +98,8 @@ class HostsTarget(Target):
         hosts = self.hosts(submission.request.nodes)
         secrets = (*submission.secrets, *(("DRIVETRAIN_TOKEN",) if len(hosts) > 1 else ()))
         for rank, host in enumerate(hosts):
+            for request in bring_requests(submission, self.settings.dir, self.settings.python, self.settings.torch):
+                commands.append(request_command(host, request.verb, request.arguments))
             commands.append(request_command(host, "start", self.start_arguments(submission, rank), secrets))
         return Rendering(commands=tuple(commands))
 
@@ -295,6 +299,28 @@ def _archives(submission: Submission) -> list[Archive]:
     return [package_archive(), *([submission.code] if submission.code is not None else [])]
 
 
+class HostRequest(NamedTuple):
+    """A request for the program on a machine, as it is shown and as it is sent."""
+
+    verb: str
+    arguments: dict[str, Any]
+    data: bytes = b""
+    """What follows it."""
+
+
+def bring_requests(submission: Submission, base: str, python: str | None, torch: str) -> list[HostRequest]:
+    """Returns the requests that bring the code and build the environment; a machine gets those whose result it lacks."""
+    requests = [
+        HostRequest("store", {"base": base, "digest": archive.digest, "size": len(archive.data)}, archive.data)
+        for archive in _archives(submission)
+    ]
+    if python:
+        return requests
+    lock, backend = submission.lock, torch if torch != "auto" else DRIVERS_BACKEND
+    arguments = {"base": base, "digest": lock.name(torch), "requirements": list(lock.requirements), "installer": "uv"}
+    return [*requests, HostRequest("build", arguments | {"flags": [f"--torch-backend={backend}"]})]
+
+
 def prepare_host(
     host: ReachableHost, submission: Submission, base: str, python: str | None, torch: str, notice: Callable[[str], None]
 ) -> None:
@@ -305,23 +331,14 @@ def prepare_host(
 
 
 def bring(host: ReachableHost, lacks: dict[str, Any], submission: Submission, base: str, torch: str, notice: Callable[[str], None]) -> None:
-    """Brings the archives that a machine lacks, and builds the environment."""
-    for archive in _archives(submission):
-        if archive.digest in lacks["archives"]:
-            host.call("store", data=archive.data, base=base, digest=archive.digest, size=len(archive.data))
-    if lacks["environment"]:
-        build_environment(host, base, submission.lock, torch, lacks, notice)
-
-
-def build_environment(
-    host: ReachableHost, base: str, lock: EnvironmentLock, torch: str, facts: dict[str, Any], notice: Callable[[str], None]
-) -> None:
-    """Builds the environment of a lock on a machine, with the build of torch for its driver."""
-    backend = torch if torch != "auto" else torch_backend(gpu["driver"] for gpu in facts["gpus"])
-    host.call(
-        "build", notice=lambda text: notice(f"{host.name}: {text}"), base=base, digest=lock.name(torch), requirements=list(lock.requirements),
-        installer="uv", flags=[f"--torch-backend={backend}"],
-    )  # fmt: skip
+    """Brings the archives that a machine lacks, and builds the environment with the torch for its driver."""
+    for verb, arguments, data in bring_requests(submission, base, None, torch):
+        if verb == "store" and arguments["digest"] in lacks["archives"]:
+            host.call(verb, data=data, **arguments)
+        elif verb == "build" and lacks["environment"]:
+            if torch == "auto":
+                arguments["flags"] = [f"--torch-backend={torch_backend(gpu['driver'] for gpu in lacks['gpus'])}"]
+            host.call(verb, notice=lambda text: notice(f"{host.name}: {text}"), **arguments)
 
 
 def facts_sentence(facts: dict[str, Any]) -> str:

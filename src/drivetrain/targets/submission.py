@@ -73,8 +73,17 @@ class Submission:
 def new_project() -> str:
     """Returns a name for the folder of a new run there, which no other run has: neither one of the same name in another folder here, nor
     one that was deleted here."""
+    return _project(secrets.token_hex(5))
+
+
+def planned_project() -> str:
+    """Returns the name that --dry-run shows: always the same."""
+    return _project("0" * 10)
+
+
+def _project(suffix: str) -> str:
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", Path.cwd().name).strip("-")[:MAX_PROJECT_NAME]
-    return f"{name or 'project'}-{secrets.token_hex(5)}"
+    return f"{name or 'project'}-{suffix}"
 
 
 def make_code(recipes: Sequence[Recipe], request: Request) -> tuple[str, tuple[str, ...], Archive | None]:
