@@ -135,7 +135,7 @@ def _lines(facts: dict[str, Any], task: str) -> Iterator[tuple[str, str]]:
     yield "run", f"{facts['name']}   {task}   {facts['status']}{place}"
     if facts["message"].strip():
         yield "", facts["message"].strip().splitlines()[-1]
-    yield from _loss_lines(facts)
+    yield from _end_lines(facts)
     yield "plan", f"{plan['world_size']} process(es) on {plan['device']}, {plan['precision']}, global batch {plan['global_batch']}"
     yield from _progress_lines(facts)
     yield "checkpoints", f"{', '.join(f'{s:,}' for s in facts['checkpoints']) or 'none'}   ({format_disk_size(facts['bytes'])} in all)"
@@ -145,10 +145,10 @@ def _lines(facts: dict[str, Any], task: str) -> Iterator[tuple[str, str]]:
         yield "go on with", f"drivetrain resume {facts['name']}"
 
 
-def _loss_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields why an unfinished run was lost with its machines."""
+def _end_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields what the target says of the end of an unfinished run, such as a deadline or the loss of its machines."""
     target = facts.get("target") or {}
-    if target.get("phase") == "lost" and target.get("reason") and facts["status"] != "finished":
+    if target.get("phase") in ("lost", "ended") and target.get("reason") and facts["status"] != "finished":
         yield "", target["reason"]
 
 
