@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from datetime import UTC, datetime
 from typing import Any
 
 from tests.system.cluster_api import Api, Object, now, pods_path
@@ -42,6 +43,9 @@ class TrainJobs:
         runtime = self.api.find(f"{GROUP}/clustertrainingruntimes/{job['spec']['runtimeRef']['name']}")
         if runtime is None:
             return  # Trainer's webhook would have refused it
+        if self._is_past_deadline(job):
+            self._fail_at_deadline(job, before)
+            return
         node = resolve(job, runtime)
         count = job["spec"].get("trainer", {}).get("numNodes") or runtime["spec"].get("mlPolicy", {}).get("numNodes", 1)
         labels = {"jobset.sigs.k8s.io/jobset-name": metadata["name"]}
@@ -59,6 +63,22 @@ class TrainJobs:
                 for pod in pods:
                     if pod.get("status", {}).get("phase") in ("Pending", "Running", None):
                         self.api.delete(pods_path(metadata["namespace"], pod["metadata"]["name"]))
+
+    @staticmethod
+    def _is_past_deadline(job: Object) -> bool:
+        deadline, created = job["spec"].get("activeDeadlineSeconds"), datetime.fromisoformat(job["metadata"]["creationTimestamp"])
+        return deadline is not None and (datetime.now(UTC) - created).total_seconds() > deadline
+
+    def _fail_at_deadline(self, job: Object, before: Object) -> None:
+        """Deletes the pods, as Trainer deletes its JobSet."""
+        name, namespace = job["metadata"]["name"], job["metadata"]["namespace"]
+        condition = {
+            "type": "Failed", "status": "True", "reason": "DeadlineExceeded", "message": "TrainJob exceeded its active deadline", "lastTransitionTime": now(),
+        }  # fmt: skip
+        status = before | {"conditions": [*before.get("conditions", ()), condition]}
+        for pod in self.api.items(pods_path(namespace), labelSelector=f"jobset.sigs.k8s.io/jobset-name={name}"):
+            self.api.delete(pods_path(namespace, pod["metadata"]["name"]))
+        self.api.patch(f"{GROUP}/namespaces/{namespace}/trainjobs/{name}/status", {"status": status})
 
     def _create_pod(self, job: Object, node: Object, index: int, count: int) -> None:
         name, namespace = job["metadata"]["name"], job["metadata"]["namespace"]

@@ -19,6 +19,7 @@ from drivetrain.targets.kubernetes import checks as cluster_checks
 from tests.command import COMMAND, TASK, environment, expect_error, run_drivetrain, run_ok, write_task
 from tests.system.cluster import Cluster, cluster
 from tests.system.cluster_api import Object
+from tests.system.kubelet_container import IMAGE_ENV
 from tests.waiting import wait_until
 
 FAST = ("plan.threads=1", "plan.compile=off")
@@ -220,6 +221,12 @@ def test_what_a_pod_waits_for(lab: Cluster) -> None:
     run_ok("train", "small.py", *FAST, "--on", "lab", "--name", "volume")
     assert json.loads(run_ok("status", "gpus", "--json"))["status"] == "queued"
     reason("volume", "there is no PersistentVolumeClaim nothing: create it")
+    write_target()
+    found = checks(0)
+    fixes = {name: found[f"pod {record(name)['handle']['job']}-master-0"]["fix"] for name in ("image", "gpus", "volume")}
+    assert "cannot be pulled" in fixes["image"]
+    assert "no node has as many free nvidia.com/gpu" in fixes["gpus"]
+    assert "there is no PersistentVolumeClaim nothing" in fixes["volume"]
     run_ok("stop", "image", "gpus", "volume")
     assert not pod_names(lab, "image") and not pod_names(lab, "gpus")
 
@@ -230,10 +237,56 @@ def test_a_crash_is_not_repeated(lab: Cluster) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     assert "this task crashes" in done.stdout
     assert record("crashed")["exit_code"] == 1
-    (pod,) = pod_names(lab, "crashed")
-    assert (
-        lab.kubelet.find("default", pod).pod["metadata"]["uid"] == lab.api.get(f"/api/v1/namespaces/default/pods/{pod}")["metadata"]["uid"]
-    )
+    assert len(pod_names(lab, "crashed")) == 1
+    created = [event for event in events(lab, "crashed") if event["reason"] == "SuccessfulCreatePod"]
+    assert [event["count"] for event in created] == [1], "the operator has made one pod, and no other after its end"
+
+
+def events(lab: Cluster, name: str) -> list[Object]:
+    """Returns the events of a run's job."""
+    return lab.api.items("/api/v1/namespaces/default/events", fieldSelector=f"involvedObject.name={record(name)['handle']['job']}")
+
+
+def test_a_run_that_fails_at_each_start_ends(lab: Cluster) -> None:
+    """The operator makes its pod again after every code of 128 or more."""
+    dies = "import os\n        os.kill(os.getpid(), 9)\n        return F.cross"
+    write_task(change=("return F.cross", dies))
+    write_target(retries=1)
+    done = run_drivetrain("train", "small.py", *FAST, "--restarts", "0", "--on", "lab", "--wait", "--name", "hopeless")
+    assert done.returncode == 201, done.stdout + done.stderr
+    assert "in 2 pods without a new checkpoint" in done.stdout
+    assert "without a new checkpoint: drivetrain logs tell why" in run_ok("status", "hopeless")
+    created = [event for event in events(lab, "hopeless") if event["reason"] == "SuccessfulCreatePod"]
+    assert [event["count"] for event in created] == [2], "retries: 1"
+    assert record("hopeless")["exit_code"] == 201
+
+
+@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob"])
+def test_a_run_that_meets_its_deadline_saves_and_can_go_on(lab: Cluster, kind: str) -> None:
+    write_target(deadline="75s", job=kind, image="registry.example/drivetrain:cpu")
+    done = run_drivetrain("train", "small.py", "steps=20000", "save_every=1000", *FAST, "--on", "lab", "--wait", "--name", "late")
+    assert done.returncode == 200, done.stdout + done.stderr
+    assert "its deadline passed: raise deadline: in the target" in run_ok("status", "late")
+    last = step("late")
+    assert Run("runs/late").checkpoint_steps()[-1] == last > 0, "it has saved in its grace period"
+    write_target(job=kind, image="registry.example/drivetrain:cpu")
+    assert "done    " in run_ok("resume", "late", f"steps={last + 5}", "--wait")
+    assert [row["step"] for row in Run("runs/late").rows() if "train/loss" in row] == list(range(1, last + 6))
+
+
+def test_large_code_travels_by_a_volume(lab: Cluster) -> None:
+    write_task(change=("import torch\n", "import torch\nimport table\n"))
+    Path("table.py").write_text(f"WIDTH = 7\n# {'x' * (1 << 20)}\n")
+    write_target(code_volume="nothing")
+    message = expect_error("train", "small.py", "steps=5", *FAST, "--on", "lab", "--name", "large")
+    assert "code_volume: there is no PersistentVolumeClaim nothing in default: create it, or install the large ones as a package" in message
+    assert not our_objects(lab) and not Path("runs/large").exists()
+    write_target(code_volume="runs")
+    output = run_ok("train", "small.py", "steps=5", *FAST, "--on", "lab", "--wait", "--name", "large")
+    assert "MB) to the volume runs" in output
+    assert "done    5 steps" in output
+    assert not [name for name in our_objects(lab) if name.startswith("configmap")]
+    assert not [pod for pod in lab.pods() if pod["metadata"]["name"].startswith("drivetrain-files")], "the pod that copied the code is gone"
 
 
 def test_kubectl_applies_what_dry_run_prints(lab: Cluster) -> None:
@@ -256,6 +309,73 @@ def test_train_job(lab: Cluster) -> None:
     assert "2 of 2 machines have joined" in output
     assert losses("there") == pytest.approx(losses("here"), rel=1e-6)
     assert "finished on lab" in run_ok("status", "there")
+    logs = Run("runs/there").path / "logs"
+    assert {path.name for path in logs.glob("*.log")} == {"output.log", "output-1.log", "rank-0.log", "rank-1.log"}
+    assert "machine" in (logs / "output-1.log").read_text(), "the other pod's output"
+
+
+def test_a_train_job_whose_pods_are_killed_finishes_exactly(lab: Cluster) -> None:
+    write_task(change=SLOW, text=WITHOUT_DROPOUT)
+    write_target(job="trainjob", image="registry.example/drivetrain:cpu")
+    train = ("train", "small.py", "steps=300", "save_every=10", *FAST, "--on", "lab", "--nodes", "2", "--name")
+    run_ok(*train, "killed")
+    follower = follow("killed")
+    wait_until(lambda: step("killed") >= 20, "steps", process=follower)
+    for number in (1, 0):
+        (name,) = [name for name in pod_names(lab, "killed") if f"-node-0-{number}-" in name]
+        pod, before = lab.kubelet.find("default", name), step("killed")
+        assert pod is not None
+        container = pod.containers["node"]
+        container.signal(signal.SIGKILL)
+        wait_until(lambda pod=pod, container=container: pod.containers["node"] is not container, "another container", 180)
+        wait_until(lambda before=before: step("killed") >= min(before + 15, 295), "further steps", process=follower)
+    printed, _ = follower.communicate(timeout=400)
+    assert follower.returncode == 0, printed
+    assert Run("runs/killed").status == "finished"
+    run_ok(*train, "undisturbed", "--wait")
+    assert [row["step"] for row in Run("runs/killed").rows() if "train/loss" in row] == list(range(1, 301))
+    assert losses("killed") == losses("undisturbed")
+    assert weights("killed") == weights("undisturbed")
+
+
+def test_the_python_client_creates_the_train_job_that_dry_run_prints(lab: Cluster) -> None:
+    kubernetes = pytest.importorskip("kubernetes")
+    write_target(job="trainjob", image="registry.example/drivetrain:cpu")
+    text = run_ok("train", "small.py", "steps=5", *FAST, "--on", "lab", "--name", "by-client", "--dry-run")
+    code, job = yaml.safe_load_all(text)
+    configuration = kubernetes.config.new_client_from_config(str(lab.kubeconfig))
+    kubernetes.client.CoreV1Api(configuration).create_namespaced_config_map("default", code, field_validation="Strict")
+    jobs = kubernetes.client.CustomObjectsApi(configuration)
+    where = {"group": "trainer.kubeflow.org", "version": "v1alpha1", "namespace": "default", "plural": "trainjobs"}
+    jobs.create_namespaced_custom_object(**where, body=job, field_validation="Strict")
+    name = job["metadata"]["name"]
+    conditions = lambda: lab.kubectl("get", "trainjob", name, "-o", "jsonpath={.status.conditions[*].type}").split()  # noqa: E731
+    wait_until(lambda: {"Complete", "Failed"} & set(conditions()), "the job's end", 120)
+    (pod,) = lab.pods(**{"jobset.sigs.k8s.io/jobset-name": name})
+    assert "done    5 steps" in lab.kubectl("logs", pod["metadata"]["name"])
+    assert "Complete" in conditions()
+
+
+NVIDIA_SMI = """\
+#!/bin/sh
+[ "$1" = "--query-gpu=index,utilization.gpu,memory.used,memory.total,power.draw" ] || exit 1
+echo "0, 97, 61203, 81559, 612.43"
+"""
+
+
+def test_status_shows_the_gpu_of_each_rank(lab: Cluster, bucket: Path) -> None:
+    """What nvidia-smi prints in a pod is played by a script."""
+    program = bucket / "nvidia-smi"
+    program.write_text(NVIDIA_SMI)
+    program.chmod(0o755)
+    write_target(env={"PATH": f"{bucket}:{IMAGE_ENV['PATH']}"})
+    write_task(change=SLOW, text=WITHOUT_DROPOUT)
+    run_ok("train", "small.py", "steps=5000", *FAST, "--on", "lab", "--nodes", "2", "--procs", "1", "--name", "watched")
+    job = record("watched")["handle"]["job"]
+    shown = str(wait_until(lambda: "rank 1 " in (text := run_ok("status", "watched")) and text, "both pods"))
+    assert f"rank 0   GPU 0 of {job}-master-0: 97 % busy, 61203 of 81559 MiB, 612.43 W" in shown
+    assert f"rank 1   GPU 0 of {job}-worker-0: 97 % busy, 61203 of 81559 MiB, 612.43 W" in shown
+    run_ok("stop", "watched")
 
 
 def test_a_field_that_the_cluster_does_not_know(lab: Cluster) -> None:

@@ -42,6 +42,7 @@ from drivetrain.targets.submission import Submission
 from tests.command import expect_error, run_ok
 
 OUTPUTS = Path(__file__).parent / "outputs"
+DOCS = Path(__file__).parents[2] / "docs"
 GOLDEN = Path(__file__).with_name("kubernetes_golden.txt")
 SECRET = "hf_" + "planted" * 4
 TOKEN = "planted-token"
@@ -604,6 +605,19 @@ def test_a_node_with_a_gpu_but_without_its_plugin(labels: dict[str, str], provid
 def test_a_node_without_an_nvidia_gpu(machine: str, provider: str) -> None:
     there = node({"node.kubernetes.io/instance-type": machine}, provider)
     assert "no node of this" in checks._gpu_check([there], checks.platform_of([there]), KubernetesSettings(gpus=1)).evidence
+
+
+def test_the_role_of_the_docs_has_the_rights_that_doctor_asks_for() -> None:
+    (block,) = [
+        block for block in re.findall(r"```yaml\n(.*?)```", (DOCS / "kubernetes.md").read_text(), re.DOTALL) if block.startswith("rules:")
+    ]
+    granted = {
+        (verb, *resource.partition("/")[::2])
+        for rule in yaml.safe_load(block)["rules"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    assert granted == {*checks.RIGHTS, *((verb, "pytorchjobs", "") for verb in checks.JOB_RIGHTS)}
 
 
 def test_shared_memory_is_that_of_docker_in_kubernetes_words() -> None:

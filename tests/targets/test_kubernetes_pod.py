@@ -158,7 +158,8 @@ def test_a_run_that_always_fails_is_not_made_again_for_ever(layout: Layout, tmp_
     assert code_of_run(final_code(infra)) == infra
     code, printed = start_deadly(layout, address, 0)
     assert code == final_code(infra), "the next job counts from the beginning"
-    assert "in 1 pods without a new checkpoint" in printed
+    assert "in 1 pod without a new checkpoint" in printed
+    assert "in 1 pod without a new checkpoint" in Path(layout.output()).read_text(), "the user reads this file"
     assert job_state(layout.job())["code"] == infra, "the outcome of the run stays what it is"
     Path(layout.folder, "healthy").touch()
     assert start_deadly(layout, address, 0)[0] == 0

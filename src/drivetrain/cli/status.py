@@ -135,7 +135,7 @@ def _lines(facts: dict[str, Any], task: str) -> Iterator[tuple[str, str]]:
     yield "run", f"{facts['name']}   {task}   {facts['status']}{place}"
     if facts["message"].strip():
         yield "", facts["message"].strip().splitlines()[-1]
-    yield from _loss_lines(facts)
+    yield from _end_lines(facts)
     yield "plan", f"{plan['world_size']} process(es) on {plan['device']}, {plan['precision']}, global batch {plan['global_batch']}"
     yield from _progress_lines(facts)
     yield "checkpoints", f"{', '.join(f'{s:,}' for s in facts['checkpoints']) or 'none'}   ({format_disk_size(facts['bytes'])} in all)"
@@ -145,8 +145,8 @@ def _lines(facts: dict[str, Any], task: str) -> Iterator[tuple[str, str]]:
         yield "go on with", f"drivetrain resume {facts['name']}"
 
 
-def _loss_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields why an unfinished run was lost with its machines, or what the target says of its end."""
+def _end_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields what the target says of a run's end, such as a deadline; of lost machines, unless the run had finished."""
     target = facts.get("target") or {}
     is_told = target.get("phase") == "ended" or (target.get("phase") == "lost" and facts["status"] != "finished")
     if is_told and target.get("reason"):

@@ -70,7 +70,7 @@ def main(words: Sequence[str]) -> int:
         return code
     restarts = restarts_of(options.storage, layout, place.rank, options.retries)
     if not restarts.count_start():
-        return _give_up(job, restarts, EXIT_CODES[Outcome.INFRA])
+        return _give_up(job, output, restarts, EXIT_CODES[Outcome.INFRA])
     meeting = ["--rendezvous", f"{place.leader}:{place.port}", "--node-rank", str(place.rank)] if options.nodes > 1 else []
     for folder in (job, output.parent):
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,17 +90,25 @@ def main(words: Sequence[str]) -> int:
     if code < FIRST_REPEATED_CODE or (job / "stop").exists():
         restarts.forget()
     elif not restarts.may_repeat():
-        code = _give_up(job, restarts, code)
+        code = _give_up(job, output, restarts, code)
     _stay(job, options.keep)
     return code
 
 
-def _give_up(job: Path, restarts: Restarts, code: int) -> int:
+def _give_up(job: Path, output: Path, restarts: Restarts, code: int) -> int:
     """Returns the exit code that ends the job, because its run fails again and again. The next job of the run counts from the beginning."""
     restarts.forget()
-    further = f"in {restarts.limit + 1} pods without a new checkpoint" if restarts.is_known else "and its files are only in this pod"
-    print(f"drivetrain: it ended with code {code} ({outcome_of_code(code)}) {further}: no other pod is started for it", flush=True)
-    job.mkdir(parents=True, exist_ok=True)
+    further = (
+        f"in {restarts.limit + 1} pod{'s' * (restarts.limit > 0)} without a new checkpoint"
+        if restarts.is_known
+        else "and its files are only in this pod"
+    )
+    line = f"drivetrain: it ended with code {code} ({outcome_of_code(code)}) {further}: no other pod is started for it"
+    print(line, flush=True)
+    for folder in (job, output.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    with open(output, "a") as log:
+        log.write(f"{line}\n")
     write_json(
         job / "exit.json", {"attempts": 0, "ended": time.time()} | read_json(job / "exit.json") | {"code": code, FINAL: final_code(code)}
     )
