@@ -111,9 +111,9 @@ class StandInMachine:
             (self.folder / "loaded").write_text(str(self.num_gpus))
         return self.run("startup", **variables)
 
-    def run(self, script: str, **variables: str) -> int:
+    def run(self, script: str, timeout: float = 60, **variables: str) -> int:
         return subprocess.run(
-            ["bash", "-c", self.scripts[script]], env=self.environment(**variables), timeout=60, start_new_session=True
+            ["bash", "-c", self.scripts[script]], env=self.environment(**variables), timeout=timeout, start_new_session=True
         ).returncode
 
     def environment(self, **variables: str) -> dict[str, str]:

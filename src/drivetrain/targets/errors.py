@@ -17,6 +17,10 @@ class FolderMissing(Problem):
     """The folder to copy from is not on the machine."""
 
 
+class FolderStopped(FolderMissing):
+    """The folder to copy from is on the disk of a machine that is stopped, which can be started again."""
+
+
 class Explanation(NamedTuple):
     pattern: str
     """A regular expression for what the program prints."""

@@ -22,7 +22,7 @@ from drivetrain.targets.base import POLL_SECONDS, JobState, Rendering, Target
 from drivetrain.targets.config import KINDS, find_target, make_target
 from drivetrain.targets.consent import Agree, Consent
 from drivetrain.targets.environment import EnvironmentLock, lock_environment
-from drivetrain.targets.errors import FolderMissing, Unsure
+from drivetrain.targets.errors import FolderMissing, FolderStopped, Unsure
 from drivetrain.targets.record import RECORD, Record, being_submitted, is_being_submitted, read_record, submission_lock
 from drivetrain.targets.submission import RECIPE, Submission, make_code, new_project, present_secrets
 
@@ -360,8 +360,12 @@ def _read_again(record: Record) -> Record:
 def _pulled_at_end(target: Target, record: Record, state: JobState) -> Record:
     if state.phase not in ("ended", "lost") or record.facts["pulled"]:
         return record
-    with contextlib.suppress(FolderMissing):  # `down`, or a machine that was installed again: what is here is all there is
+    try:
         target.pull(record)
+    except FolderStopped:  # its disk may have the only copy: the run counts as not copied
+        return record
+    except FolderMissing:  # `down`, or a machine that was installed again: what is here is all there is
+        pass
     return record.update(pulled=True)
 
 

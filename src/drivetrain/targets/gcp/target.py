@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.targets.base import Check, JobState, Orphan, Rendering, TargetSettings
 from drivetrain.targets.consent import Agree, Consent, Cost
-from drivetrain.targets.errors import FolderMissing
+from drivetrain.targets.errors import FolderMissing, FolderStopped
 from drivetrain.targets.gcp import checks, orphans
 from drivetrain.targets.gcp.cloud import default_project
 from drivetrain.targets.gcp.deployment import Deployment
@@ -30,6 +30,7 @@ from drivetrain.targets.submission import Submission
 SAVE_SECONDS = 180.0
 """Before Google stops the machines, a run has so long to save."""
 LOOK_SECONDS = 20.0
+DELETED = "was deleted"
 KEEPS_FILES = "deleting bucket", "force_destroy"
 
 
@@ -151,7 +152,8 @@ class GcpTarget(HostsTarget):
             super().pull(record)
         except Problem as problem:
             if problem.outcome is Outcome.INFRA and (reason := self._why_record_stopped(record)):
-                raise FolderMissing(f"{reason}: drivetrain up {self.name}, then drivetrain pull {record.run.name}", Outcome.INFRA) from None
+                kind = FolderMissing if reason.endswith(DELETED) else FolderStopped
+                raise kind(f"{reason}: drivetrain up {self.name}, then drivetrain pull {record.run.name}", Outcome.INFRA) from None
             raise
 
     # --- machines that do not run ---
@@ -164,7 +166,7 @@ class GcpTarget(HostsTarget):
         present = {machine.id: machine for machine in self.deployment.find_machines()}
         deleted = [machine for machine in machines if machine.id not in present]
         if deleted:
-            return f"{names_text(deleted)} was deleted"
+            return f"{names_text(deleted)} {DELETED}"
         stopped = [present[machine.id] for machine in machines if present[machine.id].is_stopped]
         if not stopped:
             return ""
