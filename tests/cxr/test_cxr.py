@@ -65,7 +65,15 @@ def test_train_eval_predict(twin: tuple[Path, Path], folder: Path) -> None:
     answer = run_ok("predict", "a", str(image), "question=Is there a pleural effusion?", "picture=seen.png")
     assert "yes" in answer and "no" in answer and "Cardiomegaly" in answer and "no medical device" in answer
     assert Path("seen.png").stat().st_size > 5000
-    expect_error("missing", "predict", "a", "nowhere.jpg")
+    for words in (
+        ("a", "--image", str(image), "--question", "Is there a pleural effusion?", "--picture=other.png"),
+        ("--question=Is there a pleural effusion?", f"--image={image}", "a", "picture=other.png", "-q"),
+    ):
+        assert run_ok("predict", *words).replace("other", "seen") == answer, "flags mean what NAME=VALUE means"
+    assert "did you mean question" in expect_error("predict", "a", str(image), "--qestion", "Why?", max_lines=9)
+    assert "--question needs a value" in expect_error("predict", "a", str(image), "--question")
+    assert "--image INPUT" in expect_error("predict", "a", "--question", "Why?", max_lines=9)
+    assert "missing" in expect_error("predict", "a", "nowhere.jpg", max_lines=9)
 
 
 def test_a_batch_trains_on_every_head(twin: tuple[Path, Path]) -> None:
@@ -174,8 +182,8 @@ def test_a_trained_model_answers_without_the_data_and_refuses_other_data(twin: t
     stored = json.loads(names.read_text())
     stored["regions"][1:3] = stored["regions"][2:0:-1]
     names.write_text(json.dumps(stored))
-    expect_error("was trained on data with other regions", "eval", "a")
-    expect_error("start=a was trained on data with other regions", "train", "cxr", *TINY, *data, "steps=1", "start=a", "--name", "b")
+    for words in (("eval", "a"), ("train", "cxr", *TINY, *data, "steps=1", "start=a", "--name", "b")):
+        assert "was trained on data with other regions" in expect_error(*words, code=Outcome.DATA.code, max_lines=9)
 
 
 @pytest.mark.parametrize(

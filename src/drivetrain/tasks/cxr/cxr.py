@@ -195,7 +195,7 @@ class Cxr(Task):
         data = self._eval_dataset
         counts = np.ones(self._index.num_studies, np.int64)
         counts[data.selection.study] = -(-np.diff(data.selection.first_row) // self.questions_per_image)
-        return counts[np.asarray(self._index.image["study"])]  # a sample may show another image of its study
+        return np.take(counts, self._index.image["study"])  # a sample may show another image of its study
 
     def train_data(self) -> CxrDataset:
         if self.check and detect_fake_mode() is None:
@@ -343,12 +343,12 @@ class Cxr(Task):
 
     # --- using it ---
 
-    def predict(self, model: CxrModel, given: str, question: str = "", graph: str = "none", picture: str = "") -> Iterator[str]:
+    def predict(self, model: CxrModel, image: str, question: str = "", graph: str = "none", picture: str = "") -> Iterator[str]:
         """Yields the answer to a question on an image file, and the CheXpert labels; `picture` is a PNG file to write."""
         if graph not in ("none", "predicted"):
             raise Problem(f"graph={graph} does not fit: none or predicted (an image alone has no other scene graph)")
         yield from self._answer(
-            model, _read_image(given, self.image_size), question, "predicted" if graph == "predicted" else "none", picture
+            model, _read_image(image, self.image_size), question, "predicted" if graph == "predicted" else "none", picture
         )
 
     @torch.no_grad()
