@@ -139,4 +139,4 @@ def test_eval_compares_two_runs_of_any_task(folder: Path) -> None:
     assert change["accuracy"]["interval"][0] > 0 and change["errors"]["interval"][1] < 0 and "halves: first" in change
     lines = run_ok("eval", "short", "--against", "longer", "--bootstrap", "100")
     assert "against" in lines and "95 % interval" in lines
-    expect_error("number of resamples", "eval", "short", "--bootstrap", "none")
+    assert "number of resamples" in expect_error("eval", "short", "--bootstrap", "none")

@@ -50,7 +50,8 @@ def test_train_eval_predict(twin: tuple[Path, Path], folder: Path) -> None:
     names = set().union(*rows)
     assert {"train/binary", "train/chexpert", "train/graph_entity", "train/accuracy"} <= names
     assert {"eval/accuracy", "eval/accuracy_oracle", "eval/accuracy_predicted", "eval/loss"} <= names
-    assert len(list(Path("runs/a/media").glob("answers-*.png"))) == 2
+    assert len(list(Path("runs/a/media").glob("answers-*.png"))) == len(list(Path("runs/a/media").glob("answers-*.html"))) == 2
+    assert "<article>" in Path("runs/a/media/answers-00000004.html").read_text()
     assert json.loads(Path("runs/a/data-check.json").read_text())["totals"]["studies"] == TWIN_STUDIES
 
     run_ok("train", "cxr", *TINY, *data, "steps=1", "eval_split=train", "max_studies=6", "questions_per_image=1", "--name", "b")
@@ -65,7 +66,15 @@ def test_train_eval_predict(twin: tuple[Path, Path], folder: Path) -> None:
     answer = run_ok("predict", "a", str(image), "question=Is there a pleural effusion?", "picture=seen.png")
     assert "yes" in answer and "no" in answer and "Cardiomegaly" in answer and "no medical device" in answer
     assert Path("seen.png").stat().st_size > 5000
-    expect_error("missing", "predict", "a", "nowhere.jpg")
+    for words in (
+        ("a", "--image", str(image), "--question", "Is there a pleural effusion?", "--picture=other.png"),
+        ("--question=Is there a pleural effusion?", f"--image={image}", "a", "picture=other.png", "-q"),
+    ):
+        assert run_ok("predict", *words).replace("other", "seen") == answer, "flags mean what NAME=VALUE means"
+    assert "did you mean question" in expect_error("predict", "a", str(image), "--qestion", "Why?", max_lines=9)
+    assert "--question needs a value" in expect_error("predict", "a", str(image), "--question")
+    assert "--image INPUT" in expect_error("predict", "a", "--question", "Why?", max_lines=9)
+    assert "missing" in expect_error("predict", "a", "nowhere.jpg", max_lines=9)
 
 
 def test_a_batch_trains_on_every_head(twin: tuple[Path, Path]) -> None:
@@ -174,8 +183,8 @@ def test_a_trained_model_answers_without_the_data_and_refuses_other_data(twin: t
     stored = json.loads(names.read_text())
     stored["regions"][1:3] = stored["regions"][2:0:-1]
     names.write_text(json.dumps(stored))
-    expect_error("was trained on data with other regions", "eval", "a")
-    expect_error("start=a was trained on data with other regions", "train", "cxr", *TINY, *data, "steps=1", "start=a", "--name", "b")
+    for words in (("eval", "a"), ("train", "cxr", *TINY, *data, "steps=1", "start=a", "--name", "b")):
+        assert "was trained on data with other regions" in expect_error(*words, code=Outcome.DATA.code, max_lines=9)
 
 
 @pytest.mark.parametrize(
