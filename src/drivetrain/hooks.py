@@ -19,6 +19,7 @@ HOOKS = {
     "exports": "the graphs that `export` writes",
     "summary_fields": "lines of `summary.txt`",
     "model_files": "writes the weights in a format of other programs",
+    "read_model_files": "reads what `model_files` wrote, before the weights are loaded",
 }
 TUNE_FACTS = {
     "search": "what `tune` searches: assign a dict to it without an annotation",

@@ -187,6 +187,9 @@ class Task:
         """
         return None
 
+    def read_model_files(self, folder: Path) -> None:
+        """Reads what `model_files` wrote. Called with the folder of a run's final weights, before they are loaded or evaluated."""
+
 
 def overrides(task: Task, hook: str) -> bool:
     """Whether a task or its class replaces a hook of `Task`."""

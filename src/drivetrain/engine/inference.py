@@ -28,14 +28,21 @@ def trained_model(task: Task, run: Run, device: torch.device | None = None) -> n
 
 
 def _with_weights(task: Task, weights: Weights, run: Run, device: torch.device | None) -> nn.Module:
+    _read_model_files(task, run)
     model = task.model()
     state.load_model(model, weights.tensors, weights.aliases, run.name)
     return model.to(device or torch.device("cpu")).eval()
 
 
+def _read_model_files(task: Task, run: Run) -> None:
+    if run.model_path.is_file():
+        task.read_model_files(run.model_path.parent)
+
+
 def evaluate_run(task: Task, plan: Plan, run: Run, group: Group, num_resamples: int = 0) -> dict[str, Any]:
     """Evaluates the model of a run on its task's evaluation data, and on so many bootstrap resamples of it."""
     prepare(plan, group)
+    _read_model_files(task, run)
     data = task.eval_data()
     if data is None:
         raise Problem(f"{type(task).__name__} has no eval_data(): there is nothing to evaluate on")
