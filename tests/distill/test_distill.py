@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,11 @@ def test_a_small_form_of_the_recipe_learns_to_learn(folder: Path) -> None:
         "heads=2", "inner=64", "window=60", "train.global_batch=64", "train.learning_rate=3e-3", "warmup=40", "eval_streams=20", "eval_episodes=20",
         "train.eval_every=500",
     ]  # fmt: skip
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run_ok(*words)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert cpu_seconds < 120, "at most a minute on two cores; other programs on this machine do not count"
     last = rows("runs/darkroom/2-train")[-1]
     assert last["eval/return"] > 1.6 * last["eval/first_return"]
     assert last["eval/accuracy"] > 0.6

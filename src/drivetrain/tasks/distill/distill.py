@@ -262,7 +262,8 @@ class Distill(Task):
             is_task = values["task"] == task
             returns, places = values["curve"][is_task].float().cpu(), values["places"][is_task][0].cpu()
             optimum = float(env.optimum(torch.tensor([task])))
-            self._results.append(TaskResult(env.label(task), optimum, returns, source[facts.tasks.index(task)], places))
+            learned = source[facts.tasks.index(task)]
+            self._results.append(TaskResult(env.label(task), optimum, returns, learned, places, env.goals(task)))
         last = [result.last_return for result in self._results]
         return {"of_optimum": sum(last) / sum(result.optimum for result in self._results), "worst_return": min(last)}
 
