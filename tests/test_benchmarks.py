@@ -78,3 +78,20 @@ def test_the_benchmark_of_tuning_runs_on_any_machine(tmp_path: Path) -> None:
     assert process.returncode == 0, process.stderr[-3000:]
     (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert row["finished"] == row["trials"] == 4 and row["steps_per_second"] > 0 and f"{row['best']:.1f}" in process.stdout
+
+
+@pytest.mark.system  # slow
+@pytest.mark.timeout(1200)
+def test_the_benchmark_of_algorithm_distillation_runs_on_any_machine(tmp_path: Path) -> None:
+    words = ["--speed", "--seeds", "1", "--worlds", "darkroom,key-to-door", "--variants", "--json", str(tmp_path / "out.json")]
+    process = subprocess.run(
+        [sys.executable, "benchmarks/distill.py", "--cpu", *words],
+        cwd=ROOT, capture_output=True, text=True, env=environment(PYTHONPATH=":".join(sys.path)),
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr[-3000:]
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    speeds, recipes, variants = ([row for row in rows if row["kind"] == kind] for kind in ("speed", "recipe", "variant"))
+    assert [row["name"] for row in speeds] == ["accelerate", "drivetrain", "drivetrain", "drivetrain"] and speeds[1]["ratio"] > 0
+    assert [(row["name"], row["seed"]) for row in recipes] == [("darkroom", 1), ("key-to-door", 1)]
+    assert [(row["name"], row["tokens"]) for row in variants] == [("ad", 80), ("compressed", 82), ("latent", 81)]
+    assert all(0 <= row["of_optimum"] <= 1 for row in recipes + variants)

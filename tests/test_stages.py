@@ -111,6 +111,26 @@ def test_all_workers_of_torchrun_find_the_files(recipe: Path) -> None:
     assert recorded("both/2-read")["settings"]["histories"] == str(recipe / "runs/both/1-collect/metrics.jsonl")
 
 
+def test_all_workers_of_accelerate_find_the_files(recipe: Path) -> None:
+    flags = (
+        "--multi_gpu",
+        "--num_processes",
+        2,
+        "--num_machines",
+        1,
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+        "--main_process_port",
+        0,
+    )
+    words = ("-m", "drivetrain", "train", "three.yaml", *FAST, "--name", "both")
+    output = run("accelerate", "launch", *flags, *words, folder=recipe, HF_HOME=recipe)
+    assert output.count("done    ") == 3
+    assert recorded("both/2-read")["settings"]["histories"] == str(recipe / "runs/both/1-collect/metrics.jsonl")
+
+
 @pytest.mark.system  # slow
 def test_two_machines_with_a_shared_folder_find_the_files(recipe: Path) -> None:
     for _ in range(2):
@@ -135,6 +155,12 @@ def test_what_is_sent_to_a_target_has_the_text_of_the_recipe(recipe: Path) -> No
 def test_a_target_trains_all_stages(recipe: Path) -> None:
     assert run_ok("train", "three.yaml", *FAST, "--on", "local", "--wait").count("done    ") == 3
     assert recorded("three/2-read")["settings"]["histories"].endswith("/1-collect/metrics.jsonl")
+
+
+def test_a_batch_script_of_slurm_trains_all_stages(recipe: Path) -> None:
+    output = run_ok("train", "three.yaml", *FAST, "--on", "slurm", "--nodes", "2", "--dry-run")
+    assert "sbatch --parsable" in output and "--nodes=2" in output
+    assert "drivetrain train" in output and "recipe.yaml" in output
 
 
 def test_weights_of_an_earlier_stage_are_no_weights_of_this_machine(recipe: Path) -> None:

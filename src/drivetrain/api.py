@@ -15,7 +15,7 @@ from drivetrain.launch.ending import raise_failure
 from drivetrain.launch.local import train_locally
 from drivetrain.launch.machine import cluster_of, detect_machine
 from drivetrain.launch.planning import Measure, make_plan
-from drivetrain.launch.recorded import recorded_recipe, recorded_task, task_in_run
+from drivetrain.launch.recorded import recorded_recipe, task_in_run
 from drivetrain.launch.request import Request
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.project import package_of
@@ -106,7 +106,8 @@ def load(run: Run | str | os.PathLike[str]) -> nn.Module:
     from drivetrain.engine.inference import trained_model
 
     run_dir = _find(run)
-    return trained_model(instantiate(recorded_task(run_dir), run_dir.read()["recipe"]["settings"]), run_dir)
+    recipe = recorded_recipe(run_dir)
+    return trained_model(instantiate(recipe.task, recipe.settings), run_dir)
 
 
 # --- helpers -----------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+import drivetrain
 from drivetrain.outcomes import Problem
+from drivetrain.tasks.distill import histories
 from drivetrain.tasks.distill.distill import Distill
 from drivetrain.tasks.distill.model import Steps
 from drivetrain.tasks.distill.play import play
@@ -125,8 +129,6 @@ def test_the_exported_graph_gives_the_logits_of_the_model(variant: str, folder: 
     run_ok("export", "d")
     import onnxruntime
 
-    import drivetrain
-
     model = drivetrain.load("runs/d").eval()
     random = torch.Generator().manual_seed(0)
     steps = 40 if variant == "ad" else 80
@@ -150,7 +152,11 @@ def test_a_small_form_of_the_recipe_learns_to_learn(folder: Path) -> None:
         "heads=2", "inner=64", "window=60", "train.global_batch=64", "train.learning_rate=3e-3", "warmup=40", "eval_streams=20", "eval_episodes=20",
         "train.eval_every=500",
     ]  # fmt: skip
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run_ok(*words)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert cpu_seconds < 120, "at most a minute on two cores; other programs on this machine do not count"
     last = rows("runs/darkroom/2-train")[-1]
     assert last["eval/return"] > 1.6 * last["eval/first_return"]
     assert last["eval/accuracy"] > 0.6
@@ -179,13 +185,27 @@ def test_the_configuration_of_guide_002_trains(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"window": 19}, r"a context of 19 steps is shorter than an episode of darkroom \(20 steps\): take window=20 or more"),
-        ({"variant": "latent", "region": 10}, r"a context of 10 steps is shorter than an episode of darkroom \(20 steps\): take region=20"),
+        (
+            {"window": 39},
+            r"would remember 19 steps when its context is full, fewer than an episode of darkroom \(20 steps\): take window=40 or more",
+        ),
+        (
+            {"variant": "compressed", "region": 19},
+            r"would remember 19 steps .* fewer than an episode of darkroom \(20 steps\): take region=20 or",
+        ),
+        (
+            {"variant": "latent", "region": 10},
+            r"would remember 10 steps .* fewer than an episode of darkroom \(20 steps\): take region=20 or more",
+        ),
         ({"variant": "latent", "regions": 9}, r"the histories have 160 steps, fewer than a training sample \(360\)"),
         ({"width": 30, "heads": 4}, r"width=30 is no multiple of 2 x heads=4: take width=24"),
         ({"skip": 150}, r"the histories have 160 steps, fewer than"),
         ({"num_tasks": 2}, r"has no task to train on, only held-out ones"),
         ({"data": "nothing-here"}, r"data=nothing-here has no histories"),
+        (
+            {"world": "key-to-door", "num_tasks": None, "size": 9, "streams": 100, "episodes": 50},
+            r"6,561 tasks .*: 14\.8 GB, .*: take num_tasks=1777",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_named(settings: dict[str, Any], message: str) -> None:
@@ -193,12 +213,50 @@ def test_settings_that_do_not_fit_are_named(settings: dict[str, Any], message: s
         Distill(**TINY | settings).histories()
 
 
-def test_histories_of_another_environment_are_refused(folder: Path) -> None:
-    from drivetrain.tasks.distill import histories
-
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("world=key-to-door", "data=data has histories of world=darkroom, not of world=key-to-door: leave out one of the two"),
+        ("size=17", "data=data has histories of size=5, not of size=17: leave out one of the two"),
+    ],
+)
+def test_histories_of_another_environment_are_refused(word: str, message: str, folder: Path) -> None:
     histories.write(Path("data"), Distill(**TINY).histories())
-    message = expect_error("train", "distill", "data=data", "world=key-to-door", *SHORT)
-    assert "data=data has histories of darkroom, not of world=key-to-door: leave out one of the two" in message
+    assert message in expect_error("train", "distill", *SHORT, "data=data", word)
+
+
+def test_regions_are_those_of_the_histories_unless_the_user_says_otherwise(tmp_path: Path) -> None:
+    histories.write(tmp_path / "data", Distill(**TINY | {"region": 20}).histories())
+    settings = TINY | {"data": str(tmp_path), "variant": "compressed"}
+    assert Distill(**settings | {"region": None}).model().context_length == 40
+    assert Distill(**settings | {"region": 30}).model().context_length == 60
+
+
+@pytest.fixture
+def staged(folder: Path) -> Path:
+    """A finished run of the recipe, with very small stages."""
+    collect = ["size=5", "collect.streams=4", "num_tasks=8", "collect.epochs=5", "collect.global_batch=640", "collect.eval_episodes=5"]
+    run_ok("train", "darkroom", *collect, *WORDS[4:], "train.steps=4", "train.global_batch=16", "train.warmup=1", "--name", "d")
+    return folder
+
+
+def test_a_trained_model_is_used_without_its_histories(staged: Path) -> None:
+    before = run_ok("predict", "d/2-train", "(2,2)")
+    evaluated = run_ok("eval", "d/2-train")
+    shutil.rmtree("runs/d/1-collect")
+    assert run_ok("predict", "d/2-train", "(2,2)") == before
+    assert "loss" in evaluated and "loss" not in run_ok("eval", "d/2-train")
+    metrics = json.loads(Path("runs/d/2-train/eval.json").read_text())["metrics"]
+    assert {"return", "first_return", "of_optimum", "worst_return"} <= metrics.keys()
+    assert drivetrain.load("runs/d/2-train").context_length == 40
+    assert "1-collect has no histories" in expect_error("resume", "d/2-train", "steps=6")
+
+
+def test_a_project_may_move_with_its_runs(staged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = run_ok("eval", "d/2-train").splitlines()[-1]
+    monkeypatch.chdir(staged.rename(staged.with_name("moved")))
+    assert run_ok("eval", "d/2-train").splitlines()[-1] == before
+    assert "step 6/6" in run_ok("resume", "d/2-train", "steps=6")
 
 
 def test_an_unknown_variant_names_the_others(folder: Path) -> None:

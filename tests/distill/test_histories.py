@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,6 +66,48 @@ def test_an_interrupted_write_leaves_the_earlier_folder(recorded: Histories, tmp
     assert histories.read(str(tmp_path)).facts == recorded.facts
 
 
+def test_a_folder_that_cannot_take_its_name_leaves_the_earlier_one(
+    recorded: Histories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    histories.write(tmp_path / "data", recorded)
+    rename = Path.rename
+
+    def fail_once(path: Path, target: Path) -> Path:
+        if (path / INDEX).is_file() and target == tmp_path / "data":
+            assert (tmp_path / "data").exists() is False
+            assert any((other / INDEX).is_file() for other in tmp_path.iterdir() if other != path), "the earlier histories must still exist"
+            monkeypatch.setattr(Path, "rename", rename)
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail_once)
+    with pytest.raises(OSError, match="Input/output"):
+        histories.write(tmp_path / "data", recorded)
+    assert histories.read(str(tmp_path)).facts == recorded.facts
+    histories.write(tmp_path / "data", recorded)
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+CHANGES: dict[str, Any] = {
+    "other steps": {"steps": 170},
+    "a later format": {"format": 2},
+    "another environment": {"size": 5, "tasks": [*range(11)]},
+    "another limit": {"limit": 16},
+    "a larger room": {"size": 11},
+    "another world": {"world": "darkroom-permuted"},
+    "no limit": {"limit": 0},
+    "a negative limit": {"limit": -5},
+    "a negative size": {"size": -5},
+    "a list as a seed": {"split_seed": [1]},
+    "a list of files": {"files": []},
+    "a task twice": {"tasks": [1] * 11},
+    "a task that does not exist": {"tasks": [*range(10), 81]},
+    "tasks as text": {"tasks": "abc"},
+    "an unknown key": {"author": "me"},
+    "an unknown world": {"world": "maze"},
+}
+
+
 def damage(folder: Path, kind: str) -> None:
     index = folder / INDEX
     if kind == "half an array":
@@ -76,12 +119,10 @@ def damage(folder: Path, kind: str) -> None:
         index.unlink()
     elif kind == "half an index":
         index.write_text(index.read_text()[:60])
-    elif kind == "other steps":
-        index.write_text(json.dumps(json.loads(index.read_text()) | {"steps": 170}))
-    elif kind == "a later format":
-        index.write_text(json.dumps(json.loads(index.read_text()) | {"format": 2}))
-    elif kind == "another environment":
-        index.write_text(json.dumps(json.loads(index.read_text()) | {"size": 5}))
+    elif kind in CHANGES:
+        index.write_text(json.dumps(json.loads(index.read_text()) | CHANGES[kind]))
+    elif kind == "an index that is a list":
+        index.write_text("[1, 2]")
     elif kind == "pickled objects":
         array = np.array([{"a": 1}] * 40, dtype=object)
         np.save(folder / "actions.npy", array, allow_pickle=True)
@@ -100,6 +141,23 @@ def damage(folder: Path, kind: str) -> None:
         ("other steps", r"has the shape \(11, 3, 160\), not \(11, 3, 170\)"),
         ("a later format", r"format 2; this version reads format 1"),
         ("another environment", r"actions or places that darkroom does not have"),
+        (
+            "another limit",
+            r"was not recorded in darkroom with size=9 and limit=16, .*: step 16 of task \(4,2\) goes otherwise\. Collect again",
+        ),
+        ("a larger room", r"was not recorded in darkroom with size=11 and limit=20, .*: step 0 of task"),
+        ("another world", r"was not recorded in darkroom-permuted with size=9 and limit=20"),
+        ("no limit", r"histories\.json cannot be read \(limit is 0, not a whole number from 1"),
+        ("a negative limit", r"limit is -5, not a whole number from 1"),
+        ("a negative size", r"size is -5, not a whole number from 2 to 181"),
+        ("a list as a seed", r"split_seed is \[1\], not a whole number"),
+        ("a list of files", r"files is \[\], not the sizes of files"),
+        ("a task twice", r"tasks is \[1, .*, not a list of different numbers from 0 to 80"),
+        ("a task that does not exist", r"tasks is .*, not a list of different numbers from 0 to 80"),
+        ("tasks as text", r"tasks is 'abc', not a list of whole numbers"),
+        ("an unknown key", r"its keys are not world, size"),
+        ("an unknown world", r"there is no world 'maze'"),
+        ("an index that is a list", r"index is \[1, 2\], not an object with format and files"),
         ("pickled objects", r"actions\.npy cannot be read"),
     ],
 )

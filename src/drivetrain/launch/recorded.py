@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from drivetrain.describe import task_settings
 from drivetrain.launch.opening import check_changes
 from drivetrain.outcomes import Problem
 from drivetrain.recipe import Recipe
-from drivetrain.runs import Run
+from drivetrain.runs import Run, is_run
 from drivetrain.settings import nearest
+from drivetrain.stages import references_in, with_paths
 from drivetrain.task_ref import TaskRef
 
 
@@ -31,10 +33,27 @@ def recorded_task(run: Run) -> TaskRef:
     return task
 
 
+def _present_paths(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings that name an earlier stage, with the folder beside this run where it now is: the project may have moved."""
+    own_folder = run.path.resolve()
+    number = own_folder.name.partition("-")[0]
+    paths: dict[str, Path] = {}
+    for folder in sorted(own_folder.parent.glob("[0-9]*-*")) if number.isdecimal() else ():
+        earlier, _, stage = folder.name.partition("-")
+        if earlier.isdecimal() and int(earlier) < int(number) and is_run(folder):
+            paths[stage] = folder
+    present = {}
+    for name, text in references_in(settings).items():
+        with contextlib.suppress(KeyError):  # the earlier stage is no longer there: its recorded path stays
+            present[name] = with_paths(text, paths)
+    return present
+
+
 def recorded_recipe(run: Run, words: list[str] | tuple[str, ...] = ()) -> Recipe:
     """Returns the recipe that a run began with, changed by key=value words."""
     task, old_recipe = recorded_task(run), run.read()["recipe"]
-    values, origin, pins = dict(old_recipe["settings"]), dict(old_recipe["origin"]), dict(old_recipe["pins"])
+    old_settings = old_recipe["settings"] | _present_paths(run, old_recipe["identity"]["settings"])
+    values, origin, pins = dict(old_settings), dict(old_recipe["origin"]), dict(old_recipe["pins"])
     changes = {}
     for key, text in recipes.split_words(list(words)).items():
         if key.startswith("plan."):
@@ -48,7 +67,7 @@ def recorded_recipe(run: Run, words: list[str] | tuple[str, ...] = ()) -> Recipe
                 raise Problem(f"{old_recipe['identity']['task']} has no setting {key!r}{nearest(key, values)}")
             values[key] = declared[key].coerce(text) if key in declared else _with_type_of(values[key], text)
             origin[key] = "command line"
-        check_changes(values, old_recipe["settings"], run)
+        check_changes(values, old_settings, run)
         recipes.check_agreement(values)
     return Recipe(task, values, origin, pins, None)
 

@@ -20,7 +20,7 @@ from drivetrain.tasks.cxr.data.check import check_data, is_checking_process
 from drivetrain.tasks.cxr.data.columns import CxrIndex
 from drivetrain.tasks.cxr.data.images import BadImageError, decode
 from drivetrain.tasks.cxr.data.index import find_or_build, print_notice
-from drivetrain.tasks.cxr.data.names import DataNames, check_same, names_of_index, names_of_start, read_names, write_names, write_run_file
+from drivetrain.tasks.cxr.data.names import DataNames, check_same, names_of_index, names_of_start, read_names, write_names
 from drivetrain.tasks.cxr.data.samples import CxrDataset, collate
 from drivetrain.tasks.cxr.net import augmentation, losses
 from drivetrain.tasks.cxr.net.answer_graph import AnswerGraph, empty_graph
@@ -35,6 +35,7 @@ from drivetrain.tasks.cxr.scoring.texts import AnswerTexts
 from drivetrain.tasks.cxr.twin.write import write_twin
 from drivetrain.tasks.cxr.vocabulary import CHEXPERT, SEVERITIES
 from drivetrain.tasks.lora.cache import cache_folder, create_once
+from drivetrain.tasks.run_files import write_run_file
 
 SHOWN = 8
 """Questions in the picture of an evaluation."""

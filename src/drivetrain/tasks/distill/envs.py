@@ -83,6 +83,10 @@ class TaskEnv(Env):
         """Returns a short name of a task, for logs and pictures."""
         return str(task)
 
+    def goals(self, task: int) -> tuple[int, ...]:
+        """Returns the cells to go to, in their order, for pictures."""
+        return ()
+
     def observe(self, state: State) -> Tensor:
         return torch.stack((state["task"], self.source_state(state)), 1).float()
 
@@ -147,6 +151,9 @@ class Darkroom(TaskEnv):
     def label(self, task: int) -> str:
         return f"({task // self.size},{task % self.size})"
 
+    def goals(self, task: int) -> tuple[int, ...]:
+        return (task,)
+
 
 class DarkroomPermuted(TaskEnv):
     """A goal in the far corner, but each task has another meaning of the five actions: 120 permutations."""
@@ -177,6 +184,9 @@ class DarkroomPermuted(TaskEnv):
 
     def label(self, task: int) -> str:
         return self._labels[task]
+
+    def goals(self, task: int) -> tuple[int, ...]:
+        return (self.goal,)
 
 
 class KeyToDoor(TaskEnv):
@@ -219,6 +229,9 @@ class KeyToDoor(TaskEnv):
     def label(self, task: int) -> str:
         key, door = divmod(task, self.num_cells)
         return f"({key // self.size},{key % self.size})->({door // self.size},{door % self.size})"
+
+    def goals(self, task: int) -> tuple[int, ...]:
+        return divmod(task, self.num_cells)
 
 
 WORLDS: dict[str, type[Darkroom | DarkroomPermuted | KeyToDoor]] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,21 @@ import torch
 from torch import Tensor
 
 from drivetrain.outcomes import Problem
+from drivetrain.settings import brief
 from drivetrain.tasks.distill.envs import TaskEnv, make_env
 from drivetrain.tasks.rl.episode_random import episode_uniform
 
 FORMAT = 1
+MAX_SIZE = 181
+"""Largest width of a room, whose cells fit in 16 bits."""
 INDEX = "histories.json"
 FIELDS = ("states", "actions", "rewards", "next_states", "dones", "compress_markers")
+TYPES = {"states": np.uint8, "actions": np.uint8, "rewards": np.float32, "next_states": np.uint8}
+BYTES_OF_STEP = 9
+MAX_NOISE_BYTES = 4_000_000_000
+"""Most memory of histories that are made, not recorded."""
+CHECKED_TASKS, CHECKED_EPISODES = 100, 4
+"""What is played again to see whether histories are of the environment that their index names: the first stream of so many tasks."""
 MARKER_START, MARKER_END = 1, 2
 """Values of `compress_markers` at the first and the last step of a region; 0 elsewhere."""
 
@@ -48,6 +57,34 @@ class Facts:
 
     def env(self) -> TaskEnv:
         return make_env(self.world, self.size, self.limit)
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> Facts:
+        """Returns the facts of a JSON object. A ValueError says what is wrong with them."""
+        names = [field.name for field in fields(Facts)]
+        if values.keys() != set(names):
+            raise ValueError(f"its keys are not {', '.join(names)}")
+        for name in ("world", "learner"):
+            _check(isinstance(values[name], str), name, values, "text")
+        for name in ("size", "limit", "streams", "steps", "region"):
+            low, high = (2, MAX_SIZE) if name == "size" else (1, 2**31 - 1)
+            _check(_is_whole(values[name]) and low <= values[name] <= high, name, values, f"a whole number from {low} to {high:,}")
+        _check(_is_whole(values["split_seed"]), "split_seed", values, "a whole number")
+        _check(isinstance(values["tasks"], list) and all(map(_is_whole, values["tasks"])), "tasks", values, "a list of whole numbers")
+        facts = Facts(**values | {"tasks": tuple(values["tasks"])})
+        num_tasks = facts.env().num_tasks
+        is_valid = len(facts.tasks) == len(set(facts.tasks)) > 0 and 0 <= min(facts.tasks) <= max(facts.tasks) < num_tasks
+        _check(is_valid, "tasks", values, f"a list of different numbers from 0 to {num_tasks - 1}")
+        return facts
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check(is_valid: bool, name: str, values: dict[str, Any], expected: str) -> None:
+    if not is_valid:
+        raise ValueError(f"{name} is {brief(values[name])}, not {expected}")
 
 
 @dataclass(frozen=True)
@@ -86,8 +123,17 @@ def write(folder: Path, histories: Histories) -> None:
         np.save(hidden / f"{name}.npy", array)
     index = {"format": FORMAT, **asdict(facts), "files": {name: (hidden / f"{name}.npy").stat().st_size for name in FIELDS}}
     (hidden / INDEX).write_text(json.dumps(index))
-    shutil.rmtree(folder, ignore_errors=True)
-    hidden.rename(folder)
+    earlier = folder.with_name(f"{hidden.name}.earlier")
+    shutil.rmtree(earlier, ignore_errors=True)
+    if has_earlier := folder.exists():
+        folder.rename(earlier)
+    try:
+        hidden.rename(folder)
+    except BaseException:
+        if has_earlier:
+            earlier.rename(folder)
+        raise
+    shutil.rmtree(earlier, ignore_errors=True)
 
 
 def _arrays(histories: Histories) -> dict[str, np.ndarray]:
@@ -116,17 +162,56 @@ def read(text: str) -> Histories:
     folder = _folder(Path(text).expanduser())
     facts = _read_facts(folder)
     arrays = {name: _read_array(folder, name) for name in ("states", "actions", "rewards", "next_states")}
-    shape = (len(facts.tasks), facts.streams, facts.steps)
-    for name, array in arrays.items():
-        if array.shape[:3] != shape:
-            raise Problem(f"{folder}/{name}.npy has the shape {array.shape[:3]}, not {shape} as {INDEX} says: collect again")
+    _check_arrays(folder, facts, arrays)
     places = [
         torch.from_numpy(arrays[name][..., 0].astype(np.int16) * facts.size + arrays[name][..., 1]) for name in ("states", "next_states")
     ]
-    action = torch.from_numpy(np.array(arrays["actions"]))
-    if int(action.max()) >= facts.env().actions or max(int(p.max()) for p in places) >= facts.size**2:
+    action, reward = torch.from_numpy(np.array(arrays["actions"])), torch.from_numpy(np.array(arrays["rewards"]))
+    histories = Histories(facts, places[0], action, reward, places[1])
+    _check_rules(folder, histories)
+    return histories
+
+
+def _check_arrays(folder: Path, facts: Facts, arrays: dict[str, np.ndarray]) -> None:
+    """Raises Problem for arrays of other shapes or types than the index says, and for values that the environment does not have."""
+    for name, array in arrays.items():
+        shape = (len(facts.tasks), facts.streams, facts.steps, *((2,) if name in ("states", "next_states") else ()))
+        if array.shape[:3] != shape[:3]:
+            raise Problem(f"{folder}/{name}.npy has the shape {array.shape[:3]}, not {shape[:3]} as {INDEX} says: collect again")
+        if array.shape != shape or array.dtype != TYPES[name]:
+            raise Problem(
+                f"{folder}/{name}.npy has {array.dtype}{list(array.shape)}, not {np.dtype(TYPES[name])}{list(shape)}: collect again"
+            )
+    largest = {name: int(array.max()) for name, array in arrays.items() if name != "rewards"}
+    if largest["actions"] >= facts.env().actions or max(largest["states"], largest["next_states"]) >= facts.size:
         raise Problem(f"{folder} has actions or places that {facts.world} does not have: it was recorded in another environment")
-    return Histories(facts, places[0], action, torch.from_numpy(np.array(arrays["rewards"])), places[1])
+
+
+def _check_rules(folder: Path, histories: Histories) -> None:
+    """Raises Problem unless the first episodes are what the environment gives for their actions: they may be of another one."""
+    facts, env = histories.facts, histories.facts.env()
+    columns = (histories.place, histories.action, histories.reward, histories.next_place)
+    place, action, reward, next_place = (values[:CHECKED_TASKS, 0, : CHECKED_EPISODES * facts.limit] for values in columns)
+    task = torch.tensor(facts.tasks[:CHECKED_TASKS])
+    state, no_rand = env.start(task), torch.zeros(len(task), 0)
+    for step in range(place.shape[1]):
+        if step % facts.limit == 0:
+            state = env.start(task)
+        is_equal = state["place"] == place[:, step]
+        state, expected, _ = env.step(state, action[:, step].long(), no_rand)
+        is_equal &= (expected == reward[:, step]) & (state["place"] == next_place[:, step])
+        if not is_equal.all():
+            row = int((~is_equal).nonzero()[0, 0])
+            raise Problem(
+                f"{folder} was not recorded in {facts.world} with size={facts.size} and limit={facts.limit}, as {INDEX} says: step {step} of"
+                f" task {env.label(facts.tasks[row])} goes otherwise. Collect again"
+            )
+
+
+def are_at(text: str) -> bool:
+    """Returns whether there is anything at a path that `read` may take for histories."""
+    path = Path(text).expanduser()
+    return any((folder / name).exists() for folder in (path, path / "data") for name in (INDEX, *(f"{field}.npy" for field in FIELDS)))
 
 
 def _folder(path: Path) -> Path:
@@ -141,13 +226,16 @@ def _folder(path: Path) -> Path:
 def _read_facts(folder: Path) -> Facts:
     try:
         index = json.loads((folder / INDEX).read_text())
+        _check(
+            isinstance(index, dict) and {"format", "files"} <= index.keys(), "index", {"index": index}, "an object with format and files"
+        )
         sizes, version = index.pop("files"), index.pop("format")
-        facts = Facts(**index | {"tasks": tuple(index["tasks"])})
-        facts.env()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if version != FORMAT:
+            raise Problem(f"{folder} has histories of format {brief(version)}; this version reads format {FORMAT}")
+        _check(isinstance(sizes, dict) and all(map(_is_whole, sizes.values())), "files", {"files": sizes}, "the sizes of files")
+        facts = Facts.from_json(index)
+    except (OSError, ValueError, RecursionError) as error:
         raise Problem(f"{folder / INDEX} cannot be read ({error}): collect again") from None
-    if version != FORMAT:
-        raise Problem(f"{folder} has histories of format {version}; this version reads format {FORMAT}")
     for name in FIELDS:
         file = folder / f"{name}.npy"
         size = file.stat().st_size if file.is_file() else 0
@@ -172,9 +260,11 @@ def noisy_histories(
     train, held_out = env.split(0)
     tasks = (held_out + train)[: num_tasks or env.num_tasks]
     steps = episodes * env.limit
+    _check_noise_fits(world, len(tasks), streams, steps)
     task = torch.tensor(tasks).repeat_interleave(streams)
     streams_id = torch.arange(len(task)) + seed * 1_000_003
-    columns: dict[str, list[Tensor]] = {"place": [], "action": [], "reward": [], "next_place": []}
+    types = {"place": torch.int16, "action": torch.uint8, "reward": torch.float32, "next_place": torch.int16}
+    columns = {name: torch.empty(len(task), steps, dtype=kind) for name, kind in types.items()}
     state = env.start(task)
     for step in range(steps):
         if step % env.limit == 0:
@@ -182,10 +272,21 @@ def noisy_histories(
         uniform = episode_uniform(streams_id, step, 2)
         random_action = (uniform[:, 1] * env.actions).long().clamp(max=env.actions - 1)
         action = torch.where(uniform[:, 0] < 1 - step / steps, random_action, env.best_action(state))
-        columns["place"].append(state["place"].to(torch.int16))
-        state, reward, _ = env.step(state, action, uniform[:, :0])
-        columns["action"].append(action.to(torch.uint8))
-        columns["reward"].append(reward)
-        columns["next_place"].append(state["place"].to(torch.int16))
+        after, reward, _ = env.step(state, action, uniform[:, :0])
+        for name, values in (("place", state["place"]), ("action", action), ("reward", reward), ("next_place", after["place"])):
+            columns[name][:, step] = values
+        state = after
     facts = Facts(world, size, env.limit, tuple(tasks), streams, steps, region, 0, "noise")
-    return Histories(facts, **{name: torch.stack(values, 1).unflatten(0, (len(tasks), streams)) for name, values in columns.items()})
+    return Histories(facts, **{name: values.unflatten(0, (len(tasks), streams)) for name, values in columns.items()})
+
+
+def _check_noise_fits(world: str, num_tasks: int, streams: int, steps: int) -> None:
+    """Raises Problem for histories that would fill the memory."""
+    bytes_of_task = streams * steps * BYTES_OF_STEP
+    if num_tasks * bytes_of_task > MAX_NOISE_BYTES:
+        fewer = MAX_NOISE_BYTES // bytes_of_task
+        fix = f"take num_tasks={fewer}, or fewer streams" if fewer > 1 else "take fewer streams or episodes"
+        raise Problem(
+            f"data=noise would make {num_tasks:,} tasks of {world} x {streams:,} streams x {steps:,} steps:"
+            f" {num_tasks * bytes_of_task / 1e9:.1f} GB, more than {MAX_NOISE_BYTES / 1e9:.0f} GB: {fix}"
+        )

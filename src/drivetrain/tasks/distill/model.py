@@ -122,6 +122,11 @@ class InContextModel(nn.Module):
         """Steps of history that reach the model directly."""
         raise NotImplementedError
 
+    @property
+    def shortest_context(self) -> int:
+        """Steps of history that reach the model directly after it has dropped what does not fit."""
+        raise NotImplementedError
+
     def forward(self, steps: Steps) -> Tensor:
         """Returns logits [rows, steps, actions]."""
         raise NotImplementedError
@@ -160,6 +165,10 @@ class PlainModel(InContextModel):
     def context_length(self) -> int:
         return self.window
 
+    @property
+    def shortest_context(self) -> int:
+        return self.window // 2
+
     def forward(self, steps: Steps) -> Tensor:
         logits: Tensor = self.head(self.transformer(self.embedding.of_steps(steps)))
         return logits
@@ -192,6 +201,10 @@ class CompressedModel(InContextModel):
     @property
     def context_length(self) -> int:
         return 2 * self.region
+
+    @property
+    def shortest_context(self) -> int:
+        return self.region
 
     def forward(self, steps: Steps) -> Tensor:
         """`steps` is a history of one or two regions; the last may be shorter."""
@@ -233,6 +246,10 @@ class LatentModel(InContextModel):
 
     @property
     def context_length(self) -> int:
+        return self.region
+
+    @property
+    def shortest_context(self) -> int:
         return self.region
 
     def forward(self, steps: Steps) -> Tensor:

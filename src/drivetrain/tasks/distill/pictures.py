@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drivetrain.tasks.distill.envs import TaskEnv
 
-BLUE, GREY, ORANGE = "#2f6fab", "#9aa0a6", "#d1731e"
+BLUE, GREY, ORANGE, BLACK = "#2f6fab", "#9aa0a6", "#d1731e", "#202124"
 COLUMNS = 4
 """Tasks in one row of a picture."""
 
@@ -27,6 +27,8 @@ class TaskResult:
     """The mean return of the recorded learner in each of its episodes."""
     places: Tensor
     """The cells of the last episode of the first stream."""
+    goals: tuple[int, ...] = ()
+    """The cells to go to."""
 
     @property
     def last_return(self) -> float:
@@ -55,7 +57,7 @@ def draw_curves(results: list[TaskResult], learner: str) -> np.ndarray:
 
 
 def draw_episodes(results: list[TaskResult], env: TaskEnv) -> np.ndarray:
-    """Draws the way of one stream through its last episode, for each task."""
+    """Draws the way of one stream through its last episode, for each task: from the grey disc to the square; stars are goals."""
     figure, axes = _grid(len(results), 2.4)
     for result, axis in zip(results, axes, strict=False):
         row, column = (result.places // env.size).numpy(), (result.places % env.size).numpy()
@@ -63,6 +65,8 @@ def draw_episodes(results: list[TaskResult], env: TaskEnv) -> np.ndarray:
         np.add.at(visits, (row, column), 1)
         axis.imshow(visits, cmap="Blues", vmin=0, vmax=max(4, visits.max()))
         axis.plot(column, row, color=ORANGE, linewidth=1.5)
+        for goal in result.goals:
+            axis.plot(goal % env.size, goal // env.size, "*", color=BLACK, markersize=9)
         axis.plot(column[0], row[0], "o", color=GREY, markersize=5)
         axis.plot(column[-1], row[-1], "s", color=ORANGE, markersize=5)
         axis.set_title(f"{result.label}: {float(result.returns[0, -1]):.0f} of {result.optimum:.0f}", fontsize=9)

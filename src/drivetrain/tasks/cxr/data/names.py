@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from drivetrain.outcomes import Outcome, Problem
-from drivetrain.runs import find, write_atomic
+from drivetrain.runs import find
 from drivetrain.tasks.cxr.data.columns import CxrIndex
-from drivetrain.tasks.cxr.data.index import print_notice
 from drivetrain.tasks.cxr.data.words import all_words
+from drivetrain.tasks.run_files import read_run_file, write_run_file
 
 FILE = "cxr-names.json"
 """In the run's folder."""
@@ -41,25 +39,11 @@ def names_of_index(index: CxrIndex, with_words: bool) -> DataNames:
 
 def read_names(run_folder: Path | None) -> DataNames | None:
     """Returns the names that a run keeps; None if it has none."""
-    if run_folder is None:
-        return None
-    path = run_folder / FILE
+    content = read_run_file(run_folder, FILE)
     try:
-        return DataNames(**json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError) as error:
-        raise Problem(f"{path} cannot be read ({error}): remove it, and the names are read from the data") from None
-
-
-def write_run_file(run_folder: Path | None, name: str, content: object) -> None:
-    """Writes a JSON file into a run's folder, on rank 0; if it cannot be written, a notice says so."""
-    if run_folder is None or os.environ.get("RANK", "0") != "0":
-        return
-    try:
-        write_atomic(run_folder / name, json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        print_notice(f"{run_folder / name} cannot be written: {error.strerror or error}")
+        return None if content is None else DataNames(**content)
+    except TypeError as error:
+        raise Problem(f"{run_folder}/{FILE} cannot be read ({error}): remove it, and the names are read from the data") from None
 
 
 def write_names(run_folder: Path | None, names: DataNames) -> None:
