@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,8 @@ from drivetrain.buckets.url import BucketUrl, is_url, parse
 from drivetrain.engine.state.checkpoint import verify
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.runs import Run
-from tests.command import expect_error, run_drivetrain, run_ok, write_task
+from tests.command import COMMAND, environment, expect_error, run_drivetrain, run_ok, write_task
+from tests.launching import free_port
 from tests.sample_tasks import rows, weights
 from tests.waiting import wait_until
 
@@ -491,6 +493,66 @@ def test_the_model_of_a_finished_run_is_uploaded(folder: Path) -> None:
     assert json.loads((latest / "task.json").read_text())["step"] == 3
     assert not (latest / "stale.onnx").exists()
     assert sorted(p.name for p in (folder / "public" / "models").iterdir()) == ["done", "later", "latest"]
+
+
+def test_a_resumed_run_uploads_its_model_too(folder: Path) -> None:
+    """run.json keeps the address; `resume --upload` changes it, or gives one to a run that had none."""
+    write_task(change=("return F.cross", "assert not Path('crash').exists()\n        return F.cross"))
+    task = Path("small.py").read_text()
+    Path("small.py").write_text(f"from pathlib import Path\n{task}")
+    Path("crash").touch()
+    url = f"file://{folder}/public"
+    done = run_drivetrain("train", "small.py", "steps=2", "--name", "first", "--upload", url)
+    assert done.returncode == 1, done.stdout + done.stderr
+    Path("crash").unlink()
+    assert f"upload  {url}/models/first" in run_ok("resume", "first")
+    assert (folder / "public" / "models" / "first" / "model.safetensors").read_bytes() == weights("runs/first")
+    assert "upload  " not in run_ok("resume", "first"), "it was finished before"
+    run_ok("train", "small.py", "steps=2", "--name", "second")
+    assert f"upload  {url}/models/second" in run_ok("resume", "second", "steps=3", "--upload", url)
+    assert "upload  " not in run_ok("train", "small.py", "steps=2", "--name", "third")
+
+
+def test_with_several_machines_the_leader_uploads(folder: Path) -> None:
+    write_task()
+    url, address = f"file://{folder}/public", f"127.0.0.1:{free_port()}"
+    words = (
+        "train",
+        "small.py",
+        "steps=3",
+        "plan.threads=1",
+        "--procs",
+        "1",
+        "--nodes",
+        "2",
+        "--rendezvous",
+        address,
+        "--upload",
+        url,
+        "--name",
+    )
+    started = [
+        subprocess.Popen(
+            [*COMMAND, *words, name, "--node-rank", rank], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank, name in (("0", "two"), ("1", "two-member"))
+    ]
+    leader, member = (process.communicate(timeout=300)[0] for process in started)
+    assert [process.returncode for process in started] == [0, 0], leader + member
+    assert f"upload  {url}/models/two" in leader
+    assert "upload" not in member
+    assert sorted(path.name for path in (folder / "public" / "models").iterdir()) == ["latest", "two"]
+
+
+def test_a_run_with_the_name_of_the_newest_model_is_refused(folder: Path) -> None:
+    """Its own copy, and the copy of the newest model, would have one address."""
+    write_task()
+    for words in (("--name", "latest"), ("--run-dir", "elsewhere/latest"), ("--run-dir", f"file://{folder}/share/latest")):
+        message = expect_error("train", "small.py", "steps=2", *words, "--upload", f"file://{folder}/public")
+        assert "models/latest is the newest model" in message
+    assert not Path("runs").exists()
+    run_ok("train", "small.py", "steps=2", "--name", "latest")
+    assert "models/latest is the newest model" in expect_error("upload", "latest", f"file://{folder}/public")
 
 
 def test_a_failed_upload_does_not_fail_the_run(folder: Path) -> None:

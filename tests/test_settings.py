@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain.outcomes import Problem
-from drivetrain.settings import Length, Setting, read_type, resolve, type_text
+from drivetrain.recipe import load
+from drivetrain.settings import PACKAGE, Length, Setting, read_type, resolve, type_text
 from drivetrain.settings_reader.declaration import read_declaration
 from drivetrain.settings_reader.live import settings_from_json, settings_of_class, settings_to_json
 from drivetrain.task_ref import BUILT_IN, find_task, load_class
@@ -96,3 +98,12 @@ def test_settings_are_inherited_in_a_file(tmp_path: Path) -> None:
     assert (settings["a"].default, settings["a"].doc, settings["b"].default) == (3, "A.", 4)
     assert "c" not in settings
     assert "depth" not in settings
+
+
+def test_drivetrain_s_own_variables_are_no_settings() -> None:
+    """Whoever names another kubectl, or a longer lease of a bucket, gets no note about an unknown setting."""
+    sources = "".join(file.read_text() for file in PACKAGE.rglob("*.py"))
+    variables = set(re.findall(r"\bDRIVETRAIN_[A-Z][A-Z_]*", sources))
+    assert {"DRIVETRAIN_KUBECTL", "DRIVETRAIN_BUCKET_LEASE"} <= variables
+    (recipe,) = load("digits", [], dict.fromkeys(variables, "6"))
+    assert recipe.notices == ()

@@ -21,7 +21,10 @@ from drivetrain.task_ref import TaskRef, built_in_recipes, find_task
 NOT_SETTINGS = ("task", "name", "plan", "stages")
 """Keys of a recipe file that are not settings."""
 ENVIRONMENT_PREFIX = "DRIVETRAIN_"
-NOT_SETTINGS_IN_ENVIRONMENT = ("OFFLINE", "FAULTS", "TOKEN", "TOKEN_FILE", "JOB")
+NOT_SETTINGS_IN_ENVIRONMENT = (
+    "BUCKET_LEASE", "BUCKET_PATIENCE", "BUCKET_TIMEOUT", "FAULTS", "JOB", "KUBECTL", "LAUNCH", "OFFLINE", "PACE", "SAMPLES", "TOKEN", "TOKEN_FILE",
+)  # fmt: skip
+"""Variables with the prefix that belong to drivetrain itself."""
 MAY_CHANGE = ("epochs", "steps", "log_every", "eval_every", "eval_first", "save_every", "keep", "best", "patience")
 """Settings that a resume may change: they do not affect steps already taken."""
 

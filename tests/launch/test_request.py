@@ -33,12 +33,12 @@ OTHER = {
     "check_collectives": st.booleans(),
     "quiet": st.booleans(),
     "verbose": st.booleans(),
+    "upload": st.none() | NAMES.map("s3://team/{}".format),
 }
 TRAIN_ONLY = {
     "plan_file": st.none() | WORDS,
     "dry_run": st.booleans(),
     "smoke": st.booleans(),
-    "upload": st.none() | NAMES.map("s3://team/{}".format),
 }
 
 

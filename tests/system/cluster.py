@@ -219,26 +219,34 @@ def _bind(port: int) -> None:
 
 
 def _start_servers(cluster: Cluster) -> None:
-    """Starts the API servers, and the main one again with the flags of its aggregation layer."""
+    """Starts the API servers; both again with the flags with which one stands behind the aggregation layer of the other."""
     folder = cluster.folder
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "up.log", "wb") as log:
         subprocess.run(
             ["bash", str(PARTS / "up"), str(folder), str(cluster.port)], check=True, stdout=log, stderr=log, stdin=subprocess.DEVNULL
         )
-    pids = (folder / "pids").read_text().split()
-    words = Path(f"/proc/{pids[1]}/cmdline").read_text().split("\0")[:-1]
-    _end(int(pids[1]))
-    with open(folder / "core.log", "ab") as log:
-        core = subprocess.Popen([*words, *AGGREGATION], cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    (folder / "pids").write_text("\n".join((pids[0], str(core.pid), *pids[2:])) + "\n")
+    etcd, core, resources = map(int, (folder / "pids").read_text().split())
+    pids = [etcd, _restart(folder, core, *AGGREGATION).pid]
+    (folder / "pids").write_text("\n".join(map(str, [*pids, resources])) + "\n")
+    # It asks the main server what a user may do.
+    pids.append(_restart(folder, resources, "--authorization-kubeconfig=core.kubeconfig").pid)
+    (folder / "pids").write_text("\n".join(map(str, pids)) + "\n")
     ready = ("kubectl", "--kubeconfig", str(cluster.kubeconfig), "get", "--raw", "/readyz")
-    wait_until(lambda: subprocess.run(ready, capture_output=True).returncode == 0, "the API server", 60, core)
+    wait_until(lambda: subprocess.run(ready, capture_output=True).returncode == 0, "the API server", 120)
     # What the aggregation layer passes on may not be defined in the main server too.
     cluster.kubectl("delete", "crd", "pytorchjobs.kubeflow.org")
     spec = {"type": "ExternalName", "externalName": "localhost", "ports": [{"port": cluster.port + 2}]}
     service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "operators"}, "spec": spec}
     cluster.kubectl("create", "--validate=false", "-f", "-", stdin=yaml.safe_dump(service))
+
+
+def _restart(folder: Path, pid: int, *flags: str) -> subprocess.Popen[bytes]:
+    """Starts a server again with further flags; of two values of a flag the last counts."""
+    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1]
+    _end(pid)
+    with open(folder / f"{Path(words[0]).name}.log", "ab") as log:
+        return subprocess.Popen([*words, *flags], cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
 
 def _api_service(group: str, version: str, port: int) -> Object:

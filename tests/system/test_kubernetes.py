@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from drivetrain.runs import Run
+from drivetrain.targets.kubernetes import checks as cluster_checks
 from tests.command import COMMAND, TASK, environment, expect_error, run_drivetrain, run_ok, write_task
 from tests.system.cluster import Cluster, cluster
 from tests.system.cluster_api import Object
@@ -333,3 +334,42 @@ def test_a_user_without_rights(lab: Cluster, monkeypatch: pytest.MonkeyPatch) ->
     message = expect_error("train", "small.py", *FAST, "--on", "lab", "--name", "forbidden")
     assert "you (nobody) may not" in message
     assert not Path("runs/forbidden").exists()
+
+
+def grant(lab: Cluster, user: str, rules: list[Object]) -> None:
+    """Gives a user of the cluster these rights in the namespace, and no others."""
+    about = {"apiVersion": "rbac.authorization.k8s.io/v1", "metadata": {"name": user}}
+    subject = {"kind": "User", "name": user, "apiGroup": "rbac.authorization.k8s.io"}
+    reference = {"kind": "Role", "name": user, "apiGroup": "rbac.authorization.k8s.io"}
+    binding = about | {"kind": "RoleBinding", "subjects": [subject], "roleRef": reference}
+    lab.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all([about | {"kind": "Role", "rules": rules}, binding]))
+
+
+def rule(verb: str, resource: str, subresource: str = "", group: str = "") -> Object:
+    return {"apiGroups": [group], "resources": [f"{resource}/{subresource}" if subresource else resource], "verbs": [verb]}
+
+
+def test_the_rights_that_doctor_asks_for_are_enough(lab: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first submission to `down`, by a user with exactly these rights."""
+    jobs = [rule(verb, "pytorchjobs", group="kubeflow.org") for verb in cluster_checks.JOB_RIGHTS]
+    grant(lab, "colleague", [*jobs, *(rule(*right) for right in cluster_checks.RIGHTS)])
+    monkeypatch.setenv("KUBECONFIG", str(lab.write_user("colleague")))
+    found = checks(0)
+    assert found["rights"]["verdict"] == "ok", found["rights"]
+    write_target(secrets=["MY_API_KEY"])
+    run_ok("train", "small.py", "steps=300", *FAST, "--on", "lab", "--name", "stopped", MY_API_KEY=SECRET)
+    wait_until(lambda: run_ok("status", "stopped") and step("stopped") >= 5, "steps")
+    assert "Started  " in run_ok("status", "stopped")
+    assert "stopped on lab (preempted)" in run_ok("stop", "stopped")
+    assert "done    " in run_ok("resume", "stopped", "--wait", MY_API_KEY=SECRET)
+    assert "finished on lab" in run_ok("status", "stopped")
+    run_ok("pull", "stopped")
+    assert "PyTorchJob stopped-" in run_ok("down", "lab", "--yes")
+    wait_until(lambda: not our_objects(lab), "an empty cluster", 60)
+
+
+def test_doctor_misses_each_single_right(lab: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [rule(verb, "pytorchjobs", group="kubeflow.org") for verb in cluster_checks.JOB_RIGHTS]
+    grant(lab, "newcomer", [*jobs, *(rule(*right) for right in cluster_checks.RIGHTS if right != ("get", "configmaps", ""))])
+    monkeypatch.setenv("KUBECONFIG", str(lab.write_user("newcomer")))
+    assert checks(201)["rights"]["evidence"] == "you may not: get configmaps"

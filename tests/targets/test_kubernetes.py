@@ -29,6 +29,7 @@ from drivetrain.targets.image import record
 from drivetrain.targets.image.record import BuiltImage, record_image
 from drivetrain.targets.kubernetes import checks, names, specs
 from drivetrain.targets.kubernetes.failures import AlreadyExists, NotFound, explain_kubectl
+from drivetrain.targets.kubernetes.gpus import gpu_lines
 from drivetrain.targets.kubernetes.jobs import KINDS
 from drivetrain.targets.kubernetes.kubectl import Kubectl
 from drivetrain.targets.kubernetes.pod import is_operators, position
@@ -36,7 +37,7 @@ from drivetrain.targets.kubernetes.pods import PodHost, files_pod, is_sent
 from drivetrain.targets.kubernetes.rendering import to_yaml
 from drivetrain.targets.kubernetes.settings import LABEL_VALUE, KubernetesSettings
 from drivetrain.targets.kubernetes.states import pod_states, state_of
-from drivetrain.targets.kubernetes.target import KubernetesTarget, gpu_lines
+from drivetrain.targets.kubernetes.target import KubernetesTarget
 from drivetrain.targets.submission import Submission
 from tests.command import expect_error, run_ok
 
@@ -362,6 +363,7 @@ EXPLAINED = {
     "forbidden-list": "you (bob) may not list pods",
     "kubeconfig-broken": "the kubeconfig /home/me/.kube/config cannot be read",
     "namespace": "kubectl create namespace nope, or correct namespace: in the target",
+    "no-context": "kubectl knows no cluster: copy the kubeconfig",
     "no-crd": "is the operator installed? (drivetrain doctor --on k8s)",
     "no-kubeconfig": "kubectl knows no cluster: copy the kubeconfig",
     "other-certificate": "was the cluster made again?",
@@ -452,6 +454,9 @@ def test_states() -> None:
     assert state([{"type": "Succeeded", "status": "True"}]) == JobState("ended", 0)
     failed = [{"type": "Failed", "status": "True", "message": "PyTorchJob x is failed because 1 Master replica(s) failed."}]
     assert state(failed, pod(ended(2))) == JobState("ended", 2, "it ended with code 2 (usage)")
+    again = state(failed, pod(ended(102)))
+    assert again.code == EXIT_CODES[Outcome.HANG], "the pod ended with a code that is not repeated"
+    assert again.reason.startswith("it ended with code 202 (hang) again and again")
     assert state(failed).code == EXIT_CODES[Outcome.INFRA], "the pods were deleted"
     assert state([{"type": "Running", "status": "True"}, {"type": "Failed", "status": "False"}]).phase == "queued"
     assert state([{"type": "Complete", "status": "True"}], kind="trainjob") == JobState("ended", 0)
@@ -464,6 +469,24 @@ def test_states() -> None:
     }
     assert "the namespace's quota gpus is used up" in state([], events=(event,)).reason
     assert state_of(KINDS["pytorchjob"], None, [], [], "k8s").phase == "lost"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("pytorchjob", "Job x has failed because it was active longer than specified deadline"),
+        ("trainjob", "TrainJob exceeded its active deadline"),
+    ],
+)
+def test_a_deadline_preempts_the_run(kind: str, message: str) -> None:
+    """It ends when its last pod has saved; then it can be resumed."""
+    failed = [{"type": "Failed", "status": "True", "reason": "DeadlineExceeded", "message": message}]
+    answer = state(failed, kind=kind)
+    assert (answer.phase, answer.code) == ("ended", EXIT_CODES[Outcome.PREEMPTED])
+    assert answer.reason == "its deadline passed: raise deadline: in the target; drivetrain resume continues it"
+    saving = pod(RUNNING)
+    saving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    assert state(failed, saving, kind=kind) == JobState("running", None, "its deadline passed: it saves")
 
 
 def test_a_pod_that_waits_while_others_run() -> None:
@@ -482,10 +505,12 @@ def test_what_the_gpus_of_a_pod_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the form of `nvidia-smi --format=csv,noheader,nounits`."""
     host = PodHost(None, Kubectl("k8s", None, "ml"), "x-worker-0", "pytorch")
     monkeypatch.setattr(Kubectl, "exec", lambda self, pod, container, words: "0, 97, 61203, 81559, 612.43\n1, 0, 4, 81559, [N/A]\n")
-    assert list(gpu_lines(host)) == [
-        "x-worker-0   GPU 0: 97 % busy, 61203 of 81559 MiB, 612.43 W",
-        "x-worker-0   GPU 1: 0 % busy, 4 of 81559 MiB, [N/A] W",
+    assert list(gpu_lines(host, node=1)) == [
+        "rank 2   GPU 0 of x-worker-0: 97 % busy, 61203 of 81559 MiB, 612.43 W",
+        "rank 3   GPU 1 of x-worker-0: 0 % busy, 4 of 81559 MiB, [N/A] W",
     ]
+    ranks = [line.partition("   ")[0] for line in gpu_lines(host, node=1, procs=1)]
+    assert ranks == ["rank 1", "no rank"], "one process for each pod, which has two GPUs"
 
     def fail(self: Kubectl, pod: str, container: str, words: tuple[str, ...]) -> str:
         raise Problem('exec: "nvidia-smi": executable file not found in $PATH')
@@ -539,7 +564,7 @@ def node(labels: dict[str, str], provider: str = "", gpus: int = 0, is_ready: bo
         ({}, "kind://docker/kind/kind-worker", "Kind", "nvkind cluster create"),
         ({"eks.amazonaws.com/nodegroup": "a"}, "aws:///eu-west-1a/i-0", "EKS", "eksctl create nodegroup"),
         ({"cloud.google.com/gke-nodepool": "a"}, "gce://p/z/n", "GKE", "gcloud container node-pools create"),
-        ({"kubernetes.azure.com/agentpool": "a"}, "azure:///subscriptions/x", "AKS", "az aks nodepool add"),
+        ({"kubernetes.azure.com/agentpool": "a"}, "azure:///subscriptions/x", "AKS", "--node-vm-size Standard_NC4as_T4_v3"),
         ({"node.openshift.io/os_id": "rhcos"}, "aws:///x", "OpenShift", "GPU Operator"),
         ({"minikube.k8s.io/name": "minikube"}, "", "minikube", "minikube start"),
         ({"kubernetes.io/os": "linux"}, "", "Kubernetes", "add a node with an NVIDIA GPU"),
@@ -555,8 +580,30 @@ def test_platforms(labels: dict[str, str], provider: str, name: str, command: st
 def test_gpus_of_nodes() -> None:
     assert checks._gpu_check([node({}, gpus=8)], checks.OTHER, KubernetesSettings(gpus=8)).verdict == "ok"
     assert "set gpus: to 4 or less" in checks._gpu_check([node({}, gpus=4)], checks.OTHER, KubernetesSettings(gpus=8)).fix
-    label = {"feature.node.kubernetes.io/pci-10de.present": "true"}
-    assert "the device plugin does not run there" in checks._gpu_check([node(label)], checks.OTHER, KubernetesSettings()).evidence
+
+
+@pytest.mark.parametrize(
+    ("labels", "provider"),
+    [
+        ({"feature.node.kubernetes.io/pci-10de.present": "true"}, ""),
+        ({"node.kubernetes.io/instance-type": "g4dn.xlarge"}, "aws:///eu-west-1a/i-0"),
+        ({"node.kubernetes.io/instance-type": "p5en.48xlarge"}, "aws:///eu-west-1a/i-0"),
+        ({"kubernetes.azure.com/accelerator": "nvidia"}, "azure:///subscriptions/x"),
+        ({"cloud.google.com/gke-accelerator": "nvidia-l4"}, "gce://p/z/n"),
+    ],
+)
+def test_a_node_with_a_gpu_but_without_its_plugin(labels: dict[str, str], provider: str) -> None:
+    """Another node would cost money, and have no plugin either."""
+    machine = node(labels, provider)
+    check = checks._gpu_check([machine], checks.platform_of([machine]), KubernetesSettings(gpus=1))
+    assert "the device plugin does not run there" in check.evidence
+    assert check.fix.startswith("kubectl create -f") and "nvidia-device-plugin" in check.fix
+
+
+@pytest.mark.parametrize(("machine", "provider"), [("g4ad.xlarge", "aws:///a/i-0"), ("m5.large", "aws:///a/i-0"), ("g5.xlarge", "")])
+def test_a_node_without_an_nvidia_gpu(machine: str, provider: str) -> None:
+    there = node({"node.kubernetes.io/instance-type": machine}, provider)
+    assert "no node of this" in checks._gpu_check([there], checks.platform_of([there]), KubernetesSettings(gpus=1)).evidence
 
 
 def test_shared_memory_is_that_of_docker_in_kubernetes_words() -> None:

@@ -19,6 +19,8 @@ LINK = f"{STATE}/bucket.json"
 MARK = "uploaded.json"
 """The last object of a checkpoint in a bucket: without it the checkpoint is not complete."""
 CHECKPOINTS = "checkpoints"
+LATEST = "latest"
+"""The name of the copy of the newest model."""
 OF_MACHINE = frozenset({"lock", "job", "code", "code.tar.gz", "target.json", CHECKPOINTS})
 """What belongs to one machine, or is copied in another way."""
 PART = re.compile(r"[\w,+=@%() -][\w.,+=@%() -]*")
@@ -141,3 +143,9 @@ def check_folder_of(folder: Path, url: object) -> None:
     """Raises Problem if the folder here is that of another run."""
     if read_link(folder).get("url") != str(url) and stages_in(folder):
         raise Problem(f"{folder} is a run that is not in {url}: choose another last part for the address, or move that folder away")
+
+
+def check_uploadable(name: str) -> None:
+    """Raises Problem for the name of a run whose copy would be the one of the newest model."""
+    if name == LATEST:
+        raise Problem(f"models/{LATEST} is the newest model: a run whose model is uploaded needs another name (--name NAME)")

@@ -7,17 +7,16 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from drivetrain.buckets.layout import MARK, is_safe
+from drivetrain.buckets.layout import LATEST, MARK, check_uploadable, is_safe
 from drivetrain.buckets.store import Store
 from drivetrain.buckets.url import BucketUrl
 from drivetrain.outcomes import Problem
 from drivetrain.runs import FORMAT, Run, sha256_of
 
-LATEST = "latest"
-
 
 def upload_model(run: Run, url: BucketUrl, patience: float) -> list[str]:
     """Uploads the model; returns the addresses of both copies. Files that are there already are not sent again."""
+    check_uploadable(run.path.name)
     files = {name: run.path / "model" / name for name in sorted(_files(run.path / "model"))}
     if run.card_path.name not in files:
         raise Problem(f"{run.name} has no model yet: only finished runs have one (drivetrain resume {run.name})")

@@ -27,6 +27,7 @@ from drivetrain.terminal import show
 
 if TYPE_CHECKING:
     from drivetrain.launch.request import Request
+    from drivetrain.launch.watcher import LaunchedWorker
     from drivetrain.watch.screen import Screen
 
 TRAIN = """\
@@ -62,16 +63,16 @@ def parser(verb: str) -> Parser:
             help="a saved plan (drivetrain plan --json, a run.json), accelerate's YAML, DeepSpeed's JSON or guide 004's YAML",
         )
         add_run_folder(parser, "run")
-        parser.add_argument(
-            "--upload",
-            type=bucket_address("--upload"),
-            metavar="URL",
-            help="upload the finished model and its card to URL/models/RUN/ and URL/models/latest/",
-        )
         parser.add_argument("--dry-run", action="store_true", help="show every setting with its origin and the plan, and stop")
         parser.add_argument(
             "--smoke", action="store_true", help="a few steps on a few samples through train, save, resume and eval; nothing is kept"
         )
+    parser.add_argument(
+        "--upload",
+        type=bucket_address("--upload"),
+        metavar="URL",
+        help="upload the finished model and its card to URL/models/RUN/ and URL/models/latest/",
+    )
     add_target(parser)
     add_common(parser)
     return parser
@@ -144,9 +145,14 @@ def _train(request: Request, screen: Screen) -> int:
     if isinstance(worker, int):  # in the watcher, after the worker's end
         return worker
     run, ended = start.train_stages(recipes, request, screen, worker)
-    if worker is None or os.environ.get("RANK") == "0":
+    if _is_first(worker):
         upload_after(run, request, ended, screen)
     return exit_code(ended)
+
+
+def _is_first(worker: LaunchedWorker | None) -> bool:
+    """Whether this process is no worker of another launcher, or the first of them."""
+    return worker is None or os.environ.get("RANK") == "0"
 
 
 def read_request(words: list[str]) -> Request:
@@ -174,7 +180,7 @@ def _resume(request: Request, place: Place, screen: Screen) -> int:
     from drivetrain import runs
     from drivetrain.cli.submitted import agree_on, resume_on
     from drivetrain.launch import start
-    from drivetrain.launch.bucket import resume_request, with_bucket_of
+    from drivetrain.launch.bucket import resume_request, upload_after, with_bucket_of, with_upload_of
     from drivetrain.launch.ending import exit_code, raise_failure
     from drivetrain.launch.launchers import detect_launcher
     from drivetrain.launch.recorded import recorded_recipe
@@ -187,7 +193,7 @@ def _resume(request: Request, place: Place, screen: Screen) -> int:
     if record is not None and not is_inside(record.run):
         return resume_on(record, request, place.on, place.wait, agree_on(place.yes, screen), screen)
     run = runs.find(request.target)
-    request = with_bucket_of(run, request)
+    request = with_upload_of(run, with_bucket_of(run, request))
     recipe = recorded_recipe(run, request.settings)
     launcher = detect_launcher(os.environ)
     worker = start_worker(launcher, request.hang_after, screen) if launcher is not None else None
@@ -195,6 +201,8 @@ def _resume(request: Request, place: Place, screen: Screen) -> int:
         return worker
     _, ended = start.resume(run, recipe, request, screen, worker)
     raise_failure(ended, run)
+    if _is_first(worker):
+        upload_after(run, request, ended, screen)
     return exit_code(ended)
 
 

@@ -105,9 +105,17 @@ def upload_finished(run: Run, address: str, screen: Screen) -> None:
         screen.line("upload", copy)
 
 
+def with_upload_of(run: Run, request: Request) -> Request:
+    """Returns the request with the address to which an unfinished run is to upload its model, if it has one."""
+    if request.upload is not None or run.is_finished:
+        return request
+    upload = run.read().get("upload")
+    return replace(request, upload=upload) if isinstance(upload, str) else request
+
+
 def upload_after(run: Run, request: Request, ended: JobEnd, screen: Screen) -> None:
-    """Uploads the model if --upload asked for it. A failure is shown, and changes nothing of the run's outcome."""
-    if request.upload is None or ended.outcome is not Outcome.OK:
+    """Uploads the model if --upload asked for it; of several machines the leader does. A failure is shown, and changes nothing of the run's outcome."""
+    if request.upload is None or ended.outcome is not Outcome.OK or ended.is_member:
         return
     try:
         upload_finished(run, request.upload, screen)

@@ -119,7 +119,7 @@ def _open_on_rank_0(
         plan = plan_run(recipe, request, cluster_of(machine, world_size, nodes), opened.previous, screen)
         notice = f"{world_size} processes, started by {worker.launcher}{_ignored_flags(request)}"
         report_start(recipe, machine, plan, screen, "; ".join(filter(None, [opened.note, notice])))
-        record_start(opened, recipe, plan, machine)
+        record_start(opened, recipe, plan, machine, request.upload)
         opened.run.log_event("started", world_size=world_size, launcher=worker.launcher)
         job = make_train_job(recipe, opened.run, plan, request)
         return opened, {"job": to_json(job), "code": job.task.digest(), "leader": asdict(worker.leader)}

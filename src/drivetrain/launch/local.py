@@ -83,7 +83,7 @@ def _with_procs_of_run(machine: LocalMachine, request: Request, opened: OpenedRu
 def _train_opened(recipe: Recipe, request: Request, opened: OpenedRun, machine: LocalMachine, plan: Plan, screen: Screen) -> JobEnd:
     placement = local_placement(machine.procs)
     report_start(recipe, machine, plan, screen, opened.note)
-    record_start(opened, recipe, plan, machine)
+    record_start(opened, recipe, plan, machine, request.upload)
     opened.run.log_event("started", world_size=placement.world_size, device=plan.device)
     folder = opened.previous["folder"] if opened.previous else None
     job = make_train_job(recipe, opened.run, plan, request, folder)

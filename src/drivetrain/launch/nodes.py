@@ -60,7 +60,7 @@ def _follow(member: Member, recipe: Recipe, request: Request, machine: LocalMach
     with contextlib.ExitStack() as stack:
         # The path of the DeepSpeed file is that of this machine, not the leader's.
         ended = rendezvous.follow(member, make_supervisor, lambda plan: replace(plan, deepspeed_config=own_plan.deepspeed_config))
-    return run, ended
+    return run, replace(ended, is_member=True)
 
 
 def _own_run(name: str, request: Request) -> Run:
@@ -113,7 +113,7 @@ def _lead_opened(
     placement = WorkerPlacement(0, machine.procs, members.world_size, ("", 0))
     plan = plan_run(recipe, request, cluster_of(machine, members.world_size, members.nodes), opened.previous, screen)
     report_start(recipe, machine, plan, screen, opened.note)
-    record_start(opened, recipe, plan, machine)
+    record_start(opened, recipe, plan, machine, request.upload)
     opened.run.log_event("started", world_size=members.world_size, device=plan.device)
     folder = opened.previous["folder"] if opened.previous else None
     job = make_train_job(recipe, opened.run, plan, request, folder)

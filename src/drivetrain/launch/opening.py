@@ -155,10 +155,11 @@ def check_changes(new: dict[str, Any], old: dict[str, Any], run: Run) -> None:
 # --- writing and removing ----------------------------------------------------------------------
 
 
-def record_start(opened: OpenedRun, recipe: Recipe, plan: Plan, machine: LocalMachine) -> None:
-    """Writes run.json and the copy of the task's code, before any process is started."""
+def record_start(opened: OpenedRun, recipe: Recipe, plan: Plan, machine: LocalMachine, upload: str | None = None) -> None:
+    """Writes run.json and the copy of the task's code, before any process is started. `upload`: the address for the finished model."""
     run, previous = opened.run, opened.previous
-    status = {"plan": plan.to_json(), "hardware": machine.hardware.to_json(), "status": "running", "outcome": "", "message": ""}
+    status: dict[str, Any] = {"upload": upload} if upload is not None else {}
+    status |= {"plan": plan.to_json(), "hardware": machine.hardware.to_json(), "status": "running", "outcome": "", "message": ""}
     try:
         if previous is not None:
             changed_recipe = previous["recipe"] | {"settings": recipe.settings, "pins": recipe.pins}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from decimal import Decimal
+from pathlib import PurePath
 from typing import Literal
 
+from drivetrain.buckets.layout import check_uploadable
 from drivetrain.names import check_folder, check_name
 from drivetrain.outcomes import Problem
 from drivetrain.plan import Plan
@@ -69,6 +71,8 @@ class Request:
             check_folder(self.run_dir, "--run-dir")
         if self.name is not None and self.run_dir is not None:
             raise Problem("--run-dir and --name both say where the run goes: give one")
+        if self.upload is not None:
+            check_uploadable(self.name or PurePath(self.run_dir or "").name)
 
     @property
     def node_range(self) -> tuple[int, int]:

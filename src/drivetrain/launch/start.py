@@ -76,7 +76,8 @@ def train_stages(recipes: list[Recipe], request: Request, screen: Screen, worker
     assert recipes, "a recipe has at least one stage"
     paths: dict[str, Path] = {}
     for recipe in recipes:
-        run, ended = train(recipe.with_paths(paths), request_of_stage(recipe, recipes, request), screen, worker)
+        own_request = request if recipe is recipes[-1] else replace(request, upload=None)
+        run, ended = train(recipe.with_paths(paths), request_of_stage(recipe, recipes, own_request), screen, worker)
         raise_failure(ended, run)
         if ended.outcome is not Outcome.OK:
             break

@@ -31,6 +31,8 @@ class JobEnd:
     """How the ranks spent their time."""
     lost: bool = False
     """Whether a process was lost or hung, so that a restart may succeed."""
+    is_member: bool = False
+    """Whether another machine leads the run, and has its directory."""
 
 
 @dataclass

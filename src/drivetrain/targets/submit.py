@@ -40,6 +40,7 @@ FLAGS = (
     "find_nan",
     "profile",
     "check_collectives",
+    "upload",
 )
 """Fields of a request that `resume` may change."""
 NOT_RECORDED = ("verb", "target", "settings", "run_dir", "name", "saved_plan", "asked_at", "dry_run")

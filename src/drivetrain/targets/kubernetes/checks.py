@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,14 +14,23 @@ from drivetrain.targets.kubernetes.jobs import KINDS, JobKind
 from drivetrain.targets.kubernetes.kubectl import Kubectl, NotFound
 from drivetrain.targets.kubernetes.settings import KubernetesSettings
 from drivetrain.targets.kubernetes.settings import runtime as parse_runtime
+from drivetrain.targets.kubernetes.specs import IN_IMAGE
 from drivetrain.targets.kubernetes.states import pod_states
 
 PLUGIN = "kubectl create -f https://raw.githubusercontent.com/NVIDIA/k8s-device-plugin/v0.17.1/deployments/static/nvidia-device-plugin.yml"
-RIGHTS = (
-    ("create", "", "secrets", ""), ("create", "", "configmaps", ""), ("delete", "", "secrets", ""), ("list", "", "pods", ""),
-    ("get", "", "pods", "log"), ("create", "", "pods", "exec"), ("create", "", "pods", ""), ("list", "", "events", ""),
+RIGHTS: tuple[tuple[str, str, str], ...] = (
+    *((verb, "configmaps", "") for verb in ("get", "list", "create", "delete")),
+    *((verb, "secrets", "") for verb in ("list", "create", "delete")),
+    *((verb, "pods", "") for verb in ("get", "list", "create", "delete")),
+    ("get", "pods", "log"), ("create", "pods", "exec"), ("list", "events", ""),
 )  # fmt: skip
-"""What a run needs beside its job: verb, API group, resource, subresource."""
+"""What runs and `down` need beside the rights to jobs: verb, resource, subresource."""
+JOB_RIGHTS = ("get", "list", "create", "delete")
+GPU_LABELS = {"feature.node.kubernetes.io/pci-10de.present": "true", "kubernetes.azure.com/accelerator": "nvidia"}
+ANY_GPU_LABELS = ("cloud.google.com/gke-accelerator", "k8s.amazonaws.com/accelerator")
+INSTANCE_TYPE = "node.kubernetes.io/instance-type"
+AWS_GPU_TYPE = re.compile(r"(g(?!4ad)|p)\d\w*\..+")
+"""Machine types of Amazon with NVIDIA GPUs; those of g4ad are AMD's."""
 MAX_PENDING = 5
 
 
@@ -44,7 +54,7 @@ PLATFORMS = (
     Platform("GKE", ("cloud.google.com/gke-",), "gce://", "gcloud container node-pools create gpu --cluster CLUSTER --location ZONE --machine-type n1-standard-4"
              " --accelerator type=nvidia-tesla-t4,count=1,gpu-driver-version=default --num-nodes 1"),
     Platform("EKS", ("eks.amazonaws.com/", "alpha.eksctl.io/"), "aws://", f"eksctl create nodegroup --cluster CLUSTER --name gpu --node-type g4dn.xlarge --nodes 1, and then: {PLUGIN}"),
-    Platform("AKS", ("kubernetes.azure.com/",), "azure://", f"az aks nodepool add --cluster-name CLUSTER --resource-group GROUP --name gpu --node-vm-size Standard_NC6s_v3 --node-count 1, and then: {PLUGIN}"),
+    Platform("AKS", ("kubernetes.azure.com/",), "azure://", f"az aks nodepool add --cluster-name CLUSTER --resource-group GROUP --name gpu --node-vm-size Standard_NC4as_T4_v3 --node-count 1, and then: {PLUGIN}"),
     Platform("minikube", ("minikube.k8s.io/",), "", "minikube start --driver docker --container-runtime docker --gpus all"),
     Platform("Kind", (), "kind://", f"Kind gives no GPUs to its nodes by itself: nvkind cluster create (github.com/NVIDIA/nvkind), and then: {PLUGIN}"),
 )  # fmt: skip
@@ -118,6 +128,11 @@ def reach(kubectl: Kubectl, settings: KubernetesSettings) -> str:
     return f"{title} {version}, {', '.join(parts)}"
 
 
+def wanted_kind(settings: KubernetesSettings, kinds: Sequence[JobKind]) -> JobKind:
+    """Returns the kind of job of the settings, or the first of the `kinds` that the cluster has."""
+    return KINDS.get(settings.job) or (kinds[0] if kinds else KINDS["pytorchjob"])
+
+
 # --- doctor ------------------------------------------------------------------------------------
 
 
@@ -125,7 +140,7 @@ def all_checks(kubectl: Kubectl, settings: KubernetesSettings) -> Iterator[Check
     """Yields the checks after `reach`."""
     yield _namespace_check(kubectl)
     kinds = [kind for kind in KINDS.values() if has_kind(kubectl, kind)]
-    wanted = KINDS.get(settings.job) or (kinds[0] if kinds else KINDS["pytorchjob"])
+    wanted = wanted_kind(settings, kinds)
     yield _operator_check(kubectl, wanted, kinds)
     if wanted.name == "trainjob" and wanted in kinds:
         yield _runtime_check(kubectl, settings)
@@ -180,8 +195,7 @@ def _runtime_check(kubectl: Kubectl, settings: KubernetesSettings) -> Check:
 
 
 def _rights_check(kubectl: Kubectl, kind: JobKind) -> Check:
-    group = kind.api.partition("/")[0]
-    wanted = [("create", group, kind.plural, ""), ("get", group, kind.plural, ""), ("delete", group, kind.plural, ""), *RIGHTS]
+    wanted = [*((verb, _group(kind), kind.plural, "") for verb in JOB_RIGHTS), *((verb, "", *right) for verb, *right in RIGHTS)]
     try:
         missing = [right for right in wanted if not kubectl.may(*right)]
     except Problem as problem:
@@ -191,6 +205,10 @@ def _rights_check(kubectl: Kubectl, kind: JobKind) -> Check:
     texts = [f"{verb} {resource}{f'/{sub}' if sub else ''}" for verb, _, resource, sub in missing]
     fix = f"ask the cluster's administrator for a role in {kubectl.namespace} with these rights"
     return Check("rights", "fault", f"you may not: {', '.join(texts)}", fix)
+
+
+def _group(kind: JobKind) -> str:
+    return kind.api.partition("/")[0]
 
 
 def _node_checks(kubectl: Kubectl, settings: KubernetesSettings) -> Iterator[Check]:
@@ -230,8 +248,10 @@ def _gpu_check(nodes: Sequence[Mapping[str, Any]], platform: Platform, settings:
 def _has_gpu_label(node: Mapping[str, Any]) -> bool:
     labels = node["metadata"].get("labels") or {}
     capacity = (node.get("status") or {}).get("capacity") or {}
-    is_known = labels.get("feature.node.kubernetes.io/pci-10de.present") == "true" or "cloud.google.com/gke-accelerator" in labels
-    return is_known or any(key.startswith("nvidia.com/gpu") for key in [*labels, *capacity])
+    is_aws = str((node.get("spec") or {}).get("providerID") or "").startswith("aws://")
+    is_known = any(labels.get(key) == value for key, value in GPU_LABELS.items()) or any(key in labels for key in ANY_GPU_LABELS)
+    is_gpu_type = is_aws and AWS_GPU_TYPE.fullmatch(str(labels.get(INSTANCE_TYPE, ""))) is not None
+    return is_known or is_gpu_type or any(key.startswith("nvidia.com/gpu") for key in [*labels, *capacity])
 
 
 def _volume_checks(kubectl: Kubectl, settings: KubernetesSettings) -> Iterator[Check]:
@@ -270,6 +290,17 @@ def _volume_checks(kubectl: Kubectl, settings: KubernetesSettings) -> Iterator[C
         )
 
 
+def check_code_volume(kubectl: Kubectl, claim: str) -> None:
+    """Raises Problem if the volume for code that no ConfigMap can hold is not there."""
+    try:
+        kubectl.get(f"/api/v1/namespaces/{kubectl.namespace}/persistentvolumeclaims/{claim}")
+    except NotFound:
+        text = f"code_volume: there is no PersistentVolumeClaim {claim} in {kubectl.namespace}: create it, or {IN_IMAGE}"
+        raise Problem(text) from None
+    except Problem:
+        return  # a user who may not read claims: the pod that uses it will tell
+
+
 def _pending_checks(kubectl: Kubectl, kinds: Sequence[JobKind]) -> Iterator[Check]:
     """Yields why pods of our runs wait."""
     path, selector = f"/api/v1/namespaces/{kubectl.namespace}/pods", names.selector(names.own_labels())
@@ -285,15 +316,14 @@ def _pending_checks(kubectl: Kubectl, kinds: Sequence[JobKind]) -> Iterator[Chec
 # --- down --------------------------------------------------------------------------------------
 
 
-def remove_all(kubectl: Kubectl, *volumes: str | None) -> str:
+def remove_all(kubectl: Kubectl, settings: KubernetesSettings) -> str:
     """Deletes the jobs that have ended, and all else that this account has made in the namespace; returns what it deleted."""
     selector, namespace = names.selector(names.own_labels()), kubectl.namespace
-    jobs = [
-        (kind, job)
-        for kind in KINDS.values()
-        if has_kind(kubectl, kind)
-        for job in kubectl.items(kind.path(namespace), labelSelector=selector)
-    ]
+    kinds = [kind for kind in KINDS.values() if has_kind(kubectl, kind)]
+    wanted = wanted_kind(settings, kinds)
+    # A user who may not list the other kind has made none of it.
+    listed = [kind for kind in kinds if kind is wanted or kubectl.may("list", _group(kind), kind.plural)]
+    jobs = [(kind, job) for kind in listed for job in kubectl.items(kind.path(namespace), labelSelector=selector)]
     if active := [job["metadata"]["name"] for kind, job in jobs if kind.end(job) is None]:
         raise Problem(f"{', '.join(active[:3])} still runs there: stop it first")
     core = f"/api/v1/namespaces/{namespace}"
@@ -306,5 +336,6 @@ def remove_all(kubectl: Kubectl, *volumes: str | None) -> str:
         },
     }
     deleted = [f"{title} {path.rpartition('/')[2]}" for path, title in paths.items() if kubectl.delete(path)]
-    stays = f"; the files in {', '.join(volume for volume in volumes if volume)} stay" if any(volumes) else ""
+    volumes = [volume for volume in (settings.runs_volume, settings.code_volume) if volume]
+    stays = f"; the files in {', '.join(volumes)} stay" if volumes else ""
     return f"removed from the namespace {namespace}: {', '.join(deleted) or 'nothing'}{stays}"

@@ -22,7 +22,7 @@ KUBECTL = [
     Explanation(NAMESPACE_MISSING, "the cluster has no namespace {0}: kubectl create namespace {0}, or correct namespace: in the target"),
     Explanation(r'context "([^"]*)" does not exist|no context exists with the name: "([^"]*)"', "your kubeconfig has no context {0}{1}: kubectl config get-contexts lists them; correct context: in the target"),
     Explanation(r"stat (\S+): no such file or directory", "there is no kubeconfig {0}: correct KUBECONFIG, or copy the file that your cluster gave you to ~/.kube/config"),
-    Explanation(r"server localhost:8080 was refused|no configuration has been provided|current-context is not set", "kubectl knows no cluster: copy the kubeconfig that your cluster gave you to"
+    Explanation(r"server localhost:8080 was refused|no configuration has been provided|current-context is not set|current-context must exist", "kubectl knows no cluster: copy the kubeconfig that your cluster gave you to"
                 " ~/.kube/config, or set KUBECONFIG (kubectl config view shows what there is)"),
     Explanation(r"error loading config file \"?([^\":]+)", "the kubeconfig {0} cannot be read: kubectl config view shows where it is wrong"),
     Explanation(r"The connection to the server (\S+) was refused|dial tcp (\S+): connect: connection refused", "the cluster at {0}{1} does not answer (connection refused): is it"
@@ -45,9 +45,14 @@ KUBECTL = [
     Explanation(r"error dialing backend|unable to upgrade connection|container not found|error: cannot exec|error: Internal error occurred: error (?:executing|attaching)", "the"
                 " pod cannot be reached: it has just ended, or its node does not answer; what runs there goes on"),
 ]  # fmt: skip
+NOT_SENT = r"dial tcp|TLS handshake|no such host|was refused|no route to host"
+MAYBE_CARRIED_OUT = r"context deadline exceeded|Client\.Timeout|awaiting headers|request did not complete|request timed out|etcdserver|http2:|GOAWAY|ServiceUnavailable"
+"""What kubectl prints when a request has left, but its answer did not arrive; unless the text has NOT_SENT too."""
 TRANSIENT = ("does not answer", "cannot be reached", "has expired")
 """Parts of the lines for what may be over in a moment: a command that follows a run asks again."""
 
+PAST_DEADLINE = r"DeadlineExceeded|active longer than specified deadline|exceeded its active deadline"
+"""How Kubernetes, the training operator and Trainer say that `activeDeadlineSeconds` have passed."""
 PODS = [
     Explanation(r"ErrImageNeverPull", "the nodes do not have the image {image}: kind load docker-image {image} (minikube image load {image}), or push it: drivetrain image build --push REGISTRY/NAME:TAG"),
     Explanation(r"InvalidImageName", "{image} is no name of an image: correct image: in the target"),
@@ -73,7 +78,7 @@ PODS = [
     Explanation(r"Evicted.*(?:ephemeral|disk|storage)", "the node's disk was full, and the pod was removed: set runs_volume: in the target, so that runs are not on the node's disk"),
     Explanation(r"Evicted", "the node needed its memory or disk, and the pod was removed: set memory: in the target to what the run needs"),
     Explanation(r"NodeLost|NodeShutdown|Terminated.*node|node was shutdown", "its node was lost or shut down"),
-    Explanation(r"DeadlineExceeded", "its deadline passed: raise deadline: in the target; drivetrain resume continues it"),
+    Explanation(PAST_DEADLINE, "its deadline passed: raise deadline: in the target; drivetrain resume continues it"),
     Explanation(r"0/0 nodes are available|no nodes available", "the cluster has no node: add one (drivetrain doctor --on {target})"),
 ]  # fmt: skip
 
@@ -83,14 +88,15 @@ def explain_kubectl(target: str, output: str, code: int) -> Problem:
     for explanation in KUBECTL:
         if match := re.search(explanation.pattern, output, re.DOTALL):
             text = one_line(explanation.text.format(*(group or "" for group in match.groups()), target=target))
-            return Problem(text, Outcome.INFRA if any(part in text for part in TRANSIENT) else Outcome.USAGE)
+            is_unsure = re.search(MAYBE_CARRIED_OUT, output) is not None and re.search(NOT_SENT, output) is None
+            return (Unsure if is_unsure else Problem)(text, Outcome.INFRA if any(part in text for part in TRANSIENT) else Outcome.USAGE)
     lines = [line for line in output.splitlines() if line.strip()] or [f"kubectl ended with code {code}"]
     last = one_line(lines[-1])[:300]
     if re.search(r"\(AlreadyExists\)|already exists", output):
         return AlreadyExists(f"{last}: another job has this name; choose another --name")
     if re.search(r"\(NotFound\)|not found", output):
         return NotFound(last)
-    if re.search(r"connection reset|unexpected EOF|Timeout|broken pipe", output):
+    if re.search(f"connection reset|EOF|Timeout|broken pipe|{MAYBE_CARRIED_OUT}", output):
         return Unsure(f"{target}: the connection to the cluster broke: try again; what runs there goes on", Outcome.INFRA)
     return Problem(f"{target}: {last}")
 

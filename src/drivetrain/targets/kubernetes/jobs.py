@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 from drivetrain.outcomes import Problem
 from drivetrain.targets.kubernetes.pod_template import (
     CONTAINER_SECURITY,
+    Image,
     PodSpec,
     command,
     environment,
@@ -78,6 +79,10 @@ class JobKind(ABC):
         """Returns the object."""
 
     @abstractmethod
+    def image(self, job: Mapping[str, Any]) -> Image:
+        """Returns the image of an object of this kind."""
+
+    @abstractmethod
     def check(self, job: Mapping[str, Any]) -> None:
         """Raises Problem for what no schema of the cluster refuses, but no operator accepts."""
 
@@ -124,6 +129,10 @@ class PyTorchJobKind(JobKind):
             elastic = {"minReplicas": max(1, job.min_nodes - 1), "maxReplicas": pod.nodes - 1, "maxRestarts": pod.retries}
         spec = {"runPolicy": without_empty(policy), "elasticPolicy": elastic, "pytorchReplicaSpecs": replicas}
         return {"apiVersion": self.api, "kind": self.title, "metadata": job.metadata(), "spec": without_empty(spec)}
+
+    def image(self, job: Mapping[str, Any]) -> Image:
+        (container,) = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"]
+        return Image(container["image"], container.get("imagePullPolicy", ""))
 
     def _replica(self, pod: PodSpec, number: int) -> dict[str, Any]:
         container = {
@@ -181,6 +190,9 @@ class TrainJobKind(JobKind):
             "runtimePatches": [patch],
         }
         return {"apiVersion": self.api, "kind": self.title, "metadata": job.metadata(), "spec": without_empty(spec)}
+
+    def image(self, job: Mapping[str, Any]) -> Image:
+        return Image(job["spec"]["trainer"]["image"])
 
     def check(self, job: Mapping[str, Any]) -> None:
         kind = job["spec"]["runtimeRef"].get("kind")

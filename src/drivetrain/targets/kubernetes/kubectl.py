@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import IO, Any
 
 from drivetrain.outcomes import Outcome, Problem
+from drivetrain.targets.errors import Unsure
 from drivetrain.targets.kubernetes.failures import AlreadyExists, NotFound, explain_kubectl
 
 PROGRAM_VARIABLE = "DRIVETRAIN_KUBECTL"
@@ -50,7 +51,7 @@ class Kubectl:
         except FileNotFoundError:
             raise self.missing() from None
         except subprocess.TimeoutExpired:
-            raise Problem(
+            raise Unsure(
                 f"{self.target}: kubectl did not answer within {2 * seconds:.0f} s: is the network or VPN up?", Outcome.INFRA
             ) from None
         if done.returncode:

@@ -17,8 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from drivetrain.outcomes import EXIT_CODES, Outcome, outcome_of_code
 from drivetrain.targets.host.library import JOB_VARIABLE, STOPPED_CODE, read_json, write_json
 from drivetrain.targets.host.program import record_process, supervise
+from drivetrain.targets.kubernetes.restarts import FIRST_REPEATED_CODE, Restarts, final_code, restarts_of
 from drivetrain.targets.layout import Layout
 
 ASKED, FETCHED, OWNER = "asked", "fetched", "owner.json"
@@ -28,7 +30,8 @@ ASKED_SECONDS = 600.0
 NAME_SECONDS = 600.0
 POLL_SECONDS = 0.3
 DEFAULT_PORT = "29500"
-FIRST_SIGNAL_CODE = 128
+FINAL = "final"
+"""The key of exit.json with the pod's exit code, if no other pod is to be started."""
 
 
 class PodPlace(NamedTuple):
@@ -65,6 +68,9 @@ def main(words: Sequence[str]) -> int:
     if (code := _final_code(job)) is not None:
         print(f"drivetrain: this job has ended with code {code}, which a repetition does not change", flush=True)
         return code
+    restarts = restarts_of(options.storage, layout, place.rank, options.retries)
+    if not restarts.count_start():
+        return _give_up(job, restarts, EXIT_CODES[Outcome.INFRA])
     meeting = ["--rendezvous", f"{place.leader}:{place.port}", "--node-rank", str(place.rank)] if options.nodes > 1 else []
     for folder in (job, output.parent):
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,8 +87,24 @@ def main(words: Sequence[str]) -> int:
     record_process(job, os.getpid())
     with open(output, "ab", buffering=0) as log:
         code = _supervised(job, log)
+    if code < FIRST_REPEATED_CODE or (job / "stop").exists():
+        restarts.forget()
+    elif not restarts.may_repeat():
+        code = _give_up(job, restarts, code)
     _stay(job, options.keep)
     return code
+
+
+def _give_up(job: Path, restarts: Restarts, code: int) -> int:
+    """Returns the exit code that ends the job, because its run fails again and again. The next job of the run counts from the beginning."""
+    restarts.forget()
+    further = f"in {restarts.limit + 1} pods without a new checkpoint" if restarts.is_known else "and its files are only in this pod"
+    print(f"drivetrain: it ended with code {code} ({outcome_of_code(code)}) {further}: no other pod is started for it", flush=True)
+    job.mkdir(parents=True, exist_ok=True)
+    write_json(
+        job / "exit.json", {"attempts": 0, "ended": time.time()} | read_json(job / "exit.json") | {"code": code, FINAL: final_code(code)}
+    )
+    return final_code(code)
 
 
 def _wait_for_name(leader: str) -> None:
@@ -100,6 +122,7 @@ def _read(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser("drivetrain.targets.kubernetes.pod", description=__doc__)
     for name in ("base", "project", "run"):
         parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--storage", default="")
     for name, default in (("nodes", 1), ("retries", 3), ("keep", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     end = list(words).index("--")
@@ -109,9 +132,10 @@ def _read(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def _final_code(job: Path) -> int | None:
     """Returns the code with which this job has ended in an earlier start of the container, if it ends so again: a TrainJob's pods are
     started again after any code."""
-    owner, code = read_json(job / OWNER).get("owner"), read_json(job / "exit.json").get("code", 0)
+    owner, ended = read_json(job / OWNER).get("owner"), read_json(job / "exit.json")
+    code = ended.get(FINAL, ended.get("code", 0))
     is_same_job = bool(owner) and owner == os.environ.get("POD_OWNER")
-    return code if is_same_job and 0 < code < FIRST_SIGNAL_CODE else None
+    return code if is_same_job and 0 < code < FIRST_REPEATED_CODE else None
 
 
 def _supervised(job: Path, log: IO[bytes]) -> int:

@@ -43,6 +43,8 @@ class PodSpec:
     nodes: int = 1
     retries: int = 3
     keep: int = 0
+    storage: str = ""
+    """Where the run is kept: "volume", the address of a bucket, or "": only in its pods."""
     labels: Mapping[str, str] = field(default_factory=dict)
     pull_policy: str = ""
     image_pull_secret: str | None = None
@@ -84,6 +86,7 @@ def command(pod: PodSpec) -> list[str]:
         "nodes": pod.nodes,
         "retries": pod.retries,
         "keep": pod.keep,
+        "storage": pod.storage,
     }
     return [*POD_PROGRAM, *(literal(f"--{name}={value}") for name, value in options.items()), "--"]
 

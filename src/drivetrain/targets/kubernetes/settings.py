@@ -72,7 +72,7 @@ class KubernetesSettings(TargetSettings):
     grace: int = 120
     """Seconds that a pod has to save when the cluster ends it."""
     retries: int = 3
-    """How often a run is repeated after a lost pod, a hang or a lack of memory."""
+    """How often a pod repeats a run after a hang or a lack of memory, and how often a pod is made again without a new checkpoint."""
     keep: int = 3600
     """Without runs_volume and bucket: seconds that the pods stay after the run's end, so that `status`, `logs -f` or `pull` can bring it home."""
     clean_pod_policy: Literal["None", "Running", "All"] = "None"

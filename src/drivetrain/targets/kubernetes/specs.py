@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.outcomes import Problem
@@ -10,14 +11,16 @@ from drivetrain.targets.docker.command import shm_size
 from drivetrain.targets.image.record import DEFAULT_TAGS, Variant, read_images
 from drivetrain.targets.kubernetes import names
 from drivetrain.targets.kubernetes import settings as parse
-from drivetrain.targets.kubernetes.jobs import JobKind, JobSpec
+from drivetrain.targets.kubernetes.jobs import KINDS, JobKind, JobSpec
 from drivetrain.targets.kubernetes.pod_template import CODE, RUNS, Image, PodSpec, config_map, config_map_volume, fits_config_map
 from drivetrain.targets.kubernetes.rendering import KubernetesRendering
+from drivetrain.targets.kubernetes.restarts import VOLUME
 from drivetrain.targets.kubernetes.settings import KubernetesSettings
 from drivetrain.targets.layout import Layout
 from drivetrain.targets.submission import Submission
 
 TOKEN = "DRIVETRAIN_TOKEN"
+IN_IMAGE = "install the large ones as a package in the image (docs/kubernetes.md, Code)"
 NO_VOLUME = (
     "without runs_volume: or bucket: in the target, the run is kept in its pods: a lost pod loses it; pods stay {keep} s after its end for `status`,"
     " `logs -f` or `pull` to bring it home"
@@ -62,6 +65,19 @@ def find_image(settings: KubernetesSettings, variant: Variant, kind: JobKind) ->
     return Image(built.tag if built is not None else DEFAULT_TAGS[variant], "Never")
 
 
+def image_of(settings: KubernetesSettings, submission: Submission, kind: JobKind) -> Image:
+    """Returns the image of a submission's pods."""
+    return find_image(settings, "gpu" if num_gpus(settings, submission) else "cpu", kind)
+
+
+def recorded_image(handle: Mapping[str, Any], settings: KubernetesSettings) -> Image:
+    """Returns the image of a run's pods; of a run that has not recorded it, the image of the settings or any that was built here."""
+    if "image" in handle:
+        return Image(*handle["image"])
+    variant: Variant = "cpu" if "cpu" in read_images() else next(iter(read_images()), "cpu")
+    return find_image(settings, variant, KINDS["pytorchjob"])
+
+
 def secret_names(submission: Submission) -> tuple[str, ...]:
     """Returns the variables of the Secret that `submit` creates."""
     return (*submission.secrets, *((TOKEN,) if submission.token else ()))
@@ -99,12 +115,13 @@ def _notes(settings: KubernetesSettings, submission: Submission) -> list[str]:
 
 def _pod(target: str, settings: KubernetesSettings, submission: Submission, kind: JobKind, labels: dict[str, str], secret: str) -> PodSpec:
     request, gpus, place = submission.request, num_gpus(settings, submission), layout(submission)
-    image = find_image(settings, "gpu" if gpus else "cpu", kind)
+    image = image_of(settings, submission, kind)
     words = submission.words("", place.run_dir, CODE, bucket=bucket_of(settings, place.project, place.run))
     shm = settings.shm or parse.memory_quantity(shm_size(request.settings, request.procs or max(1, gpus), bool(gpus)))
     pod = PodSpec(
         image=image.name, pull_policy=image.pull_policy, words=words[words.index("drivetrain") + 1 :], layout=place, nodes=request.nodes,
-        retries=settings.retries, keep=0 if outlives_its_pods(settings) else settings.keep, labels=labels, image_pull_secret=settings.image_pull_secret,
+        retries=settings.retries, keep=0 if outlives_its_pods(settings) else settings.keep, labels=labels,
+        storage=VOLUME if settings.runs_volume else bucket_of(settings, place.project, place.run) or "", image_pull_secret=settings.image_pull_secret,
         variables=settings.env, secret=secret, secret_variables=secret_names(submission), secret_references=parse.secret_references(target, settings),
         gpus=gpus, gpu_resource=settings.gpu_resource, cpu=settings.cpu, memory=settings.memory, shm=shm, runs_volume=settings.runs_volume,
         data_volume=settings.data_volume, node_selector=parse.node_selector(target, settings), tolerations=parse.tolerations(target, settings),
@@ -126,6 +143,6 @@ def _code(target: str, settings: KubernetesSettings, submission: Submission) -> 
         return {"code": config_map_volume(code)}
     if settings.code_volume is None:
         raise Problem(
-            f"the task's files have more than 1 MiB, which a ConfigMap cannot hold: set code_volume: CLAIM in the target {target}, or import fewer files"
+            f"the task's files have more than 1 MiB, which a ConfigMap cannot hold: set code_volume: CLAIM in the target {target}, or {IN_IMAGE}"
         )
     return {"code": {"persistentVolumeClaim": {"claimName": settings.code_volume}}, "code_path": f"code/{code.digest}"}

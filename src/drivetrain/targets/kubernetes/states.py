@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.outcomes import Outcome, outcome_of_code
 from drivetrain.targets.base import JobState
-from drivetrain.targets.kubernetes.failures import explain_pod
+from drivetrain.targets.kubernetes.failures import PAST_DEADLINE, explain_pod
 from drivetrain.targets.kubernetes.jobs import JobKind
+from drivetrain.targets.kubernetes.restarts import code_of_run
+
+GAVE_UP = (
+    "it ended with code {code} ({outcome}) again and again, without a new checkpoint: drivetrain logs tell why, and resume tries again"
+)
+TERMINATING = "Terminating"
+"""The phase of a pod that was deleted, and still has time to save."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +57,18 @@ def _pod_state(pod: Mapping[str, Any], rank: int, container: str, target: str) -
     found: Mapping[str, Any] = next((entry for entry in status.get("containerStatuses") or [] if entry.get("name") == container), {})
     state = found.get("state") or {}
     terminated, waiting = state.get("terminated") or {}, state.get("waiting") or {}
-    code = terminated.get("exitCode")
+    pod_code = terminated.get("exitCode")
+    code = None if pod_code is None else code_of_run(pod_code)
     image = _image(pod, container)
     reason = ""
     for word, message in _reasons(status, waiting, terminated, found.get("lastState") or {}):
         reason = explain_pod(word, message, image, target)
         break
+    if code is not None and code != pod_code and not reason:
+        reason = GAVE_UP.format(code=code, outcome=outcome_of_code(code))
     is_deleted = "deletionTimestamp" in pod["metadata"]
     return PodState(
-        str(pod["metadata"]["name"]), rank, "Terminating" if is_deleted else str(status.get("phase") or "Pending"), str((pod.get("spec") or {}).get("nodeName") or ""),
+        str(pod["metadata"]["name"]), rank, TERMINATING if is_deleted else str(status.get("phase") or "Pending"), str((pod.get("spec") or {}).get("nodeName") or ""),
         int(found.get("restartCount") or 0), code, reason, "running" in state and not is_deleted,
     )  # fmt: skip
 
@@ -111,6 +122,10 @@ def has_started(job: Mapping[str, Any] | None, pods: Sequence[PodState]) -> bool
 def _ended(is_success: bool, reason: str, pods: Sequence[PodState], target: str) -> JobState:
     if is_success:
         return JobState("ended", 0)
+    if re.search(PAST_DEADLINE, reason):
+        if any(pod.phase == TERMINATING for pod in pods):
+            return JobState("running", None, "its deadline passed: it saves")
+        return JobState("ended", Outcome.PREEMPTED.code, explain_pod(reason, "", "of the pod", target))
     failed = [pod for pod in pods if pod.code]
     code = failed[0].code if failed else None
     cause = next((pod.reason for pod in failed if pod.reason), "")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from drivetrain import runs
 from drivetrain.buckets.fetch import copy_small_files, fetch
 from drivetrain.buckets.store import Store
 from drivetrain.buckets.url import parse as parse_bucket
@@ -18,10 +16,13 @@ from drivetrain.targets.base import MAX_SILENCE_SECONDS, RETRY_SECONDS, STOP_SEC
 from drivetrain.targets.errors import FolderMissing
 from drivetrain.targets.kubernetes import checks, names, pods, specs
 from drivetrain.targets.kubernetes import settings as parse
+from drivetrain.targets.kubernetes.creating import create_all, nothing_started
+from drivetrain.targets.kubernetes.ended import read_ended, write_ended
+from drivetrain.targets.kubernetes.gpus import gpu_lines
 from drivetrain.targets.kubernetes.jobs import KINDS, JobKind
-from drivetrain.targets.kubernetes.kubectl import AlreadyExists, Kubectl
+from drivetrain.targets.kubernetes.kubectl import Kubectl
 from drivetrain.targets.kubernetes.pod import ASKED, FETCHED
-from drivetrain.targets.kubernetes.pod_template import RUNS, fits_config_map
+from drivetrain.targets.kubernetes.pod_template import RUNS, Image, fits_config_map
 from drivetrain.targets.kubernetes.pods import PodHost, on_each
 from drivetrain.targets.kubernetes.rendering import KubernetesRendering
 from drivetrain.targets.kubernetes.settings import KubernetesSettings
@@ -32,13 +33,10 @@ from drivetrain.targets.record import Record
 from drivetrain.targets.submission import Submission
 from drivetrain.targets.transfer import has_checkpoint, send_run
 
-ENDED = "kubernetes.json"
-"""The file of a run's job folder here that keeps how its job ended: the cluster may have deleted it."""
 NEVER_STARTED = "it was stopped before a pod of it had started"
 DELETE_SECONDS = 60.0
 POLL_SECONDS = 1.0
 NUM_EVENTS, MAX_PODS = 5, 16  # whose events `status` shows
-GPU_QUERY = ("nvidia-smi", "--query-gpu=index,utilization.gpu,memory.used,memory.total,power.draw", "--format=csv,noheader,nounits")
 
 
 class KubernetesTarget(Target):
@@ -85,14 +83,14 @@ class KubernetesTarget(Target):
 
     def submit(self, submission: Submission, rendering: Any, notice: Callable[[str], None]) -> dict[str, Any]:
         kind, kubectl = self.job_kind(), self.kubectl
-        name = names.job_name(submission.project, submission.name)
-        self._remove_ended(kind, kubectl, name)
-        objects = self._objects(submission, rendering, kind, kubectl)
-        for path, value in objects:
-            kubectl.check(path, value)
-        if submission.code is not None and not fits_config_map(submission.code):
-            self._store_code(submission, notice)
-        job = _create_all(kubectl, objects)
+        with nothing_started():
+            self._remove_ended(kind, kubectl, names.job_name(submission.project, submission.name))
+            objects = self._objects(submission, rendering, kind, kubectl)
+            for path, value in objects:
+                kubectl.check(path, value)
+            if submission.code is not None and not fits_config_map(submission.code):
+                self._store_code(submission, kind.image(rendering.job), notice)
+        job = create_all(kubectl, objects)
         if rendering.secret:
             with contextlib.suppress(Problem):  # without the right to patch: `down` deletes it
                 kubectl.own("secret", rendering.secret, job)
@@ -124,6 +122,7 @@ class KubernetesTarget(Target):
         return {
             "job": name, "uid": job["metadata"].get("uid", ""), "kind": kind.name, "namespace": namespace, "run_dir": place.run_dir, "waits": True,
             "project": project, "run": run, "bucket": specs.bucket_of(self.settings, project, run), "label": f"{self.name} ({kind.title} {namespace}/{name})",
+            "image": list(kind.image(job)),
         }  # fmt: skip
 
     def _remove_ended(self, kind: JobKind, kubectl: Kubectl, name: str) -> None:
@@ -145,16 +144,17 @@ class KubernetesTarget(Target):
                 return
             time.sleep(POLL_SECONDS)
 
-    def _store_code(self, submission: Submission, notice: Callable[[str], None]) -> None:
+    def _store_code(self, submission: Submission, image: Image, notice: Callable[[str], None]) -> None:
         """Copies code that no ConfigMap can hold to the volume of the settings."""
         assert submission.code is not None and self.settings.code_volume is not None
+        checks.check_code_volume(self.kubectl, self.settings.code_volume)
         notice(f"copying the code ({len(submission.code.data) / 1e6:,.1f} MB) to the volume {self.settings.code_volume}")
-        with self._volume(self.settings.code_volume) as host:
+        with self._volume(self.settings.code_volume, image) as host:
             host.call("store", data=submission.code.data, base=RUNS, digest=submission.code.digest, size=len(submission.code.data))
 
-    def _volume(self, claim: str) -> contextlib.AbstractContextManager[PodHost]:
+    def _volume(self, claim: str, image: Image) -> contextlib.AbstractContextManager[PodHost]:
+        """Starts a pod on a volume, with the image of a run: the cluster has or finds that one."""
         settings = self.settings
-        image = specs.find_image(settings, "cpu", KINDS["pytorchjob"])
         spec = {
             "serviceAccountName": settings.service_account,
             "imagePullSecrets": [{"name": settings.image_pull_secret}] if settings.image_pull_secret else [],
@@ -165,7 +165,7 @@ class KubernetesTarget(Target):
 
     def bring_run(self, submission: Submission, notice: Callable[[str], None]) -> bool:
         if self.settings.runs_volume:
-            with self._volume(self.settings.runs_volume) as host:
+            with self._volume(self.settings.runs_volume, specs.image_of(self.settings, submission, self.job_kind())) as host:
                 return send_run(host, submission, specs.layout(submission).run_dir, notice)
         if self.settings.bucket:
             return True
@@ -203,7 +203,7 @@ class KubernetesTarget(Target):
         return [(PodHost(None, kubectl, pod.name, kind.container), place.job(pod.rank)) for pod in states if pod.is_ready]
 
     def state(self, record: Record) -> JobState:
-        if (ended := _read_ended(record)) is not None:
+        if (ended := read_ended(record)) is not None:
             return ended
         kind, kubectl, name = self._recorded(record)
         job = kubectl.find(kind.path(kubectl.namespace, name))
@@ -227,7 +227,7 @@ class KubernetesTarget(Target):
         """Follows the first pod, which has the run's metrics; connects again after the connection broke or the pod was replaced."""
         deadline = time.monotonic() + MAX_SILENCE_SECONDS
         while True:
-            hosts = [] if _read_ended(record) is not None else self._hosts(record, self.pods(record))
+            hosts = [] if read_ended(record) is not None else self._hosts(record, self.pods(record))
             # Pods without a common volume have their own logs: all are asked in turn.
             in_turn = len(hosts) > 1 and not self.settings.runs_volume
             try:
@@ -244,14 +244,15 @@ class KubernetesTarget(Target):
             time.sleep(POLL_SECONDS)
 
     def details(self, record: Record) -> Iterator[str]:
-        if _read_ended(record) is not None:
+        if read_ended(record) is not None:
             return
         _, kubectl, name = self._recorded(record)
         states = self.pods(record)
         for pod in states:
             yield pod.line()
-        for host, _ in self._hosts(record, states):
-            yield from gpu_lines(host)
+        ready = [pod.rank for pod in states if pod.is_ready]
+        for rank, (host, _) in zip(ready, self._hosts(record, states), strict=True):
+            yield from gpu_lines(host, rank, record.facts["request"].get("procs"))
         for event in kubectl.events([name, *(pod.name for pod in states[:MAX_PODS])])[-NUM_EVENTS:]:
             yield event_line(event)
 
@@ -269,7 +270,7 @@ class KubernetesTarget(Target):
         with contextlib.suppress(FolderMissing):
             self._fetch(record, [host for host, _ in hosts])
         code = next((code for code in codes if code is not None), EXIT_CODES[Outcome.PREEMPTED])
-        _write_ended(record, JobState("ended", code, NEVER_STARTED if is_new else "it was stopped"))
+        write_ended(record, JobState("ended", code, NEVER_STARTED if is_new else "it was stopped"))
         self._delete_job(kind, kubectl, name, seconds + DELETE_SECONDS)
         with contextlib.suppress(Problem):  # if it does not belong to the job: without the right to patch
             kubectl.delete(f"/api/v1/namespaces/{kubectl.namespace}/secrets/{names.secret_name(name)}")
@@ -279,19 +280,19 @@ class KubernetesTarget(Target):
         state = self.state(record)
         if state.reason == NEVER_STARTED:
             raise FolderMissing(f"{record.run.name}: {NEVER_STARTED}: there is nothing to copy")
-        states = [] if _read_ended(record) is not None else self.pods(record)
+        states = [] if read_ended(record) is not None else self.pods(record)
         hosts = self._hosts(record, states)
         if hosts:
             self._fetch(record, [host for host, _ in hosts])
         elif self.settings.runs_volume:
-            with self._volume(self.settings.runs_volume) as host:
+            with self._volume(self.settings.runs_volume, specs.recorded_image(record.handle, self.settings)) as host:
                 host.fetch_folder(record.handle["run_dir"], record.run.path)
         elif record.handle.get("bucket"):
             _fetch_from_bucket(record)
         elif states:
             self._fetch_logs(record, states)
         if state.phase == "ended":
-            _write_ended(record, state)
+            write_ended(record, state)
             for host, job in hosts:
                 host.call("write", path=f"{job}/{FETCHED}", text="")
 
@@ -315,7 +316,7 @@ class KubernetesTarget(Target):
                 path.write_bytes(text)
 
     def down(self) -> str:
-        return checks.remove_all(self.kubectl, self.settings.runs_volume, self.settings.code_volume)
+        return checks.remove_all(self.kubectl, self.settings)
 
     def reach(self) -> str:
         return checks.reach(self.kubectl, self.settings)
@@ -335,27 +336,6 @@ def _layout(record: Record) -> Layout:
     return Layout(RUNS, record.handle["project"], record.handle["run"])
 
 
-def _create_all(kubectl: Kubectl, objects: list[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Creates objects; if one cannot be created, removes those before it. Returns the last."""
-    created: list[str] = []
-    answer: dict[str, Any] = {}
-    try:
-        for path, value in objects:
-            try:
-                answer = kubectl.create(path, value)
-            except AlreadyExists:
-                if value["kind"] != "ConfigMap":  # another command has brought the same code at the same time
-                    raise
-                continue
-            created.append(f"{path}/{value['metadata']['name']}")
-    except BaseException:
-        for path in reversed(created):
-            with contextlib.suppress(Problem):
-                kubectl.delete(path)
-        raise
-    return answer
-
-
 def _stop_pod(host: PodHost, job: str, seconds: float) -> int | None:
     """Asks a pod's run to end, and the pod to stay until it is deleted; returns the run's exit code."""
     with contextlib.suppress(Problem):
@@ -363,37 +343,3 @@ def _stop_pod(host: PodHost, job: str, seconds: float) -> int | None:
         code = host.call("stop", job=job, grace=seconds).get("code")
         return int(code) if code is not None else None
     return None
-
-
-def gpu_lines(host: PodHost) -> Iterator[str]:
-    """Yields what the GPUs of a pod do; nothing for a pod without GPUs."""
-    try:
-        text = host.cluster.exec(host.pod, host.container, GPU_QUERY)
-    except Problem:
-        return
-    for line in text.splitlines():
-        values = [value.strip() for value in line.split(",")]
-        if len(values) == 5:
-            index, busy, used, total, watts = values
-            yield f"{host.pod}   GPU {index}: {busy} % busy, {used} of {total} MiB, {watts} W"
-
-
-def _ended_file(record: Record) -> Path:
-    return record.run.path / "job" / ENDED
-
-
-def _write_ended(record: Record, state: JobState) -> None:
-    path = _ended_file(record)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    runs.write_atomic(path, json.dumps({"uid": record.handle["uid"], "code": state.code, "reason": state.reason}) + "\n")
-
-
-def _read_ended(record: Record) -> JobState | None:
-    """Returns the end of the run's job, if this machine has seen it."""
-    try:
-        ended = json.loads(_ended_file(record).read_bytes())
-    except (OSError, ValueError):
-        return None
-    if not isinstance(ended, dict) or ended.get("uid") != record.handle["uid"]:
-        return None
-    return JobState("ended", int(ended["code"]), str(ended["reason"]))
