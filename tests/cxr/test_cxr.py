@@ -50,7 +50,8 @@ def test_train_eval_predict(twin: tuple[Path, Path], folder: Path) -> None:
     names = set().union(*rows)
     assert {"train/binary", "train/chexpert", "train/graph_entity", "train/accuracy"} <= names
     assert {"eval/accuracy", "eval/accuracy_oracle", "eval/accuracy_predicted", "eval/loss"} <= names
-    assert len(list(Path("runs/a/media").glob("answers-*.png"))) == 2
+    assert len(list(Path("runs/a/media").glob("answers-*.png"))) == len(list(Path("runs/a/media").glob("answers-*.html"))) == 2
+    assert "<article>" in Path("runs/a/media/answers-00000004.html").read_text()
     assert json.loads(Path("runs/a/data-check.json").read_text())["totals"]["studies"] == TWIN_STUDIES
 
     run_ok("train", "cxr", *TINY, *data, "steps=1", "eval_split=train", "max_studies=6", "questions_per_image=1", "--name", "b")

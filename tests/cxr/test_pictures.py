@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from dataclasses import replace
+from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from drivetrain.tasks.cxr.scoring.page import page
 from drivetrain.tasks.cxr.scoring.pictures import BLUE, GREEN, ORANGE, RED, Shown, draw
 
 PLAIN = Shown(np.full((64, 64), 128, np.uint8), "Is there an effusion?", "yes", 0.9)
@@ -57,6 +62,42 @@ def test_attention_colours_the_place_that_is_attended_to() -> None:
     upper, lower = halves(draw([replace(PLAIN, attention=attention)]))
     assert not is_coloured(upper).any() and is_coloured(lower).sum() > 200
     assert columns_of(is_coloured(lower))[0] > 0.5
+
+
+class Elements(HTMLParser):
+    """Collects the tags of a page with their attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.found if name == tag]
+
+
+def test_a_page_holds_image_boxes_attention_and_answers_and_nothing_from_elsewhere() -> None:
+    attention = np.zeros((4, 4))
+    attention[0, 3] = 1.0
+    entry = replace(
+        PLAIN, question="<script>alert(1)</script> & 'why'?", answer="no", reference="yes", attention=attention, answer_box=(0.5, 0.1, 0.9, 0.6),
+        predicted_box=(0.0, 0.0, 0.5, 0.5), nodes=[("<b>edema</b>", (0.1, 0.2, 0.3, 0.4))],
+    )  # fmt: skip
+    text = page([PLAIN, entry], "scene graph: <none>")
+    elements = Elements(text)
+    assert not elements.of("script") and not elements.of("b") and "&lt;script&gt;alert(1)&lt;/script&gt; &amp; &#x27;why&#x27;?" in text
+    assert [box["class"] for box in elements.of("rect")] == ["node", "answer", "predicted"]
+    assert {name: float(elements.of("rect")[1][name] or 0) for name in ("x", "y", "width", "height")} == {
+        "x": 0.5, "y": 0.1, "width": 0.4, "height": 0.5,
+    }  # fmt: skip
+    assert all((image["src"] or "").startswith("data:image/png;base64,") for image in elements.of("img")) and "http" not in text
+    layers = [np.asarray(Image.open(io.BytesIO(base64.b64decode((image["src"] or "").split(",")[1])))) for image in elements.of("img")]
+    assert [layer.shape for layer in layers] == [(64, 64), (64, 64), (64, 64, 4)]
+    assert (layers[1] == entry.image).all() and layers[2][4, 60, 3] > 150 and layers[2][60, 4, 3] == 0
+    assert "expected: yes" in text and "no (90%)" in text
 
 
 def test_a_wrong_answer_is_red_and_a_right_one_green() -> None:

@@ -29,7 +29,8 @@ from drivetrain.tasks.cxr.net.model import CxrModel, GraphSource, ModelSizes
 from drivetrain.tasks.cxr.net.text_encoders import PretrainedSource, build_small
 from drivetrain.tasks.cxr.net.tokens import PretrainedTokenizer, WordTokenizer
 from drivetrain.tasks.cxr.scoring import answers, evaluation, report
-from drivetrain.tasks.cxr.scoring.pictures import Shown, draw, write_picture
+from drivetrain.tasks.cxr.scoring.page import page, write_picture
+from drivetrain.tasks.cxr.scoring.pictures import Shown, draw
 from drivetrain.tasks.cxr.scoring.texts import AnswerTexts
 from drivetrain.tasks.cxr.twin.write import write_twin
 from drivetrain.tasks.cxr.vocabulary import CHEXPERT, SEVERITIES
@@ -307,7 +308,8 @@ class Cxr(Task):
             return []
         step = max(1, len(data) // SHOWN)
         batch = self.collate([data[place] for place in range(0, len(data), step)[:SHOWN]])
-        return [Picture("answers", draw(self._shown(model, batch), f"scene graph: {self.graph}"))]
+        shown, title = self._shown(model, batch), f"scene graph: {self.graph}"
+        return [Picture("answers", draw(shown, title), page(shown, title))] if shown else []
 
     def _shown(self, model: CxrModel, batch: dict[str, Tensor]) -> list[Shown]:
         """Returns the first answerable question of each image of a batch, preferably one whose answer has a box."""
@@ -344,7 +346,7 @@ class Cxr(Task):
     # --- using it ---
 
     def predict(self, model: CxrModel, image: str, question: str = "", graph: str = "none", picture: str = "") -> Iterator[str]:
-        """Yields the answer to a question on an image file, and the CheXpert labels; `picture` is a PNG file to write."""
+        """Yields the answer to a question on an image file, and the CheXpert labels; `picture` is a .png or .html file to write."""
         if graph not in ("none", "predicted"):
             raise Problem(f"graph={graph} does not fit: none or predicted (an image alone has no other scene graph)")
         yield from self._answer(
@@ -368,7 +370,7 @@ class Cxr(Task):
                     attention=model.attention(encoded, nodes)[0, 0].float().numpy(),
                     predicted_box=outputs["answer_box"][0, 0].tolist() if self.box_weight else None, nodes=self._named_nodes(nodes, 0),
                 )  # fmt: skip
-                write_picture(draw([entry]), picture)
+                write_picture([entry], picture)
                 lines.append(f"  picture: {picture}\n")
         lines += ["CheXpert labels\n", *answers.describe_labels(model.label(encoded)[0]), "Research software, no medical device.\n"]
         return lines

@@ -5,12 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from drivetrain.outcomes import Problem
 
 GREEN, ORANGE, BLUE, RED = "#2a9d4a", "#e08a1e", "#3d8bd4", "#c8372d"
 COLUMNS = 4
@@ -69,16 +66,6 @@ def draw(shown: Sequence[Shown], title: str = "") -> np.ndarray:
     return _pixels(figure)
 
 
-def write_picture(pixels: np.ndarray, file: str) -> None:
-    from PIL import Image
-
-    path = Path(file).expanduser()
-    try:
-        Image.fromarray(pixels).save(path, "PNG")
-    except OSError as error:
-        raise Problem(f"picture={file} cannot be written: {error.strerror or error}") from None
-
-
 def _draw_boxes(axis: Any, entry: Shown) -> None:
     side = entry.image.shape[0]
     axis.imshow(entry.image, cmap="gray", vmin=0, vmax=255)
@@ -96,9 +83,7 @@ def _draw_attention(axis: Any, entry: Shown) -> None:
     side = entry.image.shape[0]
     axis.imshow(entry.image, cmap="gray", vmin=0, vmax=255)
     if entry.attention is not None:
-        weights = _enlarged(entry.attention, side)
-        # Even attention stays pale: the colour says how much more a place gets than the mean.
-        share = weights / max(float(weights.max()), EVEN * float(weights.mean()), 1e-9)
+        share = attention_share(entry)
         axis.imshow(share, cmap="inferno", alpha=0.6 * share, vmin=0, vmax=1)
     if entry.answer_box is not None:
         _rectangle(axis, entry.answer_box, side, GREEN, 1.4)
@@ -108,6 +93,14 @@ def _draw_attention(axis: Any, entry: Shown) -> None:
         colour = GREEN if entry.is_right else RED
         text += "" if entry.is_right else f"\nexpected: {entry.reference}"
     axis.set_title(text, fontsize=8, color=colour)
+
+
+def attention_share(entry: Shown) -> np.ndarray:
+    """Returns how much attention each pixel gets, from 0 to 1. Even attention stays pale: 1 is at least EVEN times the mean."""
+    assert entry.attention is not None
+    weights = _enlarged(entry.attention, entry.image.shape[0])
+    share: np.ndarray = weights / max(float(weights.max()), EVEN * float(weights.mean()), 1e-9)
+    return share
 
 
 def _enlarged(attention: np.ndarray, side: int) -> np.ndarray:
