@@ -29,8 +29,8 @@ from drivetrain.tasks.cxr.net.model import CxrModel, GraphSource, ModelSizes
 from drivetrain.tasks.cxr.net.text_encoders import PretrainedSource, build_small
 from drivetrain.tasks.cxr.net.tokens import PretrainedTokenizer, WordTokenizer
 from drivetrain.tasks.cxr.scoring import answers, evaluation, report
-from drivetrain.tasks.cxr.scoring.page import page
-from drivetrain.tasks.cxr.scoring.pictures import Shown, draw, write_picture
+from drivetrain.tasks.cxr.scoring.page import page, write_picture
+from drivetrain.tasks.cxr.scoring.pictures import Shown, draw
 from drivetrain.tasks.cxr.scoring.texts import AnswerTexts
 from drivetrain.tasks.cxr.twin.write import write_twin
 from drivetrain.tasks.cxr.vocabulary import CHEXPERT, SEVERITIES

@@ -6,10 +6,12 @@ import base64
 import io
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
 import numpy as np
 
-from drivetrain.tasks.cxr.scoring.pictures import BLUE, GREEN, ORANGE, RED, Shown, attention_share
+from drivetrain.outcomes import Problem
+from drivetrain.tasks.cxr.scoring.pictures import BLUE, GREEN, ORANGE, RED, Shown, attention_share, draw
 
 STYLE = f"""
 body {{ font: 15px/1.4 system-ui, sans-serif; margin: 1.5rem; background: #111; color: #eee }}
@@ -38,6 +40,20 @@ def page(shown: Sequence[Shown], title: str) -> str:
 {entries}
 </main></html>
 """
+
+
+def write_picture(shown: Sequence[Shown], file: str) -> None:
+    """Writes a PNG file, or a page if the file's name ends in .html."""
+    from PIL import Image
+
+    path = Path(file).expanduser()
+    try:
+        if path.suffix == ".html":
+            path.write_text(page(shown, "Answer"), encoding="utf-8")
+        else:
+            Image.fromarray(draw(shown)).save(path, "PNG")
+    except OSError as error:
+        raise Problem(f"picture={file} cannot be written: {error.strerror or error}") from None
 
 
 def _article(entry: Shown) -> str:

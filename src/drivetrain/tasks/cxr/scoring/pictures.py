@@ -5,12 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from drivetrain.outcomes import Problem
 
 GREEN, ORANGE, BLUE, RED = "#2a9d4a", "#e08a1e", "#3d8bd4", "#c8372d"
 COLUMNS = 4
@@ -67,22 +64,6 @@ def draw(shown: Sequence[Shown], title: str = "") -> np.ndarray:
         figure.suptitle(title, fontsize=11)
     _legend(figure, shown)
     return _pixels(figure)
-
-
-def write_picture(shown: Sequence[Shown], file: str) -> None:
-    """Writes a PNG file, or a page if the file's name ends in .html."""
-    from PIL import Image
-
-    from drivetrain.tasks.cxr.scoring.page import page
-
-    path = Path(file).expanduser()
-    try:
-        if path.suffix == ".html":
-            path.write_text(page(shown, "Answer"), encoding="utf-8")
-        else:
-            Image.fromarray(draw(shown)).save(path, "PNG")
-    except OSError as error:
-        raise Problem(f"picture={file} cannot be written: {error.strerror or error}") from None
 
 
 def _draw_boxes(axis: Any, entry: Shown) -> None:
