@@ -88,7 +88,9 @@ def train(row: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Trains; returns scores, times and the curve."""
     task = (ShuffledCxr if row == "shuffled" else Cxr)(**settings)
     task.train_data(), task.eval_data()  # the twin and its index, which are made once, are not in the times
-    plan = choose(task.settings(), detect(), device="cpu", world_size=1, local_procs=1, pins={"compile": "off", "micro_batch": task.global_batch})
+    plan = choose(
+        task.settings(), detect(), device="cpu", world_size=1, local_procs=1, pins={"compile": "off", "micro_batch": task.global_batch}
+    )
     wall, cpu = time.monotonic(), cpu_seconds()
     with tempfile.TemporaryDirectory() as folder:
         observer = Observers([MetricsFile(Run(folder))])
@@ -99,7 +101,13 @@ def train(row: str, settings: dict[str, Any]) -> dict[str, Any]:
         num_steps = training.setup.total_steps
     wall, cpu = time.monotonic() - wall, cpu_seconds() - cpu
     num_pairs = num_steps * task.global_batch * task.questions_per_image
-    facts = {"name": row, "questions_per_image": task.questions_per_image, "batch": task.global_batch, "steps": num_steps, "pairs": num_pairs}
+    facts = {
+        "name": row,
+        "questions_per_image": task.questions_per_image,
+        "batch": task.global_batch,
+        "steps": num_steps,
+        "pairs": num_pairs,
+    }
     last = curve[-1]
     return facts | {
         "seconds": round(wall), "cpu_seconds": round(cpu), "threads": torch.get_num_threads(),
