@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drivetrain.engine.numerics.bootstrap import resample_metrics
+from drivetrain.engine.numerics.bootstrap import resample_metrics, sample_groups
 from drivetrain.engine.numerics.metrics import read_summary
 from drivetrain.launch.evaluation import compare, interval
 from drivetrain.outcomes import Problem
@@ -54,6 +54,38 @@ def test_resamples_have_the_means_and_the_summary_of_the_drawn_samples() -> None
         assert found["score"][number] == pytest.approx(drawn.mean())
         assert found["largest"][number] == drawn.max() and found["table: smallest"][number] == drawn.min()
     assert resample_metrics(Ranked(), values, 0) == {}
+
+
+class Grouped(Ranked):
+    """A task whose samples belong to groups."""
+
+    def resample_groups(self, values: dict[str, Tensor]) -> Tensor:
+        return values["group"]
+
+
+def test_samples_of_a_group_are_drawn_together() -> None:
+    single = {"score": torch.from_numpy(np.random.default_rng(0).normal(size=50)), "group": torch.arange(50).flip(0)}
+    repeated = {name: value.repeat(10) for name, value in single.items()}
+    found = [resample_metrics(Grouped(), values, 200, sample_groups(Grouped(), values)) for values in (single, repeated)]
+    assert found[1]["score"] == pytest.approx(found[0]["score"]), "ten copies of a sample say as much as one"
+    alone = interval(resample_metrics(Ranked(), repeated, 200)["score"])
+    together = interval(found[1]["score"])
+    assert alone is not None and together is not None and together[1] - together[0] > 2 * (alone[1] - alone[0])
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"), [(torch.zeros(3, dtype=torch.long), "each of the 4"), (torch.zeros(4), "whole numbers"), (1, "whole numbers")]
+)
+def test_groups_that_do_not_fit_are_refused(groups: Any, message: str) -> None:
+    with pytest.raises(Problem, match=message):
+        sample_groups(Grouped(), {"score": torch.zeros(4), "group": groups})
+
+
+def test_runs_are_compared_by_what_was_evaluated() -> None:
+    one, other = result({"a": [1.0, 2.0]}, 10) | {"digest": "x"}, result({"a": [1.0, 1.0]}, 40) | {"digest": "x"}
+    assert compare(one, other)[0].name == "a", "other samples, the same questions"
+    with pytest.raises(Problem, match="other evaluation data"):
+        compare(one, other | {"digest": "y", "samples": 10})
 
 
 def test_the_interval_of_a_mean_is_that_of_the_normal_distribution() -> None:
@@ -107,4 +139,4 @@ def test_eval_compares_two_runs_of_any_task(folder: Path) -> None:
     assert change["accuracy"]["interval"][0] > 0 and change["errors"]["interval"][1] < 0 and "halves: first" in change
     lines = run_ok("eval", "short", "--against", "longer", "--bootstrap", "100")
     assert "against" in lines and "95 % interval" in lines
-    expect_error("number of resamples", "eval", "short", "--bootstrap", "none")
+    assert "number of resamples" in expect_error("eval", "short", "--bootstrap", "none")

@@ -72,6 +72,8 @@ class Picture:
     """The beginning of the file's name: letters, digits, - and _."""
     image: Any
     """A uint8 tensor or array of shape [height, width, 3] (RGB) or [height, width] (grey)."""
+    page: str = ""
+    """An HTML page that shows the same, written beside the PNG file; empty: none."""
 
 
 class Source:

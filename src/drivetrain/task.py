@@ -76,6 +76,8 @@ class Task:
     It implements `drivetrain.processes.population.PopulationRules`."""
 
     def __init__(self, **settings: Any) -> None:
+        self.run_folder: Path | None = None
+        """The folder of the run that this task trains, evaluates or predicts with; None while a plan is made. drivetrain sets it."""
         self._passed = frozenset(settings)
         for name, value in resolve(settings_of_class(type(self)), settings, type(self).__name__).items():
             setattr(self, name, value)
@@ -152,6 +154,14 @@ class Task:
         Numbers are logged. `eval` draws a square matrix called `confusion`; the attribute `classes`, if the task has it, gives the names.
         """
         return {}
+
+    def resample_groups(self, values: dict[str, Tensor]) -> Tensor | tuple[Tensor, Tensor] | None:
+        """Returns a whole number for each sample, its group; None: every sample is a group. The bootstrap draws whole groups.
+
+        Samples that depend on each other belong to one group: those of one patient, for example. With a second tensor, rows of whole
+        numbers that name what was evaluated, runs are compared by these rows, and their samples may differ.
+        """
+        return None
 
     def remarks(self, model: Any) -> Sequence[str | Picture]:
         """Returns lines for the log and `Picture`s after an evaluation: samples of what the model generates, for example.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,15 @@ import torch
 import yaml
 
 from drivetrain import recipe
-from drivetrain.outcomes import Problem
-from drivetrain.tasks.cxr.cxr import AnswerGraph, Cxr
+from drivetrain.engine.numerics.bootstrap import sample_groups
+from drivetrain.outcomes import Outcome, Problem
+from drivetrain.tasks.cxr.cxr import Cxr
 from drivetrain.tasks.cxr.net import losses
+from drivetrain.tasks.cxr.net.answer_graph import AnswerGraph
 from drivetrain.tasks.cxr.scoring.answers import ClassNames, head_of_question
 from tests.command import expect_error, run_ok
 from tests.cxr.conftest import TWIN_STUDIES
+from tests.cxr.small_data import answer, question, write_data
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -46,10 +50,13 @@ def test_train_eval_predict(twin: tuple[Path, Path], folder: Path) -> None:
     names = set().union(*rows)
     assert {"train/binary", "train/chexpert", "train/graph_entity", "train/accuracy"} <= names
     assert {"eval/accuracy", "eval/accuracy_oracle", "eval/accuracy_predicted", "eval/loss"} <= names
-    assert len(list(Path("runs/a/media").glob("answers-*.png"))) == 2
+    assert len(list(Path("runs/a/media").glob("answers-*.png"))) == len(list(Path("runs/a/media").glob("answers-*.html"))) == 2
+    assert "<article>" in Path("runs/a/media/answers-00000004.html").read_text()
+    assert json.loads(Path("runs/a/data-check.json").read_text())["totals"]["studies"] == TWIN_STUDIES
 
-    output = run_ok("eval", "a", "--against", "a", "--bootstrap", "20")
-    assert "accuracy by question type:" in output and "metric" in output
+    run_ok("train", "cxr", *TINY, *data, "steps=1", "eval_split=train", "max_studies=6", "questions_per_image=1", "--name", "b")
+    output = run_ok("eval", "a", "--against", "b", "--bootstrap", "20")
+    assert "accuracy by question type:" in output and "metric" in output and "by resampling" in output
     facts = json.loads(Path("runs/a/eval.json").read_text())
     assert facts["metrics"]["accuracy"] == pytest.approx(rows[-1]["eval/accuracy"])
     low, high = facts["intervals"]["accuracy"]
@@ -59,7 +66,15 @@ def test_train_eval_predict(twin: tuple[Path, Path], folder: Path) -> None:
     answer = run_ok("predict", "a", str(image), "question=Is there a pleural effusion?", "picture=seen.png")
     assert "yes" in answer and "no" in answer and "Cardiomegaly" in answer and "no medical device" in answer
     assert Path("seen.png").stat().st_size > 5000
-    expect_error("missing", "predict", "a", "nowhere.jpg")
+    for words in (
+        ("a", "--image", str(image), "--question", "Is there a pleural effusion?", "--picture=other.png"),
+        ("--question=Is there a pleural effusion?", f"--image={image}", "a", "picture=other.png", "-q"),
+    ):
+        assert run_ok("predict", *words).replace("other", "seen") == answer, "flags mean what NAME=VALUE means"
+    assert "did you mean question" in expect_error("predict", "a", str(image), "--qestion", "Why?", max_lines=9)
+    assert "--question needs a value" in expect_error("predict", "a", str(image), "--question")
+    assert "--image INPUT" in expect_error("predict", "a", "--question", "Why?", max_lines=9)
+    assert "missing" in expect_error("predict", "a", "nowhere.jpg", max_lines=9)
 
 
 def test_a_batch_trains_on_every_head(twin: tuple[Path, Path]) -> None:
@@ -75,6 +90,52 @@ def test_a_batch_trains_on_every_head(twin: tuple[Path, Path]) -> None:
     assert set(losses.HEADS) < set(parts) and 0 <= logged["accuracy"][0] <= logged["accuracy"][1]
     sum(total / count for total, count in parts.values() if count).backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_words_keep_their_ids_whatever_the_grade(twin: tuple[Path, Path]) -> None:
+    """The second stage of a recipe begins with the embeddings of the first."""
+    first, second = (Cxr(**settings_of(twin, grade=grade))._tokenizer for grade in ("B", "A"))
+    question = ["Is there a pleural effusion in the left lung?"]
+    assert first.encode(question) == second.encode(question) and first.key == second.key
+
+
+def test_runs_with_other_questions_per_image_are_compared_by_patient_and_question(twin: tuple[Path, Path]) -> None:
+    found = []
+    for k, seed in ((1, 0), (4, 0), (4, 1)):
+        task = Cxr(**settings_of(twin, questions_per_image=k, eval_split="train", max_studies=4 + seed))
+        data = task.eval_data()
+        batch = task.collate([data[place] for place in range(len(data))])
+        with torch.no_grad():
+            values = task.metrics(task.model().eval(), batch)
+        groups = sample_groups(task, values)
+        assert groups is not None and sum(map(len, groups.members)) == len(data)
+        patients = {int(task._index.study["patient"][study]) for study in data.selection.study}
+        assert len(groups.members) == len(patients)
+        found.append(groups)
+    assert found[0].digest == found[1].digest != found[2].digest
+    assert len(found[0].members[0]) > 1
+
+
+def test_a_training_is_refused_if_the_data_check_fails(tmp_path: Path) -> None:
+    data = write_data(tmp_path, [question("D02_has_finding", answer("pos"))])
+    image = next(data[0].rglob("*.jpg"))
+    image.write_bytes(b"damaged")
+    settings = settings_of(data, bad_images="skip")
+    assert int(Cxr(**settings).train_data()[0]["question"].max()) == -1, "the image is left out, and named in a list"
+    refused = Cxr(**settings)
+    refused.run_folder = tmp_path
+    with pytest.raises(Problem, match=r"the data check fails: 1 image files cannot be read.*check=false") as problem:
+        refused.train_data()
+    assert problem.value.outcome is Outcome.DATA
+    assert json.loads((tmp_path / "data-check.json").read_text())["errors"]
+    assert len(Cxr(**settings, check=False).train_data()) == 1
+
+
+def test_a_training_without_images_is_refused(tmp_path: Path) -> None:
+    data = write_data(tmp_path, [question("D02_has_finding", answer("pos"))])
+    next(data[0].rglob("*.jpg")).unlink()
+    with pytest.raises(Problem, match="the data check fails: no image file exists"):
+        Cxr(**settings_of(data)).train_data()
 
 
 def test_a_predicted_graph_is_the_graph_of_the_main_metrics_if_asked(twin: tuple[Path, Path]) -> None:
@@ -107,6 +168,25 @@ def test_wrong_settings_name_the_fix(twin: tuple[Path, Path]) -> None:
         list(Cxr(**settings_of(twin)).predict(None, "x.jpg", graph="oracle"))  # type: ignore[arg-type]
 
 
+def test_a_trained_model_answers_without_the_data_and_refuses_other_data(twin: tuple[Path, Path], folder: Path) -> None:
+    copy = Path(shutil.copytree(twin[0].parent, "copy"))
+    data = [f"data={copy / twin[0].name}", f"questions={copy / twin[1].name}", "eval_split=train", "max_studies=2"]
+    run_ok("train", "cxr", *TINY, *data, "steps=1", "--name", "a")
+    image = str(shutil.copy(next(copy.rglob("*.jpg")), "x.jpg"))
+    words = ("predict", "a", image, "question=Where is the effusion?", "graph=predicted")
+    answer = run_ok(*words)
+    moved = copy.rename("moved")
+    assert run_ok(*words) == answer
+
+    moved.rename(copy)
+    names = Path("runs/a/cxr-names.json")
+    stored = json.loads(names.read_text())
+    stored["regions"][1:3] = stored["regions"][2:0:-1]
+    names.write_text(json.dumps(stored))
+    for words in (("eval", "a"), ("train", "cxr", *TINY, *data, "steps=1", "start=a", "--name", "b")):
+        assert "was trained on data with other regions" in expect_error(*words, code=Outcome.DATA.code, max_lines=9)
+
+
 @pytest.mark.parametrize(
     ("question", "head"),
     [
@@ -130,6 +210,11 @@ def test_the_recipe_of_guide_004_trains_in_two_stages(twin: tuple[Path, Path], f
     assert "drivetrain train recipes/guide-004.yaml" in path.read_text()
     pretrain, finetune = recipe.load(str(path), [])
     assert (pretrain.settings["grade"], finetune.settings["grade"]) == ("B", "A")
+    weights = [
+        [stage.settings[f"{head}_weight"] for head in ("binary", "category", "region", "severity", "chexpert")]
+        for stage in (pretrain, finetune)
+    ]
+    assert weights == [[1, 0.3, 0.3, 0.2, 0.3], [1, 0.5, 0.5, 0.3, 0.3]]
     assert finetune.settings["patience"] == 5 and finetune.references == {"start": "${pretrain.path}"}
     words = [
         *TINY[:-3],

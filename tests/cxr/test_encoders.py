@@ -110,6 +110,32 @@ def test_other_names_come_from_timm(monkeypatch: pytest.MonkeyPatch) -> None:
         build_image_encoder("convnext_bas", "none")
 
 
+class NormedHead(Features):
+    """Stands for timm's ConvNeXt without classes: its head keeps the norm."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.zeros(1, 5, 2, 2))
+        self.stem = nn.Linear(2, 2)
+        self.head = nn.ModuleDict({"norm": nn.LayerNorm(5)})
+
+
+def test_a_file_for_a_model_of_timm_may_hold_layers_of_the_classes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = types.ModuleType("timm")
+    module.create_model = lambda name, **options: NormedHead()  # type: ignore[attr-defined]
+    module.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
+    monkeypatch.setitem(sys.modules, "timm", module)
+    tensors = {name: torch.randn_like(tensor) for name, tensor in NormedHead().state_dict().items()}
+    classes = {name: torch.zeros(3, 5) for name in ("head.fc.weight", "classifier.weight", "fc.weight")}
+    file = tmp_path / "net.safetensors"
+    save_file(tensors | classes, file)
+    encoder = build_image_encoder("convnext_large", str(file))
+    assert isinstance(encoder, TimmEncoder)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in encoder.net.state_dict().items())
+    save_file({name: tensor for name, tensor in tensors.items() if name != "head.norm.weight"}, file)
+    with pytest.raises(Problem, match=r"lacks head\.norm\.weight"):
+        build_image_encoder("convnext_large", str(file))
+
+
 def test_a_bert_has_the_features_of_hugging_face(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

@@ -7,15 +7,18 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from drivetrain.tasks.cxr.net.graph import Nodes
 from drivetrain.tasks.cxr.net.losses import HEADS, LossWeights, Uncertain
+from drivetrain.tasks.cxr.net.model import GRAPH_SOURCES, Encoded, GraphSource
 from drivetrain.tasks.cxr.scoring.answers import ClassNames
-from drivetrain.tasks.cxr.scoring.evaluation import evaluate, routed
+from drivetrain.tasks.cxr.scoring.evaluation import evaluate, pointing, routed
 from drivetrain.tasks.cxr.scoring.report import Scoring, summarise
 from drivetrain.tasks.cxr.scoring.texts import AnswerTexts
 from drivetrain.tasks.cxr.vocabulary import CHEXPERT, QUESTION_TYPES
-from tests.cxr.batches import random_batch, small_model
+from tests.cxr.batches import CLASSES, random_batch, small_model
 
 REGION_NAMES = ("unknown", "left lung", "right lung")
 
@@ -75,6 +78,12 @@ def test_every_image_counts_once_whatever_its_number_of_samples() -> None:
     assert repeated["chexpert_auroc"] == pytest.approx(once["chexpert_auroc"])
 
 
+def test_the_loss_of_the_labels_counts_every_image_once() -> None:
+    found = values([-1] * 4, [-1] * 4, [0] * 4)
+    found["image"], found["chexpert_loss"][:, 0] = torch.tensor([0, 0, 0, 1]), torch.tensor([1.0, 1.0, 1.0, 3.0])
+    assert summarise(found, scoring(samples_of_image=[3, 1]))["loss"] == pytest.approx(0.3 * 2)
+
+
 @pytest.mark.parametrize(("policy", "auroc"), [("ignore", 1.0), ("soft", 1.0), ("positive", 36 / 42), ("negative", 1.0)])
 def test_uncertain_labels_count_in_the_auroc_as_the_policy_says(policy: Uncertain, auroc: float) -> None:
     scores, labels = [float(i) for i in range(13)], [-1] + [0] * 6 + [1] * 6  # the uncertain one has the lowest score
@@ -89,6 +98,74 @@ def test_random_answers_give_chance() -> None:
     result = summarise(found, scoring(samples_of_image=[1] * 3000))
     assert result["binary_accuracy"] == pytest.approx(0.5, abs=0.05)
     assert result["chexpert_auroc"] == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("peak", "box", "is_hit"),
+    [
+        ((0, 3), (0.7, 0.0, 1.0, 0.4), 1),  # row 0, column 3 of a map of 2 x 4 cells: x is the column
+        ((0, 3), (0.0, 0.6, 0.4, 1.0), 0),  # the same box with x and y exchanged
+        ((1, 0), (0.0, 0.6, 0.4, 1.0), 1),
+        ((1, 0), (0.02, 0.92, 0.06, 0.98), 1),  # a small box in the corner of the cell: no centre of a cell is in it
+        ((1, 1), (0.02, 0.92, 0.06, 0.98), 0),
+        ((0, 2), (0.0, 0.0, 1.0, 1.0), 1),
+    ],
+)  # fmt: skip
+def test_pointing_asks_whether_the_peak_is_in_the_box(peak: tuple[int, int], box: tuple[float, ...], is_hit: int) -> None:
+    attention = torch.full((1, 2, 2, 4), 0.1)
+    attention[0, 0][peak] = 0.9
+    boxes = torch.tensor([[box, (0, 0, 0, 0)]]).float()
+    found = pointing(attention, {"answer_boxes": boxes, "has_answer_box": torch.tensor([[True, False]])})
+    assert found.tolist() == [[is_hit, -1]]
+
+
+def test_the_overlap_of_boxes_is_that_with_the_answers_box() -> None:
+    """A model with known boxes: the overlaps of the evaluation are those by hand."""
+    model, batch = small_model(), random_batch(1, 3)
+    predicted = torch.tensor([[(0.0, 0.0, 0.5, 1.0), (0.5, 0.5, 1.0, 1.0), (0.0, 0.0, 0.4, 0.4)]])
+    batch["answer_boxes"] = torch.tensor([[(0.25, 0.0, 0.75, 1.0), (0.5, 0.5, 1.0, 1.0), (0.6, 0.6, 0.9, 0.9)]])
+    batch["has_answer_box"] = torch.ones(1, 3, dtype=torch.bool)
+    plain_answer = model.answer
+    model.answer = lambda encoded, nodes: plain_answer(encoded, nodes) | {"answer_box": predicted}  # type: ignore[method-assign]
+    with torch.no_grad():
+        found = evaluate(model, batch, "none", "ignore", True)
+    assert found["box_overlap"][0].tolist() == pytest.approx([1 / 3, 1, 0])
+
+
+def test_each_source_of_the_graph_gives_its_own_answers() -> None:
+    """Answers of a model whose graph decides them: with all sources alike, or one in place of another, they would differ."""
+    model, batch = small_model(), random_batch(4, 2)
+    chosen: list[str] = []
+    plain_nodes, plain_answer = model.nodes, model.answer
+
+    def nodes(batch: dict[str, Tensor], encoded: Encoded, source: GraphSource) -> Nodes:
+        chosen.append(source)
+        return plain_nodes(batch, encoded, source)
+
+    def answer(encoded: Encoded, nodes: Nodes) -> dict[str, Tensor]:
+        place = GRAPH_SOURCES.index(chosen[-1])  # type: ignore[arg-type]
+        logits = {name: F.one_hot(torch.tensor(place % CLASSES[name]), CLASSES[name]).float().expand(4, 2, -1) for name in HEADS}
+        return plain_answer(encoded, nodes) | logits
+
+    model.nodes, model.answer = nodes, answer  # type: ignore[method-assign]
+    batch |= {name: torch.full((4, 2), -1).short() for name in HEADS} | {"region": torch.tensor([[0, 1], [1, 1], [2, 2], [2, 2]]).short()}
+    with torch.no_grad():
+        found = evaluate(model, batch, "none", "ignore", True)
+    assert [int(found[f"answer_{source}"][0, 0]) for source in GRAPH_SOURCES] == [0, 1, 2]
+    result = summarise(found, scoring(samples_of_image=[1] * 4))
+    assert (result["accuracy"], result["accuracy_oracle"], result["accuracy_predicted"]) == (1 / 8, 3 / 8, 4 / 8)
+
+
+def test_the_sources_of_the_graph_differ() -> None:
+    model, batch = small_model(), random_batch(3, 2)
+    with torch.no_grad():
+        encoded = model.encode(batch)
+        none, oracle, predicted = (model.nodes(batch, encoded, source) for source in GRAPH_SOURCES)
+    assert GRAPH_SOURCES == ("none", "oracle", "predicted")
+    assert not none.is_node.any()
+    assert oracle.is_node.equal(batch["is_node"]) and oracle.boxes.equal(batch["boxes"])
+    own = model.predict_graph(encoded).nodes(model.sizes.max_nodes)
+    assert predicted.is_node.equal(own.is_node) and predicted.boxes.equal(own.boxes) and not predicted.boxes.equal(oracle.boxes)
 
 
 def test_an_evaluation_keeps_what_the_report_needs() -> None:

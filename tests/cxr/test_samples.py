@@ -12,7 +12,8 @@ import torch
 
 from drivetrain.outcomes import Problem
 from drivetrain.tasks.cxr.data.columns import CxrIndex
-from drivetrain.tasks.cxr.data.samples import CxrDataset, collate, words_of
+from drivetrain.tasks.cxr.data.samples import CxrDataset, collate
+from drivetrain.tasks.cxr.data.words import all_words, words_of
 from drivetrain.tasks.cxr.vocabulary import CHEXPERT, HEADS, QUESTION_TYPES
 from tests.cxr.small_data import answer, boxes, build, question, write_data
 
@@ -118,6 +119,25 @@ def test_a_skipped_image_keeps_its_place_without_weight(tmp_path: Path) -> None:
     assert sample["type"].tolist() == sample["binary"].tolist() == sample["question"].tolist() == [-1]
 
 
+def test_a_damaged_image_is_replaced_by_the_next_allowed_view(tmp_path: Path) -> None:
+    places = boxes("image-b", (0, 0, 100, 100)) | boxes("image-c", (100, 50, 200, 100))
+    asked = [question("D02_has_finding", answer("pos", localization=places))]
+    mimic, qba = write_data(tmp_path, asked, images=(*IMAGES, ("image-d", "PA")), labels={"Edema": "1.0"})
+    index = build(mimic, qba)
+    for name in ("image-c", "image-d"):
+        next(mimic.rglob(f"{name}.jpg")).write_bytes(b"cut")
+    data = CxrDataset(index, "train", size=32, bad_images="skip")
+    sample = data[0]
+    assert data.image_path(int(sample["image_row"])).name == "image-b.jpg" and sample["image"].any()
+    assert torch.allclose(sample["answer_boxes"][0], torch.tensor([0, 0, 0.5, 1.0]), atol=1e-4), "the boxes are those in this image"
+    assert sample["question"][0] >= 0 and 1 in sample["chexpert"]
+    next(mimic.rglob("image-b.jpg")).write_bytes(b"cut")
+    empty = CxrDataset(index, "train", size=32, bad_images="skip", cache_images=False)[0]
+    assert empty["question"].tolist() == [-1], "the lateral view is not allowed"
+    with pytest.raises(Problem, match=r"image-[cd]"):
+        CxrDataset(index, "train", size=32, cache_images=False)[0]
+
+
 def test_labels_are_positive_negative_uncertain_and_missing(tmp_path: Path) -> None:
     labels = {"Atelectasis": "1.0", "Cardiomegaly": "0.0", "Edema": "-1.0", "No Finding": "1"}
     index = build(*write_data(tmp_path, [question("D02_has_finding", answer("pos"))], labels=labels))
@@ -167,5 +187,6 @@ def test_texts_and_vocabulary(twin_index: CxrIndex) -> None:
     row = int(data[0]["question"][0])
     assert data.question_text(row).strip()
     assert data.answer_text(row).strip()
-    assert {"is", "the", "?", "pneumothorax"} <= set(data.vocabulary)
+    words = all_words(twin_index.question_texts)
+    assert {"is", "the", "?", "pneumothorax"} <= set(words) and words == sorted(set(words))
     assert QUESTION_TYPES[int(data[0]["type"][0])] == "A_indication"

@@ -89,7 +89,7 @@ def test_the_configuration_as_the_guide_prints_it(tmp_path: Path) -> None:
     imported = read(write(tmp_path, PRINTED))
     assert imported.kind == "guide" and imported.task == "cxr"
     assert imported.pins == {"micro_batch": 16, "activation_checkpointing": True, "workers": 12, "strategy": "deepspeed", "zero_stage": 2}
-    assert imported.settings == {"precision": "fp16", "questions_per_image": 1}
+    assert imported.settings == {"precision": "fp16", "questions_per_image": 1, "global_batch": 256}
     assert [key for key, _ in imported.unused] == ["training.gradient_accumulation_steps"]
     assert any("global_batch=256" in note for note in imported.notes)
 
@@ -105,6 +105,7 @@ def test_the_full_configuration_with_its_deepspeed_file(tmp_path: Path) -> None:
         "image_size": 224, "learning_rate": 5e-5, "weight_decay": 0.01, "warmup": "2ep", "clip": 1.0, "epochs": 20, "precision": "fp16",
         "chexpert_weight": 0.3, "binary_weight": 1.0, "category_weight": 0.5, "region_weight": 0.5, "severity_weight": 0.3, "log_every": 100,
         "save_every": 5000, "keep": 5, "eval_every": 2500, "best": "max:accuracy", "patience": 5, "seed": 42, "questions_per_image": 1,
+        "global_batch": 256,
     }  # fmt: skip
     assert all(why and "no key that is known" not in why for _, why in imported.unused)
 
@@ -118,8 +119,23 @@ def test_all_settings_are_those_of_the_task(tmp_path: Path) -> None:
 
 
 def test_the_command_line_wins(tmp_path: Path) -> None:
-    recipes, _ = apply_plan_file(load("cxr", ["epochs=3"]), Request(plan_file=write(tmp_path, FULL)), Screen(quiet=True))
-    assert recipes[0].settings["epochs"] == 3
+    recipes, _ = apply_plan_file(load("cxr", ["epochs=3", "global_batch=8"]), Request(plan_file=write(tmp_path, FULL)), Screen(quiet=True))
+    assert recipes[0].settings["epochs"] == 3 and recipes[0].settings["global_batch"] == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "types"), [(["D02_has_finding", "B10_is_abnormal_region"], ["D02_has_finding", "B10_is_abnormal_region"]), (None, [])]
+)
+def test_the_question_types_of_the_file_are_used(given: list[str] | None, types: list[str], tmp_path: Path) -> None:
+    path = write(tmp_path, {"training": {}, "data": {"question_types": given}})
+    recipes, _ = apply_plan_file(load("cxr", []), Request(plan_file=path), Screen(quiet=True))
+    assert recipes[0].settings["types"] == types
+
+
+def test_the_global_batch_is_that_of_the_guides_four_gpus(tmp_path: Path) -> None:
+    path = write(tmp_path, {"training": {"batch_size_per_gpu": 8}})
+    recipes, _ = apply_plan_file(load("cxr", []), Request(plan_file=path), Screen(quiet=True))
+    assert recipes[0].settings["global_batch"] == 8 * 4 * 4, "with the guide's own accumulation"
 
 
 def test_unknown_keys_are_named(tmp_path: Path) -> None:

@@ -82,7 +82,8 @@ def _show(run_dir: Run, result: dict[str, Any], screen: Screen) -> None:
     intervals = result["intervals"]
     weights_text = "" if result["step"] is None else f"; weights of step {result['step']:,}"
     metrics = "   ".join(format_metric(name, value) + range_text(intervals.get(name)) for name, value in result["metrics"].items())
-    screen.line("eval", f"{metrics}   ({result['samples']:,} samples{weights_text})")
+    groups_text = f"; intervals by resampling {result['groups']:,} groups" if result["groups"] else ""
+    screen.line("eval", f"{metrics}   ({result['samples']:,} samples{weights_text}{groups_text})")
     for name, table in result["figures"].items():
         if isinstance(table, dict) and table:
             screen.line("", f"{name}:")

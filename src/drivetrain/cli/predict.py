@@ -14,21 +14,26 @@ from drivetrain.terminal import printable
 
 TEXT = """\
 Give an input to a run's model and print its prediction as it comes: a language model continues the text.
-Options after the input are the task's own, as NAME=VALUE (for lora: tokens=200 temperature=0). A finished run's
-final weights are taken, else its last good checkpoint's."""
+Options after the input are the task's own, as NAME=VALUE or --NAME VALUE (for lora: tokens=200 temperature=0). The
+input may have its name, too (for cxr: --image x.jpg --question "..."). A finished run's final weights are taken,
+else its last good checkpoint's."""
 
 
 def parser(verb: str) -> Parser:
     parser = Parser("drivetrain predict", TEXT)
     parser.add_argument("target", metavar="RUN", help="a run's name or folder")
-    parser.add_argument("input", metavar="INPUT", help="the input; - reads it from standard input")
+    parser.add_argument("input", metavar="INPUT", nargs="?", help="the input; - reads it from standard input")
     parser.add_argument("options", metavar="NAME=VALUE", nargs="*", help="options of the task's own")
     add_common(parser)
     return parser
 
 
 def run(verb: str, words: list[str]) -> int:
-    args = parser(verb).parse(words)
+    own_parser = parser(verb)
+    flags, others = _task_flags(words, own_parser)
+    args = own_parser.parse(others)
+    if args.input is None and not flags:
+        own_parser.error("give its input: drivetrain predict RUN INPUT")
 
     from drivetrain import runs
     from drivetrain.launch.trained import load_trained, user_code
@@ -36,8 +41,8 @@ def run(verb: str, words: list[str]) -> int:
 
     run_dir = runs.find(args.target)
     task, model = load_trained(run_dir, Screen(sys.stderr, args.quiet))
-    text = _read_standard_input() if args.input == "-" else args.input
-    options = _read_options(task.predict, args.options)
+    given, options = _input_and_options(task.predict, args.input, args.options, flags)
+    text = _read_standard_input() if given == "-" else given
     with user_code(run_dir):
         pieces = task.predict(model, text, **options)
         if not isinstance(pieces, Iterable):
@@ -53,6 +58,41 @@ def _read_standard_input() -> str:
         return sys.stdin.read()
     except UnicodeDecodeError:
         raise Problem("the standard input is not UTF-8 text") from None
+
+
+def _task_flags(words: list[str], own: Parser) -> tuple[dict[str, str], list[str]]:
+    """Splits the words into the task's own flags, --NAME VALUE or --NAME=VALUE, and all others."""
+    known = {flag for action in own.actions for flag in action.option_strings}
+    flags: dict[str, str] = {}
+    others: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        flag, equals, value = word.partition("=")
+        if word == "--":
+            return flags, [*others, word, *rest]
+        if not flag.startswith("--") or flag in known:
+            others.append(word)
+            continue
+        following = value if equals else next(rest, None)
+        if following is None:
+            raise Problem(f"{flag} needs a value: {flag} VALUE")
+        flags[flag[2:].replace("-", "_")] = following
+    return flags, others
+
+
+def _input_and_options(
+    predict: Callable[..., Any], first: str | None, words: list[str], flags: dict[str, str]
+) -> tuple[str, dict[str, Any]]:
+    """Returns the input, which a flag with the name of the parameter may give, and the options."""
+    input_name = next(iter(list(inspect.signature(predict).parameters)[1:]), "")
+    named_input = flags.pop(input_name, None)
+    if named_input is not None:
+        words = [first, *words] if first is not None else words
+    given = first if named_input is None else named_input
+    options = _read_options(predict, [*words, *(f"{name}={value}" for name, value in flags.items())])
+    if given is None:
+        raise Problem(f"predict needs an input, too: give its input, drivetrain predict RUN INPUT or --{input_name} INPUT")
+    return given, options
 
 
 def _read_options(predict: Callable[..., Any], words: list[str]) -> dict[str, Any]:

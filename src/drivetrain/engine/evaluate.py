@@ -19,7 +19,7 @@ from drivetrain.engine.faults.out_of_memory import OutOfMemoryOnRanks
 from drivetrain.engine.group import Group
 from drivetrain.engine.group.requests import SupportsBool
 from drivetrain.engine.measure.memory import allocation_errors_as_oom
-from drivetrain.engine.numerics.bootstrap import resample_metrics
+from drivetrain.engine.numerics.bootstrap import resample_metrics, sample_groups
 from drivetrain.engine.numerics.metrics import EvaluationMetrics
 from drivetrain.engine.numerics.precision import Precision
 from drivetrain.task import Task
@@ -35,6 +35,10 @@ class Evaluation:
     samples: int
     resamples: dict[str, list[float]] = field(default_factory=dict)
     """The metrics of each bootstrap resample of the samples, on rank 0."""
+    groups: int | None = None
+    """Number of groups that the bootstrap draws, where the task has any."""
+    digest: str = ""
+    """A hash of what was evaluated, where the task names it."""
 
 
 class EvaluationStopped(Exception):
@@ -112,8 +116,13 @@ class Evaluator:
         if self.can_undo:
             self._raise_together(is_stopped, is_out_of_memory)
         numbers, figures = metrics.finish(self.task, self.group)
-        resamples = resample_metrics(self.task, metrics.all_values, self.num_resamples) if self.group.is_main else {}
-        return Evaluation(numbers, figures, self.feed.length, resamples)
+        if not (self.group.is_main and self.num_resamples):
+            return Evaluation(numbers, figures, self.feed.length)
+        groups = sample_groups(self.task, metrics.all_values)
+        resamples = resample_metrics(self.task, metrics.all_values, self.num_resamples, groups)
+        if groups is None:
+            return Evaluation(numbers, figures, self.feed.length, resamples)
+        return Evaluation(numbers, figures, self.feed.length, resamples, len(groups.members), groups.digest)
 
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:

@@ -28,6 +28,7 @@ def trained_model(task: Task, run: Run, device: torch.device | None = None) -> n
 
 
 def _with_weights(task: Task, weights: Weights, run: Run, device: torch.device | None) -> nn.Module:
+    task.run_folder = run.path
     model = task.model()
     state.load_model(model, weights.tensors, weights.aliases, run.name)
     return model.to(device or torch.device("cpu")).eval()
@@ -47,6 +48,7 @@ def evaluate_run(task: Task, plan: Plan, run: Run, group: Group, num_resamples: 
     return {
         "metrics": result.metrics, "samples": result.samples, "step": weights.step, "figures": figures,
         "classes": list(getattr(task, "classes", None) or []), "resamples": result.resamples,
+        "groups": result.groups, "digest": result.digest,
     }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from drivetrain.runs import Run
 from drivetrain.supervise import JobEnd, local_placement, run_workers
 from drivetrain.watch.screen import Screen
 
-RECORDED = ("metrics", "samples", "step", "figures", "intervals")  # the fields of the result that eval.json contains
+RECORDED = ("metrics", "samples", "step", "figures", "intervals", "groups")  # the fields of the result that eval.json contains
 CONFIDENCE = 0.95
 
 
@@ -62,11 +62,8 @@ class Difference:
 
 
 def compare(result: dict[str, Any], other: dict[str, Any]) -> list[Difference]:
-    """Returns the differences of two evaluations with the same number of samples and of resamples."""
-    if result["samples"] != other["samples"]:
-        raise Problem(
-            f"the two runs have other evaluation data ({result['samples']:,} and {other['samples']:,} samples): compare runs that evaluate on the same samples"
-        )
+    """Returns the differences of two evaluations with the same evaluation data and number of resamples."""
+    _check_same_data(result, other)
     values, others = _numbers(result), _numbers(other)
     differences = []
     for name, resamples in result["resamples"].items():
@@ -81,6 +78,17 @@ def compare(result: dict[str, Any], other: dict[str, Any]) -> list[Difference]:
     if not differences:
         raise Problem("the two runs have no metric in common that is known for each sample: their metrics are (total, count), or differ")
     return differences
+
+
+def _check_same_data(result: dict[str, Any], other: dict[str, Any]) -> None:
+    """Raises Problem if two runs were evaluated on other data: by the task's digest of it, else by the number of samples."""
+    digests = [entry.get("digest", "") for entry in (result, other)]
+    if digests[0] != digests[1]:
+        raise Problem("the two runs have other evaluation data: compare runs that evaluate on the same data, with the same settings of it")
+    if not digests[0] and result["samples"] != other["samples"]:
+        raise Problem(
+            f"the two runs have other evaluation data ({result['samples']:,} and {other['samples']:,} samples): compare runs that evaluate on the same samples"
+        )
 
 
 def _numbers(result: dict[str, Any]) -> dict[str, float]:

@@ -98,6 +98,7 @@ def _do(job: Job, group: Group, screen: Observer, stop: StopFlag, observers: Seq
 
         check_collectives(group)
     task = instantiate(job.task, job.settings)
+    task.run_folder = Path(job.run)
     if isinstance(job, EvaluateJob):
         from drivetrain.engine.inference import evaluate_run
 

@@ -81,6 +81,8 @@ class PictureFiles(Observer):
         path = self.run.picture_path(image.name, step)
         try:
             write_atomic(path, image.content)
+            if image.page:
+                write_atomic(path.with_suffix(".html"), image.page)
         except OSError as error:  # such as a full disk, which must not stop the training
             if not self._has_failed:
                 self._report(f"{path} cannot be written: {error.strerror or error}; the training continues without such pictures")

@@ -26,6 +26,8 @@ class PngImage:
     width: int
     is_grey: bool
     content: bytes
+    page: str = ""
+    """HTML to write beside it."""
 
 
 def encode_pictures(pictures: Iterable[Picture]) -> tuple[list[PngImage], str]:
@@ -52,7 +54,7 @@ def _encode(picture: Picture) -> PngImage:
     pixels = _pixels(picture)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
-    return PngImage(picture.name, pixels.shape[0], pixels.shape[1], pixels.ndim == 2, buffer.getvalue())
+    return PngImage(picture.name, pixels.shape[0], pixels.shape[1], pixels.ndim == 2, buffer.getvalue(), str(picture.page))
 
 
 def _pixels(picture: Picture) -> np.ndarray[Any, Any]:

@@ -13,6 +13,8 @@ from drivetrain.settings import coerce
 TASK = "cxr"
 EPOCHS = 20
 """The guide's default."""
+GUIDE_ACCUMULATION, GUIDE_GPUS = 4, 4
+"""Its default, and the GPUs that it is written for."""
 STAGE, CONFIG_FILE = "deepspeed.stage", "deepspeed.config_path"
 PER_GPU, ACCUMULATION = "training.batch_size_per_gpu", "training.gradient_accumulation_steps"
 COUNTED = "the index of the data set counts them"
@@ -103,7 +105,7 @@ KEYS: list[Key] = [
     *unused_keys("the labels are read from the folder of MIMIC-CXR-JPG", "data.chexpert_labels_path", "data.test_labels_csv_path"),
     Key("data.quality_grade", "`grade` (all: unrated)", _grade),
     setting("data.view_filter", "views"),
-    *unused_keys("all documented types are used", "data.question_types"),
+    setting("data.question_types", "types"),
     *unused_keys("grade and views choose the same questions from the full data set", "data.use_exports", "data.export_grade"),
     setting("data.cache_dir", "cache"),
     setting("data.image_size", "image_size"),
@@ -164,7 +166,6 @@ def read_into(draft: Draft, content: Mapping[Any, Any], inner: Mapping[Any, Any]
     draft.settings["questions_per_image"] = 1
     draft.notes.append("a sample of the guide is one question: questions_per_image=1; more questions per image cost little more time")
     if PER_GPU in values:
-        each = as_int(values[PER_GPU]) * value_of(values, ACCUMULATION, as_int, 1)
-        draft.notes.append(
-            f"the guide's global batch is {each} x processes ({each * 4} with its four GPUs); the recipe's holds here: give global_batch={each * 4}"
-        )
+        each = as_int(values[PER_GPU]) * value_of(values, ACCUMULATION, as_int, GUIDE_ACCUMULATION)
+        total = draft.settings.setdefault("global_batch", each * GUIDE_GPUS)
+        draft.notes.append(f"global_batch={total}: the guide's on its four GPUs ({each} on each); another one is given as global_batch=N")

@@ -20,13 +20,16 @@ from drivetrain.tasks.cxr.data.check import check_data, is_checking_process
 from drivetrain.tasks.cxr.data.columns import CxrIndex
 from drivetrain.tasks.cxr.data.images import BadImageError, decode
 from drivetrain.tasks.cxr.data.index import find_or_build, print_notice
+from drivetrain.tasks.cxr.data.names import DataNames, check_same, names_of_index, names_of_start, read_names, write_names, write_run_file
 from drivetrain.tasks.cxr.data.samples import CxrDataset, collate
 from drivetrain.tasks.cxr.net import augmentation, losses
+from drivetrain.tasks.cxr.net.answer_graph import AnswerGraph, empty_graph
 from drivetrain.tasks.cxr.net.encoders import build_image_encoder, check_weights
 from drivetrain.tasks.cxr.net.model import CxrModel, GraphSource, ModelSizes
 from drivetrain.tasks.cxr.net.text_encoders import PretrainedSource, build_small
 from drivetrain.tasks.cxr.net.tokens import PretrainedTokenizer, WordTokenizer
 from drivetrain.tasks.cxr.scoring import answers, evaluation, report
+from drivetrain.tasks.cxr.scoring.page import page
 from drivetrain.tasks.cxr.scoring.pictures import Shown, draw, write_picture
 from drivetrain.tasks.cxr.scoring.texts import AnswerTexts
 from drivetrain.tasks.cxr.twin.write import write_twin
@@ -37,20 +40,6 @@ SHOWN = 8
 """Questions in the picture of an evaluation."""
 
 
-class AnswerGraph(nn.Module):
-    """The model for `export`: an image and questions to the logits of all heads, without a scene graph."""
-
-    def __init__(self, model: CxrModel) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, image: Tensor, tokens: Tensor, num_tokens: Tensor) -> dict[str, Tensor]:
-        batch = {"image": image, "tokens": tokens, "num_tokens": num_tokens} | empty_graph(len(image), 1, image.device)
-        encoded = self.model.encode(batch)
-        outputs = self.model.answer(encoded, self.model.nodes(batch, encoded, "none"))
-        return outputs | {"chexpert": self.model.label(encoded)}
-
-
 def _read_image(file: str, size: int) -> np.ndarray:
     """Returns an image file as [1, size, size] bytes."""
     path = Path(file).expanduser()
@@ -58,18 +47,6 @@ def _read_image(file: str, size: int) -> np.ndarray:
         return decode(path, size)[None].copy()
     except (OSError, BadImageError) as error:
         raise Problem(f"{path} cannot be read as an image: {error}") from None
-
-
-def empty_graph(images: int, nodes: int, device: torch.device) -> dict[str, Tensor]:
-    """Returns the entries of a batch for images without a scene graph."""
-    no = torch.zeros(images, nodes, dtype=torch.bool, device=device)
-    return {
-        "boxes": no[..., None].expand(-1, -1, 4).float(),
-        "has_box": no,
-        "is_node": no,
-        "node_region": no.short(),
-        "node_entity": no.short(),
-    }
 
 
 class Cxr(Task):
@@ -109,7 +86,7 @@ class Cxr(Task):
     encoder_weights: str = "imagenet"
     """First weights of the image encoder: imagenet (downloaded), none (random), or a .safetensors file with timm's names."""
     text: str = "emilyalsentzer/Bio_ClinicalBERT"
-    """The text encoder: a folder or a name on the hub of Hugging Face, or small (random weights, words of the training questions)."""
+    """The text encoder: a folder or a name on the hub of Hugging Face, or small (random weights, the words of all questions)."""
     text_layers: Annotated[int, Range(1, 48)] = 2
     """With text=small: its layers."""
     width: Annotated[int, Range(32, 8192)] = 768
@@ -187,12 +164,22 @@ class Cxr(Task):
         return find_or_build(images, questions, cache / "index" if self.cache else None)
 
     @cached_property
+    def _index_names(self) -> DataNames:
+        return names_of_index(self._index, with_words=self.text == "small")
+
+    @cached_property
+    def _data_names(self) -> DataNames:
+        """Those of the run; of the data where a run begins."""
+        return read_names(self.run_folder) or self._index_names
+
+    @cached_property
     def _tokenizer(self) -> WordTokenizer | PretrainedTokenizer:
         if self.text == "small":
-            return WordTokenizer(self._dataset("train", None).vocabulary)
+            return WordTokenizer(self._data_names.words)
         return PretrainedTokenizer(PretrainedSource(self.text).tokenizer(), self.max_tokens)
 
     def _dataset(self, split: str, tokenizer: WordTokenizer | PretrainedTokenizer | None) -> CxrDataset:
+        check_same(read_names(self.run_folder), self._index_names, f"{self.run_folder}")
         return CxrDataset(
             self._index, split, tokenizer=tokenizer, views=self.views, grade=self.grade, types=self.types,
             questions_per_image=self.questions_per_image, size=self.image_size, max_nodes=self.max_nodes, max_tokens=self.max_tokens,
@@ -207,18 +194,21 @@ class Cxr(Task):
     def _samples_of_image(self) -> np.ndarray:
         """The number of evaluation samples of each image of the index."""
         data = self._eval_dataset
-        counts = np.ones(len(self._index.image["study"]), np.int64)
-        counts[data.selection.image] = -(-np.diff(data.selection.first_row) // self.questions_per_image)
-        return counts
+        counts = np.ones(self._index.num_studies, np.int64)
+        counts[data.selection.study] = -(-np.diff(data.selection.first_row) // self.questions_per_image)
+        return np.take(counts, self._index.image["study"])  # a sample may show another image of its study
 
     def train_data(self) -> CxrDataset:
         if self.check and is_checking_process() and detect_fake_mode() is None:
             self._check_data()
+        if read_names(self.run_folder) is None:
+            write_names(self.run_folder, self._index_names)
         return self._dataset("train", self._tokenizer)
 
     def _check_data(self) -> None:
         """Raises Problem if nothing could be learned from the data; prints what else is wrong with it."""
         found = check_data(self._index)
+        write_run_file(self.run_folder, "data-check.json", found)
         if found["errors"]:
             raise Problem(f"the data check fails: {found['errors'][0]} (check=false trains nevertheless)", Outcome.DATA)
         for warning in found["warnings"]:
@@ -234,11 +224,11 @@ class Cxr(Task):
 
     @property
     def _names(self) -> answers.ClassNames:
-        return answers.ClassNames(self._index.region_names)
+        return answers.ClassNames(self._data_names.regions)
 
     @property
     def _num_entities(self) -> int:
-        return len(self._index.entity_names)
+        return len(self._data_names.entities)
 
     def model(self) -> CxrModel:
         if self.width % self.heads:
@@ -246,6 +236,8 @@ class Cxr(Task):
                 f"width={self.width} is no multiple of heads={self.heads}: take width={self.heads * max(1, self.width // self.heads)}"
             )
         check_weights(self.encoder_weights)
+        if self.start:
+            check_same(names_of_start(self.start), self._data_names, f"start={self.start}")
         image = build_image_encoder(self.encoder, self.encoder_weights)
         text: Any
         if isinstance(self._tokenizer, WordTokenizer):
@@ -254,15 +246,9 @@ class Cxr(Task):
             text = PretrainedSource(self.text).model(self.max_tokens)
         classes = {"binary": 2, "category": len(CHEXPERT), "region": len(self._names.region), "severity": len(SEVERITIES)}
         sizes = ModelSizes(
-            len(self._index.region_names),
-            self._num_entities,
-            classes,
-            self.width,
-            self.heads,
-            self.layers,
-            self.dropout,
-            min(max(self._index.largest_graph, 1), self.max_nodes),
-        )
+            len(self._names.region), self._num_entities, classes, self.width, self.heads, self.layers, self.dropout,
+            min(self._data_names.num_nodes, self.max_nodes),
+        )  # fmt: skip
         return CxrModel(image, text, image.num_features, text.width, sizes)
 
     # --- learning ---
@@ -303,6 +289,11 @@ class Cxr(Task):
     def summary(self, values: dict[str, Tensor]) -> dict[str, Any]:
         return report.summarise(values, self._scoring)
 
+    def resample_groups(self, values: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns the patient of each sample, and each question with its image and target."""
+        study = self._index.image["study"][values["image"].cpu().numpy()]
+        return torch.from_numpy(self._index.study["patient"][study]), evaluation.asked(values)
+
     @cached_property
     def _scoring(self) -> report.Scoring:
         texts = AnswerTexts(self._names, self._eval_dataset.answer_text)
@@ -317,7 +308,8 @@ class Cxr(Task):
             return []
         step = max(1, len(data) // SHOWN)
         batch = self.collate([data[place] for place in range(0, len(data), step)[:SHOWN]])
-        return [Picture("answers", draw(self._shown(model, batch), f"scene graph: {self.graph}"))]
+        shown, title = self._shown(model, batch), f"scene graph: {self.graph}"
+        return [Picture("answers", draw(shown, title), page(shown, title))] if shown else []
 
     def _shown(self, model: CxrModel, batch: dict[str, Tensor]) -> list[Shown]:
         """Returns the first answerable question of each image of a batch, preferably one whose answer has a box."""
@@ -349,16 +341,16 @@ class Cxr(Task):
 
     def _named_nodes(self, nodes: Any, row: int) -> list[tuple[str, list[float]]]:
         entities, keep = nodes.entity[row].tolist(), (nodes.is_node & nodes.has_box)[row].tolist()
-        return [(self._index.entity_names[entities[i]], nodes.boxes[row, i].tolist()) for i in range(len(keep)) if keep[i]]
+        return [(self._data_names.entities[entities[i]], nodes.boxes[row, i].tolist()) for i in range(len(keep)) if keep[i]]
 
     # --- using it ---
 
-    def predict(self, model: CxrModel, given: str, question: str = "", graph: str = "none", picture: str = "") -> Iterator[str]:
-        """Yields the answer to a question on an image file, and the CheXpert labels; `picture` is a PNG file to write."""
+    def predict(self, model: CxrModel, image: str, question: str = "", graph: str = "none", picture: str = "") -> Iterator[str]:
+        """Yields the answer to a question on an image file, and the CheXpert labels; `picture` is a .png or .html file to write."""
         if graph not in ("none", "predicted"):
             raise Problem(f"graph={graph} does not fit: none or predicted (an image alone has no other scene graph)")
         yield from self._answer(
-            model, _read_image(given, self.image_size), question, "predicted" if graph == "predicted" else "none", picture
+            model, _read_image(image, self.image_size), question, "predicted" if graph == "predicted" else "none", picture
         )
 
     @torch.no_grad()
@@ -378,7 +370,7 @@ class Cxr(Task):
                     attention=model.attention(encoded, nodes)[0, 0].float().numpy(),
                     predicted_box=outputs["answer_box"][0, 0].tolist() if self.box_weight else None, nodes=self._named_nodes(nodes, 0),
                 )  # fmt: skip
-                write_picture(draw([entry]), picture)
+                write_picture([entry], picture)
                 lines.append(f"  picture: {picture}\n")
         lines += ["CheXpert labels\n", *answers.describe_labels(model.label(encoded)[0]), "Research software, no medical device.\n"]
         return lines

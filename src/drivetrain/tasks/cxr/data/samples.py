@@ -7,10 +7,8 @@ the questions of a sample are of different types. Which questions a sample has d
 
 from __future__ import annotations
 
-import functools
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ from torch.utils.data import Dataset
 
 from drivetrain.outcomes import Outcome, Problem
 from drivetrain.tasks.cxr.data.columns import BOX_UNIT, NO_LOCATION, CxrIndex, MappedArray
-from drivetrain.tasks.cxr.data.images import BadImages, ImageReader, cache_key
+from drivetrain.tasks.cxr.data.images import BadImages, ImageReader, Pixels, cache_key
 from drivetrain.tasks.cxr.data.index import print_notice
 from drivetrain.tasks.cxr.vocabulary import GRADES, HEADS, QUESTION_TYPES, SPLITS, Grade, Label, ViewFilter, allowed_views, type_id
 from drivetrain.tasks.lora.cache import create_once
@@ -33,7 +31,6 @@ CHUNK = 1 << 22
 """Questions that are selected at a time."""
 MANY_TEXTS = 20_000
 """Texts whose tokens take seconds to make."""
-WORD = re.compile(r"[a-z0-9]+|[^\sa-z0-9]")
 Sample = dict[str, Tensor]
 Array = np.ndarray[Any, Any]
 
@@ -47,11 +44,6 @@ class QuestionTokenizer(Protocol):
         ...
 
     def encode(self, texts: list[str]) -> list[list[int]]: ...
-
-
-def words_of(text: str) -> list[str]:
-    """Returns the words and signs of a text, in lower case."""
-    return WORD.findall(text.lower())
 
 
 @dataclass(frozen=True)
@@ -98,7 +90,8 @@ class CxrDataset(Dataset[Sample]):
         self.questions_per_image, self.max_nodes = questions_per_image, max_nodes
         self.counts: Counter[str] = Counter()
         self.images = ImageReader(index, size, bad_images, cache_images)
-        studies, images = self._choose_images(allowed_views(views), bad_images)
+        self._views = allowed_views(views)
+        studies, images = self._choose_images(self._views, bad_images)
         if max_studies is not None:
             studies, images = studies[:max_studies], images[:max_studies]
         self.selection = self._select(studies, images, GRADES.index(grade), _type_ids(types))
@@ -169,8 +162,8 @@ class CxrDataset(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         group, rows = self.question_rows(index)
-        study, image = int(self.selection.study[group]), int(self.selection.image[group])
-        pixels = self.images.read(image)
+        study = int(self.selection.study[group])
+        image, pixels = self._read_image(study, int(self.selection.image[group]))
         sample = self._graph(study, image) | self._questions(study, image, rows if pixels is not None else rows[:0])
         labels = np.asarray(self.index.study["chexpert"][study], np.int8)
         if pixels is None:  # a sample without weight: every sample's place in the epoch is kept
@@ -180,6 +173,15 @@ class CxrDataset(Dataset[Sample]):
         sample["chexpert"] = torch.from_numpy(labels.copy())
         sample["image_row"] = torch.tensor(image)
         return sample
+
+    def _read_image(self, study: int, preferred: int) -> tuple[int, Pixels | None]:
+        """Returns the preferred image of a study or, where that cannot be read, its next one with an allowed view; None if none can be read."""
+        columns = self.index.image
+        for image in range(preferred, self.index.images_of(study).stop):
+            is_usable = columns["is_present"][image] and columns["view"][image] in self._views
+            if is_usable and columns["split"][image] == SPLITS.index(self.split) and (pixels := self.images.read(image)) is not None:
+                return image, pixels
+        return preferred, None
 
     def _graph(self, study: int, image: int) -> Sample:
         """Returns the nodes of a study, with their boxes in this image."""
@@ -237,15 +239,6 @@ class CxrDataset(Dataset[Sample]):
     @property
     def num_entities(self) -> int:
         return len(self.index.entity_names)
-
-    @functools.cached_property
-    def vocabulary(self) -> tuple[str, ...]:
-        """The words of the selected questions, the most frequent first; each text counts once."""
-        used = np.zeros(len(self.index.question_texts), bool)
-        for begin in range(0, len(self.selection.rows), CHUNK):
-            used[self.index.question["text"][self.selection.rows[begin : begin + CHUNK]]] = True
-        counts = Counter(word for text in np.flatnonzero(used) for word in words_of(self.index.question_texts[int(text)]))
-        return tuple(sorted(counts, key=lambda word: (-counts[word], word)))
 
     def question_text(self, row: int) -> str:
         return self.index.question_texts[int(self.index.question["text"][row])]

@@ -105,9 +105,10 @@ def _downloaded(repository: str, file: str) -> str:
 
 
 def load_named_weights(module: nn.Module, tensors: Mapping[str, Tensor], origin: str, ignored: tuple[str, ...] = ()) -> None:
-    """Loads a state dict; raises Problem if a name or a shape does not fit. Names that begin with `ignored` are left out."""
+    """Loads a state dict; raises Problem if a name or a shape does not fit. Names that begin with `ignored` are left out,
+    unless the module has them."""
     own = module.state_dict()
-    given = {name: tensor for name, tensor in tensors.items() if not name.startswith(ignored)}
+    given = {name: tensor for name, tensor in tensors.items() if name in own or not name.startswith(ignored)}
     missing, foreign = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
     if missing or foreign:
         word = f"lacks {missing[0]}" if missing else f"has {foreign[0]}, which the model does not have"

@@ -1,4 +1,4 @@
-"""Tokenizers of questions: words of the training questions, or those of a Hugging Face model."""
+"""Tokenizers of questions: words of the questions, or those of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from drivetrain.tasks.cxr.data.samples import words_of
+from drivetrain.tasks.cxr.data.words import words_of
 
 UNKNOWN_WORD = 1
-"""The id of a word that no training question has; 0 is padding."""
+"""The id of a word that no question of the data has; 0 is padding."""
 FIRST_WORD = 2
 
 

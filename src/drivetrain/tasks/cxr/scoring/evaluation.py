@@ -30,11 +30,18 @@ def evaluate(model: CxrModel, batch: dict[str, Tensor], graph: GraphSource, unce
         values[f"answer_{source}"] = answers.gather(-1, head.clamp(min=0)[..., None])[..., 0]
         if source == graph:
             values["head_loss"] = answer_losses(outputs, batch)
-            values["is_inside"] = _pointing(model.attention(encoded, nodes), batch)
+            values["is_inside"] = pointing(model.attention(encoded, nodes), batch)
             if with_boxes:
                 values["box_overlap"] = box_overlap(outputs["answer_box"], batch["answer_boxes"])
     scores = model.label(encoded).float()
     return values | _label_values(scores, batch, uncertain)
+
+
+def asked(values: dict[str, Tensor]) -> Tensor:
+    """Returns a row for each question: its number in the index, its image, its type and its target, whatever its sample."""
+    image = values["image"][:, None].expand_as(values["question"])
+    rows = torch.stack([values["question"], image, values["type"], values["target"]], -1)
+    return rows[values["question"] >= 0]
 
 
 def answer_losses(outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
@@ -55,11 +62,16 @@ def _label_values(scores: Tensor, batch: dict[str, Tensor], uncertain: Uncertain
     }  # fmt: skip
 
 
-def _pointing(attention: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Returns whether the cell with the most attention has its centre in the answer's box: 1, 0, or -1 without a box."""
+def pointing(attention: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Returns whether the cell with the most attention is in the answer's box: 1, 0, or -1 without a box.
+
+    Its centre must be in the box, or the box's centre in the cell: a box smaller than a cell may contain no cell's centre.
+    """
     height, width = attention.shape[-2:]
     peak = attention.flatten(-2).argmax(-1)
-    x, y = (peak % width + 0.5) / width, (peak // width + 0.5) / height
+    column, row = peak % width, peak // width
+    x, y = (column + 0.5) / width, (row + 0.5) / height
     x1, y1, x2, y2 = batch["answer_boxes"].unbind(-1)
     is_inside = (x >= x1) & (x <= x2) & (y >= y1) & (y <= y2)
-    return torch.where(batch["has_answer_box"], is_inside.long(), -1)
+    is_nearest = ((x1 + x2) / 2 * width).long().eq(column) & ((y1 + y2) / 2 * height).long().eq(row)
+    return torch.where(batch["has_answer_box"], (is_inside | is_nearest).long(), -1)

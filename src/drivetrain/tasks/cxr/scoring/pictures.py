@@ -69,12 +69,18 @@ def draw(shown: Sequence[Shown], title: str = "") -> np.ndarray:
     return _pixels(figure)
 
 
-def write_picture(pixels: np.ndarray, file: str) -> None:
+def write_picture(shown: Sequence[Shown], file: str) -> None:
+    """Writes a PNG file, or a page if the file's name ends in .html."""
     from PIL import Image
+
+    from drivetrain.tasks.cxr.scoring.page import page
 
     path = Path(file).expanduser()
     try:
-        Image.fromarray(pixels).save(path, "PNG")
+        if path.suffix == ".html":
+            path.write_text(page(shown, "Answer"), encoding="utf-8")
+        else:
+            Image.fromarray(draw(shown)).save(path, "PNG")
     except OSError as error:
         raise Problem(f"picture={file} cannot be written: {error.strerror or error}") from None
 
@@ -96,9 +102,7 @@ def _draw_attention(axis: Any, entry: Shown) -> None:
     side = entry.image.shape[0]
     axis.imshow(entry.image, cmap="gray", vmin=0, vmax=255)
     if entry.attention is not None:
-        weights = _enlarged(entry.attention, side)
-        # Even attention stays pale: the colour says how much more a place gets than the mean.
-        share = weights / max(float(weights.max()), EVEN * float(weights.mean()), 1e-9)
+        share = attention_share(entry)
         axis.imshow(share, cmap="inferno", alpha=0.6 * share, vmin=0, vmax=1)
     if entry.answer_box is not None:
         _rectangle(axis, entry.answer_box, side, GREEN, 1.4)
@@ -108,6 +112,14 @@ def _draw_attention(axis: Any, entry: Shown) -> None:
         colour = GREEN if entry.is_right else RED
         text += "" if entry.is_right else f"\nexpected: {entry.reference}"
     axis.set_title(text, fontsize=8, color=colour)
+
+
+def attention_share(entry: Shown) -> np.ndarray:
+    """Returns how much attention each pixel gets, from 0 to 1. Even attention stays pale: 1 is at least EVEN times the mean."""
+    assert entry.attention is not None
+    weights = _enlarged(entry.attention, entry.image.shape[0])
+    share: np.ndarray = weights / max(float(weights.max()), EVEN * float(weights.mean()), 1e-9)
+    return share
 
 
 def _enlarged(attention: np.ndarray, side: int) -> np.ndarray:

@@ -115,7 +115,9 @@ def _loss(flat: dict[str, Array], array: dict[str, Array], scoring: Scoring) -> 
     """Returns the loss of the answers and labels; a part without samples adds nothing."""
     parts = [scoring.weights.of(name) * _mean(flat["head_loss"][flat["head"] == index]) for index, name in enumerate(HEADS)]
     rows = ~np.isnan(array["chexpert_loss"])
-    parts.append(scoring.weights.chexpert * _mean(array["chexpert_loss"][rows]))
+    share = (rows / scoring.samples_of_image[array["image"]][:, None])[rows]  # each image counts once
+    if share.sum() > 0:
+        parts.append(scoring.weights.chexpert * float(np.average(array["chexpert_loss"][rows], weights=share)))
     return float(np.nansum(parts))
 
 
