@@ -1,8 +1,8 @@
 """Compares training on chest X-rays: a plain loop by hand, eager and compiled, and drivetrain, with the same model and data.
 
-    python benchmarks/cxr.py --json cxr.json            # on a GPU: 1 and 4 questions an image, all programs; about ten minutes
-    python benchmarks/cxr.py --questions 4 --programs compiled drivetrain --json cxr.json        # adds these rows to the file
-    python benchmarks/cxr.py --cpu                      # a tiny model on any machine: tests that all run, not their speed
+    python benchmarks/cxr.py --json benchmarks/results/cxr-h200.json        # on a GPU: 1 and 4 questions an image, all programs
+    python benchmarks/cxr.py --questions 4 --programs compiled drivetrain --json benchmarks/results/cxr-h200.json        # only these rows of the file
+    python benchmarks/cxr.py --cpu        # a tiny model on any machine: tests that all run, not their speed
 
 ConvNeXt-Base at 224, a BERT of base size with 12 heads, 128 tokens, bf16, random weights. The data is the synthetic twin, with resized images in
 the cache; loader workers read it in all programs. All programs augment the images, clip the gradients and use fused AdamW.
@@ -54,6 +54,8 @@ PROGRAMS = ("loader", "eager-16", "eager", "compiled", "resident", "drivetrain")
 BATCHES = {1: 128, 2: 96, 4: 64, 8: 32}
 """Images of a step by questions an image."""
 GUIDE_BATCH = 16
+LOADER_STEPS = 4
+"""Windows of the loader alone are so many times longer: more batches than its workers read ahead."""
 HEADS = 12
 """Attention heads of a BERT of base size."""
 LARGE = {
@@ -168,6 +170,8 @@ def measure(program: str, questions: int, device: torch.device, num_steps: int) 
     batch = GUIDE_BATCH if program == "eager-16" else BATCHES[questions]
     task = make_task(is_gpu, questions, batch if is_gpu else 4)
     num_flops = step_flops(task, device) if program != "loader" and is_h200(device) else 0
+    if program == "loader":
+        num_steps *= LOADER_STEPS
     window = Window(num_steps, num_steps)
     free_memory(device)
     if program == "drivetrain":
