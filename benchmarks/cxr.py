@@ -1,20 +1,31 @@
 """Compares training on chest X-rays: a plain loop by hand, eager and compiled, and drivetrain, with the same model and data.
 
-    python benchmarks/cxr.py            # on a GPU: ConvNeXt-Base at 224, a BERT of base size, 128 tokens, bf16, 1 and 4 questions an image; minutes
-    python benchmarks/cxr.py --cpu      # a tiny model on any machine: tests that all run, not their speed
+    python benchmarks/cxr.py --json benchmarks/results/cxr-h200.json        # on a GPU: 1 and 4 questions an image, all programs
+    python benchmarks/cxr.py --questions 4 --programs compiled drivetrain --json benchmarks/results/cxr-h200.json        # only these rows of the file
+    python benchmarks/cxr.py --cpu        # a tiny model on any machine: tests that all run, not their speed
 
-The data is the synthetic twin, with resized images in the cache, read by loader workers in all programs. Weights are random.
-Each figure is the median of three windows after a warm-up. MFU is the share of the GPU's measured peak of bf16 matrix products.
+ConvNeXt-Base at 224, a BERT of base size with 12 heads, 128 tokens, bf16, random weights. The data is the synthetic twin, with resized images in
+the cache; loader workers read it in all programs. All programs augment the images, clip the gradients and use fused AdamW.
+
+eager-16    the loop by hand without compilation, with guide 004's batch of 16
+eager       the same with the full batch
+compiled    the same with torch.compile
+resident    compiled, but every step has the same batch, which stays on the GPU: a step without reading data
+loader      the loader alone, without a step. If it is faster than the steps, and `resident` no faster than `compiled`, reading is no bottleneck
+drivetrain  `drivetrain train`
+
+Each figure is the median of three windows after a warm-up. MFU is the share of an H200's measured peak of bf16 matrix products, on an H200.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
-import os
 import platform
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -33,36 +44,57 @@ from drivetrain.hardware import cpu_cores, detect
 from drivetrain.plan.choose import choose
 from drivetrain.runs import Run
 from drivetrain.tasks.cxr.cxr import Cxr
+from drivetrain.tasks.cxr.net.model import CxrModel
+from drivetrain.tasks.cxr.net.text_encoders import BertSelfAttention
 from drivetrain.watch.files import MetricsFile
 from lora import PEAK_FLOPS, Clock, Window, peak_gib
 
 NEVER = "100000ep"
-PROGRAMS = ("eager", "compiled", "drivetrain")
+PROGRAMS = ("loader", "eager-16", "eager", "compiled", "resident", "drivetrain")
+BATCHES = {1: 128, 2: 96, 4: 64, 8: 32}
+"""Images of a step by questions an image."""
+GUIDE_BATCH = 16
+LOADER_STEPS = 4
+"""Windows of the loader alone are so many times longer: more batches than its workers read ahead."""
+HEADS = 12
+"""Attention heads of a BERT of base size."""
 LARGE = {
     "encoder": "convnext_base", "image_size": 224, "text_layers": 12, "width": 768, "heads": 12, "layers": 2,
-    "max_tokens": 128, "studies": 4000,
+    "max_tokens": 128, "studies": 1000,
 }  # fmt: skip
 TINY = {"encoder": "nano", "image_size": 64, "text_layers": 1, "width": 32, "heads": 2, "layers": 1, "max_tokens": 16, "studies": 60}
 
 
-class FullLengthCxr(Cxr):
-    """The task with all token rows at full length, whatever the questions: the length of the published comparison."""
+class BenchCxr(Cxr):
+    """The task with the heads of a BERT of base size; text=small has one for each 32 channels."""
 
-    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
-        batch = super().collate(samples)
-        missing = self.max_tokens - batch["tokens"].shape[-1]
-        return batch | {"tokens": torch.nn.functional.pad(batch["tokens"], (0, missing))}
+    def model(self) -> CxrModel:
+        model = super().model()
+        for module in model.text.modules():
+            if isinstance(module, BertSelfAttention) and self.width % HEADS == 0:
+                module.heads = HEADS
+        return model
 
 
-def make_task(is_gpu: bool, questions: int, batch: int) -> FullLengthCxr:
+class Draws:
+    """Random numbers of a batch, for the augmentation of the loops by hand."""
+
+    def __init__(self, batch: dict[str, Tensor]) -> None:
+        self.image = batch["image"]
+
+    def uniform(self, k: int = 1) -> Tensor:
+        return torch.rand(len(self.image), k, device=self.image.device)
+
+
+def make_task(is_gpu: bool, questions: int, batch: int) -> BenchCxr:
     sizes = LARGE if is_gpu else TINY
-    return FullLengthCxr(
+    return BenchCxr(
         text="small", encoder_weights="none", grade="unrated", questions_per_image=questions, global_batch=batch, check=False,
         epochs=100_000, eval_every=NEVER, save_every=NEVER, warmup=0, best=None, **sizes,
     )  # fmt: skip
 
 
-def batches(task: FullLengthCxr, device: torch.device) -> Iterator[dict[str, Tensor]]:
+def batches(task: BenchCxr, device: torch.device) -> Iterator[dict[str, Tensor]]:
     """Yields batches on the device for ever, as a DataLoader with workers reads them."""
     is_gpu = device.type == "cuda"
     workers = min(12, cpu_cores() - 1) if is_gpu else 1
@@ -75,17 +107,20 @@ def batches(task: FullLengthCxr, device: torch.device) -> Iterator[dict[str, Ten
             yield {name: value.to(device, non_blocking=True) for name, value in batch.items()}
 
 
-def total_loss(task: FullLengthCxr, model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    use_graph = torch.rand(len(batch["image"]), device=batch["image"].device) >= task.graph_dropout
-    parts = task.loss(model, batch | {"use_graph": use_graph})[0]
+def total_loss(task: BenchCxr, model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Returns the loss of an augmented batch: the parts that drivetrain adds up, too."""
+    draws: Any = Draws(batch)
+    parts = task.loss(model, task.augment(batch, draws))[0]
     return torch.stack([total / count.clamp(min=1) for total, count in parts.values()]).sum()
 
 
-def run_by_hand(task: FullLengthCxr, device: torch.device, window: Window, is_compiled: bool) -> dict[str, Any]:
+def run_by_hand(task: BenchCxr, device: torch.device, window: Window, program: str) -> dict[str, Any]:
     model = task.model().to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), task.learning_rate, weight_decay=task.weight_decay, fused=device.type == "cuda")
+    is_compiled = program in ("compiled", "resident") and device.type == "cuda"
     step_loss = torch.compile(total_loss) if is_compiled else total_loss
-    for batch in batches(task, device):
+    stream = batches(task, device)
+    for batch in itertools.repeat(next(stream)) if program == "resident" else stream:
         if window():
             return {"memory_gib": round(peak_gib(), 2)}
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -97,7 +132,18 @@ def run_by_hand(task: FullLengthCxr, device: torch.device, window: Window, is_co
     raise AssertionError("batches never end")
 
 
-def run_drivetrain(task: FullLengthCxr, device: torch.device, window: Window) -> dict[str, Any]:
+def run_loader(task: BenchCxr, device: torch.device, window: Window) -> dict[str, Any]:
+    """Reads batches without a step; the first windows also fill the cache of resized images."""
+    data = task.train_data()
+    for row in data.selection.image:
+        data.images.read(int(row))
+    for _ in batches(task, device):
+        if window():
+            return {"workers": min(12, cpu_cores() - 1) if device.type == "cuda" else 1}
+    raise AssertionError("batches never end")
+
+
+def run_drivetrain(task: BenchCxr, device: torch.device, window: Window) -> dict[str, Any]:
     # What a run of many minutes gets, without the trials before it.
     pins: dict[str, Any] = {"micro_batch": task.global_batch, "compile": "on" if device.type == "cuda" else "off"}
     plan = choose(task.settings(), detect(), device=device.type, world_size=1, local_procs=1, pins=pins)
@@ -110,7 +156,7 @@ def run_drivetrain(task: FullLengthCxr, device: torch.device, window: Window) ->
     return {"memory_gib": round(peak_gib(), 2), "plan": {k: v for k, v in clock.plan.items() if k != "sentence"}}
 
 
-def step_flops(task: FullLengthCxr, device: torch.device) -> int:
+def step_flops(task: BenchCxr, device: torch.device) -> int:
     """Returns the floating-point operations of a forward and a backward pass."""
     model, batch = task.model().to(device).train(), next(batches(task, device))
     with FlopCounterMode(display=False) as counter:
@@ -118,50 +164,92 @@ def step_flops(task: FullLengthCxr, device: torch.device) -> int:
     return int(counter.get_total_flops())
 
 
-def measure(program: str, task: FullLengthCxr, device: torch.device, num_steps: int) -> dict[str, Any]:
+def measure(program: str, questions: int, device: torch.device, num_steps: int) -> dict[str, Any]:
+    """Returns the row of a program."""
+    is_gpu = device.type == "cuda"
+    batch = GUIDE_BATCH if program == "eager-16" else BATCHES[questions]
+    task = make_task(is_gpu, questions, batch if is_gpu else 4)
+    num_flops = step_flops(task, device) if program != "loader" and is_h200(device) else 0
+    if program == "loader":
+        num_steps *= LOADER_STEPS
     window = Window(num_steps, num_steps)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    free_memory(device)
     if program == "drivetrain":
         facts = run_drivetrain(task, device, window)
+    elif program == "loader":
+        facts = run_loader(task, device, window)
     else:
-        facts = run_by_hand(task, device, window, program == "compiled")
+        facts = run_by_hand(task, device, window, program)
+    free_memory(device)
     seconds = statistics.median(window.seconds)
+    row = {"name": program, "questions_per_image": questions, "batch": task.global_batch, "step_ms": round(1000 * seconds, 2)}
+    row |= {"spread_percent": round(100 * (max(window.seconds) - min(window.seconds)) / seconds, 1)}
+    row |= {"pairs_per_second": round(task.global_batch * questions / seconds)}
+    return row | {"mfu": round(num_flops / seconds / PEAK_FLOPS, 3) if num_flops else None, **facts}
+
+
+def is_h200(device: torch.device) -> bool:
+    """Returns whether PEAK_FLOPS is this device's peak: on another one there is no MFU."""
+    return device.type == "cuda" and "H200" in torch.cuda.get_device_name(device)
+
+
+def free_memory(device: torch.device) -> None:
+    """Frees what an earlier program left, so that the peak of memory is that of the next one."""
     gc.collect()
+    torch._dynamo.reset()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    questions = task.questions_per_image
-    row = {"name": program, "questions_per_image": questions, "batch": task.global_batch, "step_ms": round(1000 * seconds, 2)}
-    return row | {"pairs_per_second": round(task.global_batch * questions / seconds), **facts}
+        torch.cuda.reset_peak_memory_stats()
+
+
+def show(row: dict[str, Any]) -> None:
+    mfu = f"   MFU {row['mfu']:.0%}" if row["mfu"] else ""
+    print(
+        f"{row['name']:<11} K = {row['questions_per_image']}   batch {row['batch']:>3}   {row['step_ms']:>9,.2f} ms"
+        f"   {row['pairs_per_second']:>7,} pairs/s   spread {row['spread_percent']:.0f} %{mfu}",
+        flush=True,
+    )
+
+
+def write(path: Path, row: dict[str, Any], device: torch.device) -> None:
+    """Writes a row into the file; rows of other programs and numbers of questions stay as they are."""
+    old = json.loads(path.read_text()) if path.is_file() else {"rows": []}
+    rows = {key_of(each): each for each in old["rows"]} | {key_of(row): row}
+    facts = {
+        "date": datetime.now(UTC).date().isoformat(), "hardware": hardware_of(device), "torch": torch.__version__,
+        "python": platform.python_version(), "drivetrain": __version__, "command": "python benchmarks/cxr.py",
+    }  # fmt: skip
+    if any(old[name] != facts[name] for name in ("hardware", "torch") if name in old):
+        raise SystemExit(f"{path} holds rows of {old['hardware']}, torch {old['torch']}: give another file")
+    path.write_text(json.dumps(facts | {"rows": [rows[key] for key in sorted(rows)]}, indent=1) + "\n")
+
+
+def key_of(row: dict[str, Any]) -> tuple[int, int]:
+    return row["questions_per_image"], PROGRAMS.index(row["name"])
+
+
+def hardware_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{cpu_cores()} CPU cores ({platform.machine()})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU")
+    parser.add_argument("--questions", type=int, nargs="+", choices=BATCHES, default=[1, 4], help="questions an image (default 1 4)")
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
+    parser.add_argument("--steps", type=int, default=30, help="steps of a window, and of the warm-up (default 30; 2 on a CPU)")
+    parser.add_argument("--json", metavar="FILE", help="write the rows to this file, each as soon as it is measured")
     args = parser.parse_args()
     device = torch.device("cpu" if args.cpu or not torch.cuda.is_available() else "cuda")
-    is_gpu = device.type == "cuda"
-    rows = []
-    for questions, batch in ((1, 128), (4, 64)) if is_gpu else ((1, 4), (2, 4)):
-        task = make_task(is_gpu, questions, batch)
-        flops = step_flops(task, device)
-        for program in PROGRAMS if is_gpu else ("eager", "drivetrain"):
-            row = measure(program, task, device, 30 if is_gpu else 2)
-            row["mfu"] = round(flops / (row["step_ms"] / 1000) / PEAK_FLOPS, 3) if is_gpu else None
-            rows.append(row)
-            mfu = f"   MFU {row['mfu']:.0%}" if is_gpu else ""
-            print(
-                f"{program:<11} K = {questions}   batch {batch:>3}   {row['step_ms']:>9,.2f} ms   {row['pairs_per_second']:>7,} pairs/s{mfu}",
-                flush=True,
-            )
-    hardware = torch.cuda.get_device_name() if is_gpu else f"{os.cpu_count()} CPU cores ({platform.machine()})"
-    facts = {
-        "date": datetime.now(UTC).date().isoformat(), "hardware": hardware, "torch": torch.__version__, "python": platform.python_version(),
-        "drivetrain": __version__, "command": "python benchmarks/cxr.py" + (" --cpu" if args.cpu else ""), "rows": rows,
-    }  # fmt: skip
-    if args.json:
-        Path(args.json).write_text(json.dumps(facts, indent=2) + "\n")
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # speed does not matter, and several threads wait for each other on a busy machine
+    command = " ".join(["python benchmarks/cxr.py", *sys.argv[1:]])
+    for questions in args.questions:
+        for program in args.programs:
+            row = measure(program, questions, device, args.steps if device.type == "cuda" else 2)
+            show(row)
+            if args.json:
+                write(Path(args.json), row | {"command": command}, device)
 
 
 if __name__ == "__main__":

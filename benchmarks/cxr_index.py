@@ -13,10 +13,12 @@ import json
 import multiprocessing
 import platform
 import random
+import resource
 import shutil
 import tempfile
 import threading
 import time
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -25,6 +27,7 @@ from typing import Any
 
 import psutil
 
+from drivetrain import __version__
 from drivetrain.hardware import cpu_cores
 from drivetrain.tasks.cxr.data.layout import split_name
 from drivetrain.tasks.cxr.twin.plan import StudyPlan, plan_study
@@ -126,15 +129,21 @@ def build(folder: Path, processes: int) -> dict[str, Any]:
     from drivetrain.tasks.cxr.data.index import find_or_build
 
     workers = WorkerMemory()
-    begin = time.monotonic()
+    begin, begin_cpu = time.monotonic(), cpu_seconds()
     index = find_or_build(folder / "mimic", folder / "qba", processes=processes)
     return {
         "questions": index.num_questions,
         "build_seconds": time.monotonic() - begin,
+        "build_cpu_seconds": cpu_seconds() - begin_cpu,
         "build_peak_bytes": peak_bytes(),
         "worker_peak_bytes": workers.peak_bytes,
         **{f"{kind}_bytes": size for kind, size in index.bytes_by_kind().items()},
     }
+
+
+def cpu_seconds() -> float:
+    """Returns the CPU time of this process and of its children that have ended: other work on the machine does not change it."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
 def peak_bytes() -> int:
@@ -150,13 +159,20 @@ def private_bytes() -> int:
 
 
 def use(folder: Path) -> dict[str, Any]:
-    """Opens the index as a training does, and reads samples without images; returns seconds and memory."""
+    """Opens and checks the index as a training does, and reads samples without images; returns seconds and memory."""
+    from drivetrain.tasks.cxr.data.check import check_data
     from drivetrain.tasks.cxr.data.index import find_or_build
     from drivetrain.tasks.cxr.data.samples import CxrDataset
 
     before, begin = private_bytes(), time.monotonic()
     index = find_or_build(folder / "mimic", folder / "qba")
     opened = time.monotonic()
+    opened_bytes = private_bytes() - before
+    tracemalloc.start()
+    check_data(index)
+    check_peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    checked = time.monotonic()
     samples = 0
     for split in SPLITS[:1]:
         data = CxrDataset(index, split, grade="unrated", questions_per_image=4, cache_images=False)
@@ -167,7 +183,10 @@ def use(folder: Path) -> dict[str, Any]:
             data.question_rows(position)
     return {
         "open_seconds": opened - begin,
-        "select_seconds": selected - opened,
+        "open_private_bytes": opened_bytes,
+        "check_seconds": checked - opened,
+        "check_peak_bytes": check_peak_bytes,
+        "select_seconds": selected - checked,
         "lookup_microseconds": (time.monotonic() - selected) / len(positions) * 1e6,
         "samples": samples,
         "private_bytes": private_bytes() - before,
@@ -196,7 +215,7 @@ def main() -> None:
         f"{row['questions']:,} questions of {row['studies']:,} studies, {row['json_bytes'] / 1e6:,.0f} MB of JSON in {row['zip_bytes'] / 1e6:,.0f} MB of zips"
     )
     print(
-        f"build     {row['build_seconds']:,.0f} s, {row['questions'] / row['build_seconds']:,.0f} questions/s with {row['processes']} processes"
+        f"build     {row['build_seconds']:,.0f} s, {row['questions'] / row['build_seconds']:,.0f} questions/s with {row['processes']} processes ({row['build_cpu_seconds']:,.0f} CPU s)"
     )
     print(f"memory    {row['build_peak_bytes'] / 1e6:,.0f} MB, each worker {row['worker_peak_bytes'] / 1e6:,.0f} MB")
     for kind in ("questions", "studies", "texts"):
@@ -205,13 +224,14 @@ def main() -> None:
         f"index     {total / 1e6:,.1f} MB, {total / row['questions']:.1f} bytes a question; 38 million questions: {38e6 * total / row['questions'] / 1e9:.2f} GB of disk"
     )
     print(
-        f"training  opened in {row['open_seconds'] * 1000:.0f} ms, questions selected in {row['select_seconds']:.1f} s, "
+        f"training  opened in {row['open_seconds'] * 1000:.0f} ms ({row['open_private_bytes'] / 1e6:,.0f} MB), checked in {row['check_seconds']:.1f} s "
+        f"({row['check_peak_bytes'] / 1e6:,.0f} MB at most), questions selected in {row['select_seconds']:.1f} s, "
         f"{row['lookup_microseconds']:.0f} us to find a sample, {row['private_bytes'] / 1e6:,.0f} MB of memory of its own"
     )  # fmt: skip
     if args.json:
         facts = {
-            "date": datetime.now(UTC).date().isoformat(), "cores": cpu_cores(), "torch": torch.__version__,
-            "python": platform.python_version(), "command": f"python benchmarks/cxr_index.py --questions {args.questions:g}", "rows": [row],
+            "date": datetime.now(UTC).date().isoformat(), "hardware": f"{cpu_cores()} CPU cores ({platform.machine()})", "torch": torch.__version__,
+            "python": platform.python_version(), "drivetrain": __version__, "command": f"python benchmarks/cxr_index.py --questions {args.questions:g}", "rows": [row],
         }  # fmt: skip
         Path(args.json).write_text(json.dumps(facts, indent=1) + "\n")
 
