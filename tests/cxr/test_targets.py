@@ -86,6 +86,15 @@ def test_boxes_are_those_of_each_image(tmp_path: Path) -> None:
     assert [index.entity_names[i] for i in index.node["entity"]] == ["cardiomegaly", "unknown"]
 
 
+def test_what_a_report_denies_is_no_node(tmp_path: Path) -> None:
+    graph = {
+        "O01": {"regions": [], "obs_entities": ["atelectasis"], "positiveness": "neg"},
+        "O02": {"regions": [], "obs_entities": ["cardiomegaly"], "positiveness": "pos"},
+    }
+    index = build(*write_data(tmp_path, [question("D02_has_finding", answer("pos"))], graph))
+    assert [index.entity_names[i] for i in index.node["entity"]] == ["cardiomegaly"]
+
+
 BAD_BOXES = {
     "boxes clipped to the image": ((-10, 10, 100, 200), (0, 0.1, 0.5, 1)),
     "boxes that are empty or outside the image": ((300, 10, 400, 50), None),

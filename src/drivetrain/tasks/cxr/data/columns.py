@@ -24,7 +24,7 @@ import numpy as np
 
 from drivetrain.outcomes import Problem
 
-FORMAT = 1
+FORMAT = 2
 META = "index.json"
 """The file of names and counts. It is written last."""
 UNKNOWN = "unknown"

@@ -153,7 +153,7 @@ class StudyReader:
     # --- scene graph -----------------------------------------------------------------------------
 
     def read_graph(self, content: Any) -> None:
-        """Adds a node for each observation: its first region, its first entity, its first box in every image."""
+        """Adds a node for each finding: its first region, its first entity, its first box in every image. What the report denies is none."""
         observations = content.get("observations") if isinstance(content, dict) else None
         if not isinstance(observations, dict):
             self.fault("scene graphs without observations")
@@ -161,6 +161,8 @@ class StudyReader:
         for observation in observations.values():
             if not isinstance(observation, dict):
                 self.fault("scene graphs without observations")
+                continue
+            if is_positive(observation.get("positiveness")) is False:
                 continue
             regions, entities = names_of(observation.get("regions"), "region"), names_of(observation.get("obs_entities"), "name")
             self.rows.nodes.append((regions[0] if regions else None, entities[0] if entities else None))
