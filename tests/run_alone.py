@@ -27,7 +27,8 @@ def wait_for_other_tests(folder: Path, runs_alone: bool) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     test_run_id = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    if test_run_id is None or item.config.cache is None:
+    cache = getattr(item.config, "cache", None)  # -p no:cacheprovider
+    if test_run_id is None or cache is None:
         return (yield)
-    with wait_for_other_tests(item.config.cache.mkdir(f"running-{test_run_id}"), item.get_closest_marker("alone") is not None):
+    with wait_for_other_tests(cache.mkdir(f"running-{test_run_id}"), item.get_closest_marker("alone") is not None):
         return (yield)
