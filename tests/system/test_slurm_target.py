@@ -134,8 +134,8 @@ def test_the_time_limit_saves_and_queues_the_run_again(slurm: Cluster, folder: P
     """Slurm sends the signal at most a minute early, so at once here; after the second start the run ends."""
     write_task(change=SLOW)
     write_target(time="60s", grace=45)
-    run_ok("train", "small.py", "steps=120", *FAST, "--name", "reference", "--hang-after", "5min")
-    output = run_ok("train", "small.py", "steps=120", *FAST, "--on", "cluster", "--wait", "--name", "limited", seconds=300)
+    run_ok("train", "small.py", "steps=200", *FAST, "--name", "reference", "--hang-after", "5min")
+    output = run_ok("train", "small.py", "steps=200", *FAST, "--on", "cluster", "--wait", "--name", "limited", seconds=300)
     assert "queued again" in output
     run = Run("runs/limited")
     assert run.status == "finished"

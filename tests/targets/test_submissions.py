@@ -22,11 +22,12 @@ from drivetrain.targets.config import find_target, make_target
 from drivetrain.targets.errors import Unsure
 from drivetrain.targets.host.connection import ReachableHost
 from drivetrain.targets.local import LocalTarget
-from drivetrain.targets.record import Record, is_being_submitted, read_record
+from drivetrain.targets.record import Record, is_being_submitted, read_record, submission_lock
 from drivetrain.targets.ssh import SshTarget
 from drivetrain.targets.submission import Submission
 from drivetrain.watch.screen import Screen
 from tests.command import expect_error, run_ok, write_task
+from tests.waiting import wait_until
 
 FAST = ("plan.threads=1", "plan.compile=off")
 SLOW = ("return F.cross", "import time; time.sleep(0.05 * model.training)\n        return F.cross")
@@ -142,7 +143,7 @@ def test_a_new_run_is_left_alone_while_it_is_being_submitted(slow: Callable[[Cal
     record = begun.finish()
     assert submit.refresh(record).phase == "running"
     assert record.handle and not record.facts["pulled"]
-    assert not is_being_submitted(record.run) and not list(Path("runs/one").glob(".submission*"))
+    assert not is_being_submitted(record.run) and not list(Path("runs/one").glob("*.submission"))
 
 
 def test_a_resumed_run_is_left_alone_while_it_is_being_submitted(slow: Callable[[Callable[[], Any]], SlowSubmission]) -> None:
@@ -174,6 +175,15 @@ def test_a_run_that_is_being_submitted_can_be_followed(slow: Callable[[Callable[
     assert next(records).phase == "queued"
     begun.finish()
     assert any(record.phase == "running" for record in records)
+
+
+def test_a_run_may_begin_before_the_command_that_submits_it_has_ended(folder: Path) -> None:
+    """A job may start so early in the folder that the target shares with this machine."""
+    write_task()
+    Path("runs/one").mkdir(parents=True)
+    with submission_lock(Run("runs/one")):
+        run_ok("train", "small.py", "steps=2", *FAST, "--name", "one")
+    assert Run("runs/one").status == "finished"
 
 
 def test_a_killed_submission_is_lost_and_can_be_repeated(folder: Path) -> None:
@@ -250,7 +260,9 @@ def test_only_machines_that_started_here_are_stopped(refusal: Problem, boxes: Ss
         submit.submit(boxes, submission(boxes, "one", nodes=2), AGREE, print)
     assert ("stop", "box1") in calls and ("stop", "box2") not in calls
     assert record_of("one").handle["hosts"] == ["box1", "box2"], "what has started is not forgotten"
-    assert submit.target_of(record_of("one")).state(record_of("one")).phase in ("ended", "lost")
+    wait_until(
+        lambda: submit.target_of(record_of("one")).state(record_of("one")).phase in ("ended", "lost"), "the end of what has started", 60
+    )
 
 
 def test_nothing_starts_where_a_machine_cannot_be_reached(boxes: SshTarget, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ from drivetrain.runs import FORMAT, RUNS, Run
 
 ACTIVE = ("queued", "running")
 RECORD = "target.json"
-SUBMISSION_LOCK = ".submission.lock"
+SUBMISSION_LOCK = f".{RECORD}.submission"
+"""Begins as all files of the record, which may be in a folder in which a run begins."""
 WAIT_SECONDS = 1.0
 """Another command may hold the lock for a moment, only to see whether it is free."""
 JOB_VARIABLE = "DRIVETRAIN_JOB"

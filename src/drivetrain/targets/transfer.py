@@ -11,7 +11,7 @@ from drivetrain.targets.submission import Submission
 NOT_SENT = (
     "/target.json",
     "/.target.json.lock",
-    "/.submission.lock",
+    "/.target.json.submission",
     "/code.tar.gz",
     "/code",
     "/job",
