@@ -182,7 +182,9 @@ def _check_secrets(text: str, label: str) -> None:
         variable = re.sub(r"\W", "_", name)
         raise Problem(f"{label} contains a secret ({name}): export it on this machine, and write only its name: secrets: [{variable}]")
     if name is not None:
-        raise Problem(f"{label} contains a secret: export it as a variable on this machine, and write only its name: secrets: [NAME]")
+        raise Problem(
+            f"{label} contains a secret: write a URL without its password, or export a variable on this machine and write only its name: secrets: [NAME]"
+        )
 
 
 def settings_help(kind: str) -> list[tuple[str, str]]:
