@@ -18,7 +18,7 @@ from drivetrain.outcomes import Outcome, Problem
 from drivetrain.recipe import Recipe
 from drivetrain.runs import RUNS, Run
 from drivetrain.targets.archive import Archive
-from drivetrain.targets.base import POLL_SECONDS, JobState, Rendering, Target
+from drivetrain.targets.base import POLL_SECONDS, JobState, Target
 from drivetrain.targets.config import KINDS, find_target, make_target
 from drivetrain.targets.consent import Agree, Consent
 from drivetrain.targets.environment import EnvironmentLock, lock_environment
@@ -250,10 +250,6 @@ def _current_target(record: Record) -> Target:
         if target.kind == record.facts["kind"]:
             return target
     return target_of(record)
-
-
-def dry_run(target: Target, recipes: Sequence[Recipe], request: Request) -> Rendering:
-    return target.render(prepare(target, recipes, request, planned_name(recipes, request)))
 
 
 # --- ask ---------------------------------------------------------------------------------------
