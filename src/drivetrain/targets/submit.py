@@ -381,5 +381,5 @@ def stop(record: Record, seconds: float) -> Record:
 
 
 __all__ = [
-    "adopt", "begin_record", "consent_to", "continue_same", "dry_run", "find_target", "follow", "forget", "named_or_new", "prepare", "pull", "refresh", "refresh_or_leave", "resubmit", "stop", "submit", "submit_array", "target_of",
+    "adopt", "begin_record", "consent_to", "continue_same", "find_target", "follow", "forget", "named_or_new", "prepare", "pull", "refresh", "refresh_or_leave", "resubmit", "stop", "submit", "submit_array", "target_of",
 ]  # fmt: skip
