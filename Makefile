@@ -51,12 +51,12 @@ test: lint
 # Three processes on two cores, because many of these tests wait.
 test-system: .venv/.ready-dev
 	tests/system/install
-	$(call pytest,system and not alone,--numprocesses=3 --dist=loadfile --no-loadscope-reorder)
-	$(call pytest,system and alone)
+	$(call pytest,system and not alone and not long,--numprocesses=3 --dist=loadfile --no-loadscope-reorder)
+	$(call pytest,system and alone and not long)
 
 test-long: .venv/.ready-dev
 	tests/system/install
-	DRIVETRAIN_EVERY=1 $(BIN)/python -m pytest -m "" tests/system/test_strategies_long.py
+	DRIVETRAIN_EVERY=1 $(BIN)/python -m pytest -m "" tests/system/test_strategies_long.py tests/system/test_kill_long.py
 	DRIVETRAIN_REPETITIONS=10 $(BIN)/python -m pytest -m "" tests/system/test_oom_sharded.py tests/system/test_oom_long.py tests/engine/test_oom.py
 	$(BIN)/python -m tests.faults.one_line_faults
 	$(MAKE) chaos

@@ -59,6 +59,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "/tests/system/" in str(item.path):
             item.add_marker("system")
+        if item.path.stem.endswith("_long"):
+            item.add_marker("long")
     items.sort(key=lambda item: not any(name in item.name for name in SLOW_TESTS))
 
 
