@@ -53,6 +53,8 @@ SLOW_TESTS = (
     "test_killed_at_every_observation_point",
     "test_golden_plans",
 )  # they start first: started last, they would run alone while the other pytest worker has nothing to do
+SLOW_FILES = ("test_kubernetes.py", "test_ssh.py")
+"""Their tests start first, too: one worker runs all system tests of a file."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -61,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("system")
         if item.path.stem.endswith("_long"):
             item.add_marker("long")
-    items.sort(key=lambda item: not any(name in item.name for name in SLOW_TESTS))
+    items.sort(key=lambda item: not (item.path.name in SLOW_FILES or any(name in item.name for name in SLOW_TESTS)))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -261,7 +261,7 @@ def test_a_run_that_fails_at_each_start_ends(lab: Cluster) -> None:
     assert record("hopeless")["exit_code"] == 201
 
 
-@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob"])
+@pytest.mark.parametrize("kind", ["pytorchjob", pytest.param("trainjob", marks=pytest.mark.long)])
 def test_a_run_that_meets_its_deadline_saves_and_can_go_on(lab: Cluster, kind: str) -> None:
     write_target(deadline="75s", job=kind, image="registry.example/drivetrain:cpu")
     done = run_drivetrain("train", "small.py", "steps=20000", "save_every=1000", *FAST, "--on", "lab", "--wait", "--name", "late")
