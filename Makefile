@@ -56,7 +56,8 @@ test-system: .venv/.ready-dev
 
 test-long: .venv/.ready-dev
 	tests/system/install
-	DRIVETRAIN_EVERY=1 $(BIN)/python -m pytest -m "" tests/system/test_strategies_long.py tests/system/test_kill_long.py tests/system/test_kubernetes.py
+	DRIVETRAIN_EVERY=1 $(BIN)/python -m pytest -m "" tests/system/test_strategies_long.py tests/system/test_kill_long.py
+	$(BIN)/python -m pytest -m long tests/system/test_kubernetes.py tests/system/test_ssh.py
 	DRIVETRAIN_REPETITIONS=10 $(BIN)/python -m pytest -m "" tests/system/test_oom_sharded.py tests/system/test_oom_long.py tests/engine/test_oom.py
 	$(BIN)/python -m tests.faults.one_line_faults
 	$(MAKE) chaos

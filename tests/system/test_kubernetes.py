@@ -125,6 +125,7 @@ def test_killed_pods_cost_no_step_of_two_that_train_as_one(lab: Cluster) -> None
     _assert_no_secret(lab, facts, "undisturbed", "killed")
 
 
+@pytest.mark.long
 def test_an_elastic_run_survives_a_lost_pod(lab: Cluster) -> None:
     write_task(change=SLOW, text=WITHOUT_DROPOUT)
     run_ok("train", "small.py", "steps=300", "save_every=20", *FAST, "--on", "lab", "--nodes", "1:2", "--name", "elastic")
@@ -151,6 +152,7 @@ def bucket() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.long
 def test_a_run_in_a_bucket_outlives_its_pod(lab: Cluster, bucket: Path) -> None:
     """A killed pod is replaced by one with an empty disk."""
     write_target(runs_volume=None, bucket=f"file://{bucket}", env={"DRIVETRAIN_BUCKET_LEASE": "6"})
@@ -207,6 +209,7 @@ def test_status_logs_stop_and_resume(lab: Cluster) -> None:
     assert weights("stopped") == weights("reference")
 
 
+@pytest.mark.long
 def test_what_a_pod_waits_for(lab: Cluster) -> None:
     def reason(name: str, text: str) -> str:
         return str(wait_until(lambda: text in (shown := run_ok("status", name)) and shown, text, 60))
@@ -247,6 +250,7 @@ def events(lab: Cluster, name: str) -> list[Object]:
     return lab.api.items("/api/v1/namespaces/default/events", fieldSelector=f"involvedObject.name={record(name)['handle']['job']}")
 
 
+@pytest.mark.long
 def test_a_run_that_fails_at_each_start_ends(lab: Cluster) -> None:
     """The operator makes its pod again after every code of 128 or more."""
     dies = "import os\n        os.kill(os.getpid(), 9)\n        return F.cross"
@@ -261,7 +265,8 @@ def test_a_run_that_fails_at_each_start_ends(lab: Cluster) -> None:
     assert record("hopeless")["exit_code"] == 201
 
 
-@pytest.mark.parametrize("kind", ["pytorchjob", pytest.param("trainjob", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob"])
 def test_a_run_that_meets_its_deadline_saves_and_can_go_on(lab: Cluster, kind: str) -> None:
     write_target(deadline="75s", job=kind, image="registry.example/drivetrain:cpu")
     done = run_drivetrain("train", "small.py", "steps=20000", "save_every=1000", *FAST, "--on", "lab", "--wait", "--name", "late")
@@ -274,6 +279,7 @@ def test_a_run_that_meets_its_deadline_saves_and_can_go_on(lab: Cluster, kind: s
     assert [row["step"] for row in Run("runs/late").rows() if "train/loss" in row] == list(range(1, last + 6))
 
 
+@pytest.mark.long
 def test_large_code_travels_by_a_volume(lab: Cluster) -> None:
     write_task(change=("import torch\n", "import torch\nimport table\n"))
     Path("table.py").write_text(f"WIDTH = 7\n# {'x' * (1 << 20)}\n")
@@ -363,6 +369,7 @@ echo "0, 97, 61203, 81559, 612.43"
 """
 
 
+@pytest.mark.long
 def test_status_shows_the_gpu_of_each_rank(lab: Cluster, bucket: Path) -> None:
     """What nvidia-smi prints in a pod is played by a script."""
     program = bucket / "nvidia-smi"

@@ -115,6 +115,7 @@ def test_stop_ends_every_process_and_resume_is_exact(two_boxes: Boxes, folder: P
     assert losses("stopped") == losses("reference")
 
 
+@pytest.mark.long
 def test_a_run_follows_its_target_to_other_machines(two_boxes: Boxes, folder: Path) -> None:
     """After `down`, on another host, and on another host when the first one is lost: it continues with what was copied here."""
     write_task(change=SLOW)
@@ -145,6 +146,7 @@ def test_a_run_follows_its_target_to_other_machines(two_boxes: Boxes, folder: Pa
     wait_until(lambda: no_process_left(two_boxes), "the end of every process", 30)
 
 
+@pytest.mark.long
 def test_a_supervisor_that_is_killed_takes_its_processes_along(two_boxes: Boxes, folder: Path) -> None:
     write_task(change=SLOW)
     two_boxes.write_target(hosts=["box1"])
@@ -180,6 +182,7 @@ def test_a_cut_link_between_machines_and_to_the_client(two_boxes: Boxes, folder:
     assert losses("cut") == pytest.approx(losses("here"), rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_run_that_lost_a_machine_comes_home(two_boxes: Boxes, folder: Path) -> None:
     write_task(change=SLOW, text=WITHOUT_DROPOUT)
     two_boxes.write_target()
@@ -203,6 +206,7 @@ def test_a_run_that_lost_a_machine_comes_home(two_boxes: Boxes, folder: Path) ->
     wait_until(lambda: no_process_left(two_boxes), "the end of every process", 60)
 
 
+@pytest.mark.long
 def test_a_hang_gives_a_verdict_and_a_restart(two_boxes: Boxes, folder: Path) -> None:
     write_task(text=WITHOUT_DROPOUT)
     two_boxes.write_target(env={"DRIVETRAIN_FAULTS": "hang@step:12:rank=1"})
@@ -214,6 +218,7 @@ def test_a_hang_gives_a_verdict_and_a_restart(two_boxes: Boxes, folder: Path) ->
     assert verdict["ranks"] == [1]
 
 
+@pytest.mark.long
 def test_a_failed_run_gives_its_exit_code_and_a_running_one_can_be_pulled(two_boxes: Boxes, folder: Path) -> None:
     write_task(change=("return F.cross", "raise ValueError('wrong')\n        return F.cross"))
     two_boxes.write_target(hosts=["box1"])
@@ -346,6 +351,7 @@ def seconds_to_first_step(name: str, root: Path, *words: str) -> float:
         return stopwatch.seconds
 
 
+@pytest.mark.long
 def test_planted_secrets_arrive_and_are_in_no_file(ssh_options: list[str], folder: Path) -> None:
     base = folder.parent / "base"
     write_planted_project()
@@ -437,6 +443,7 @@ def test_a_slurm_cluster_behind_a_login_node(ssh_options: list[str], folder: Pat
         assert not Path(folder_in_home).expanduser().exists()
 
 
+@pytest.mark.long
 def test_trials_on_another_machine(ssh_options: list[str], folder: Path, folder_in_home: str) -> None:
     write_task()
     write_target(ssh_options, folder_in_home)
