@@ -131,11 +131,11 @@ def test_scancel_by_somebody_else_is_told(slurm: Cluster, folder: Path) -> None:
 
 
 def test_the_time_limit_saves_and_queues_the_run_again(slurm: Cluster, folder: Path) -> None:
-    """Slurm sends the signal at most a minute early, so at once here; after the second start the run ends."""
-    write_task(change=SLOW)
-    write_target(time="60s", grace=45)
-    run_ok("train", "small.py", "steps=200", *FAST, "--name", "reference", "--hang-after", "5min")
-    output = run_ok("train", "small.py", "steps=200", *FAST, "--on", "cluster", "--wait", "--name", "limited", seconds=300)
+    """Slurm sends the signal at most a minute early, so that each start has a minute at least, and two at most."""
+    write_task(change=(SLOW[0], SLOW[1].replace("model.training", "('SLURM_JOB_ID' in __import__('os').environ)")))
+    write_target(time="3min", grace=60)
+    run_ok("train", "small.py", "steps=1300", *FAST, "--name", "reference", "--hang-after", "5min")
+    output = run_ok("train", "small.py", "steps=1300", *FAST, "--on", "cluster", "--wait", "--name", "limited", seconds=900)
     assert "queued again" in output
     run = Run("runs/limited")
     assert run.status == "finished"
