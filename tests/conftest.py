@@ -53,7 +53,7 @@ SLOW_TESTS = (
     "test_killed_at_every_observation_point",
     "test_golden_plans",
 )  # they start first: started last, they would run alone while the other pytest worker has nothing to do
-SLOW_FILES = ("test_kubernetes.py", "test_ssh.py")
+SLOW_FILES = ("test_kubernetes.py", "test_slurm_target.py", "test_ssh.py")
 """Their tests start first, too: one worker runs all system tests of a file."""
 
 
